@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, NOT_A_UNIT, SCALES
 
 NAME_AND_EQUALS = (
-    r"\\?[A-Za-z](?:(?<=\\.)[a-z]+)?(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?'?(?:\([a-z]\))?\s{0,3}&?\s{0,3}="
+    r"\\?[A-Za-z](?:(?<=\\.)[a-z]+)?(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?'?(?:\([A-Za-z0-9]{1,3}\))?\s{0,3}&?\s{0,3}="
 )
 """The pattern of `x =`, `x_1 =`, `\\alpha =` or `f(x) =`."""
 LIST_SIGN = re.compile(r"\s*(?:[,;]\s*(?:(?:and|or)\b)?|\b(?:and|or)\b)\s*")

@@ -11,9 +11,9 @@ Texts that differ in type, case and white space alone are equivalent. Otherwise 
 
 Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
 thread of any process; a ground truth that cannot be read is an abstention for every answer, so that a row never keeps
-only its right answers; an error that ends the comparison is an abstention, never the score 0; an answer that cannot be
-read, that is beyond the limits below, or that only restates the problem as an integral, a derivative, a limit, a sum or
-a product, scores 0. It is not a final answer, and an abstention would let a policy escape the score 0 with nonsense.
+only its right answers; so is one with inequalities that sympy cannot solve. An answer that cannot be read or compared,
+that is beyond the limits below, or that only restates the problem as an integral, a derivative, a limit, a sum or a
+product, scores 0. It is not a final answer, and an abstention would let a policy escape the score 0 with nonsense.
 
 Units are not compared: 5 km is 5 and also 5 m. The limits keep almost every comparison below a second. What remains
 for the deadline of the caller's process: equations and inequalities that sympy solves slowly, expressions with
@@ -30,7 +30,7 @@ import sympy
 from latex2sympy2_extended.sets import FiniteSet
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.mathematics.equivalence import same_expression
+from megatron_rl.verifiers.mathematics.equivalence import refuse_unsolvable, same_expression
 from megatron_rl.verifiers.mathematics.final_answer import Mode, final_answer
 from megatron_rl.verifiers.mathematics.formula import MAX_CHARACTERS, UNEVALUATED, Unreadable, clean, has, parse
 from megatron_rl.verifiers.mathematics.notations import choice, clock, digits_and_base, is_words, plain_text, right_side
@@ -47,8 +47,8 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
         mode: which final answers count: see `final_answer`.
 
     Returns:
-        1.0 or 0.0 with what was found. An abstention with `failed` if the ground truth cannot be read, or if the
-        comparison raised.
+        1.0 or 0.0 with what was found. An abstention with `failed` if the ground truth cannot be read, or not be
+        compared.
     """
     expected = clean(final_answer(truth, "strict") or truth)
     try:
@@ -63,10 +63,9 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
         equal = reference.equals(clean(found))
     except Unreadable as error:
         return Verdict(0.0, f"found {_short(found)}, which {error}", details=details)
-    # sympy raises errors of many classes; none of them says anything about the answer.
-    except Exception as error:
-        reason = f"comparing {_short(found)} with {_short(truth)} raised {type(error).__name__}: {_short(str(error))}"
-        return Verdict(None, reason, failed=True)
+    except Exception as error:  # sympy raises errors of many classes
+        raised = f"{type(error).__name__}: {_short(str(error))}"
+        return Verdict(0.0, f"found {_short(found)}, whose comparison raised {raised}", details=details)
     return Verdict(float(equal), f"found {_short(found)}", details=details)
 
 
@@ -95,12 +94,19 @@ class _Reference:
             raise Unreadable("is empty")
         number = plain_number(text)
         is_read = number is not None or is_words(text) or (":" in text and clock(text) is not None)
-        return cls(text, number, None if is_read else parse(text))
+        expression = None if is_read else parse(text)
+        try:
+            refuse_unsolvable(expression)
+        except Exception as error:
+            raise Unreadable(f"cannot be solved by sympy ({type(error).__name__})") from error
+        return cls(text, number, expression)
 
     def equals(self, found: str) -> bool:
         """Raises Unreadable if `found` cannot be read as mathematics, or is beyond the limits."""
         if plain_text(found) == plain_text(self.text):
             return True
+        if ":" in found:  # a:b = 1:2
+            found = right_side(found)
         time, other_time = clock(self.text), clock(found)
         if time is not None and (other_time is not None or ":" in self.text):
             return other_time is not None and time.is_same(other_time)

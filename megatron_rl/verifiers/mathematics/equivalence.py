@@ -17,6 +17,12 @@ from sympy.core.relational import Relational
 from megatron_rl.verifiers.mathematics.formula import UNEVALUATED, has, nodes
 
 
+def refuse_unsolvable(expected: Any) -> None:
+    """Raises what sympy raises if it cannot solve the inequalities of a ground truth: no answer could be compared."""
+    if isinstance(expected, Relational | And | FiniteSet):
+        _solutions(expected)
+
+
 def same_expression(expected: Any, found: Any) -> bool:
     """Whether two expressions are equivalent, by Math-Verify's rules and a few more. May raise what sympy raises."""
     if _same_where_roots_are_real(expected, found):
@@ -116,8 +122,9 @@ def _have_other_values(a: Any, b: Any) -> bool:
 
 
 def _same_where_roots_are_real(a: Any, b: Any) -> bool:
-    r"""Whether two expressions are equal where each factor under a root is positive, so that \sqrt{2/k} is
-    \sqrt{2} / \sqrt{k}. A factor to an even power may have any sign: \sqrt{x^2} is not x."""
+    r"""Whether two expressions are equal where each factor under a root, or to a power with variables, is positive, so
+    that \sqrt{2/k} is \sqrt{2} / \sqrt{k}, and (ab)^n is a^n b^n. A factor to an even power may have any sign:
+    \sqrt{x^2} is not x."""
     if not all(isinstance(one, sympy.Expr | sympy.Tuple | sympy.Eq) for one in (a, b)):
         return False
     if isinstance(a, sympy.Tuple) != isinstance(b, sympy.Tuple):
@@ -127,7 +134,7 @@ def _same_where_roots_are_real(a: Any, b: Any) -> bool:
     roots = [
         part.base
         for part in (*nodes(a), *nodes(b))
-        if isinstance(part, sympy.Pow) and part.exp.is_Rational and not part.exp.is_Integer
+        if isinstance(part, sympy.Pow) and not part.exp.is_Integer and (part.exp.is_Rational or part.exp.free_symbols)
     ]
     factors = {
         factor

@@ -22,15 +22,17 @@ from typing import Literal
 
 from megatron_rl.verifiers.exact_answer import NUMBER
 from megatron_rl.verifiers.mathematics.bare_formula import LIST_SIGN, NAME_AND_EQUALS, last_bare_formula, one_answer
-from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES
+from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, TEXT_COMMAND
 from megatron_rl.verifiers.mathematics.spelling import in_latex
 
 Mode = Literal["strict", "lenient"]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BETWEEN_BOXES = re.compile(
-    rf"(?:[\s,;$&*~]|\\\\|\\[()\[\],;:! ]|\\q?quad(?![A-Za-z])|{NAME_AND_EQUALS}|\b(?:and|or)\b|\([a-z0-9]{{1,3}}\)"
-    r"|(?<=\n)[ \t]*(?:[-•]|[0-9]{1,2}[.)])\s|\\(?:text|textrm|mathrm|mbox)\s*\{[\s,;]*(?:(?:and|or)\s*)?\})*+"
+    rf"(?:[\s,;$&*~]|\\\\|\\[()\[\],;:! ]|\\[a-z]*(?:quad|space|skip)(?![A-Za-z])\*?(?:\{{[^{{}}]*\}})?"
+    rf"|{NAME_AND_EQUALS}"
+    r"|\b(?:and|or)\b|\([a-z0-9]{1,3}\)|(?<=\n)[ \t]*(?:[-•]|[0-9]{1,2}[.)])\s"
+    r"|\\(?:text|textrm|mathrm|mbox)\s*\{[\s,;]*(?:(?:and|or)\s*)?\})*+"
 )
 _END_OF_BARE_BOX = re.compile(r"\$|\\\)|\\\]|\n|\Z")
 
@@ -42,8 +44,9 @@ _NUMBER_ALONE = re.compile(rf"\$?\s*(?:{NUMBER.pattern})\s*(?:\\?%)?\s*\$?\.?")
 _PHRASE = re.compile(
     r"(?:\banswers?[*_]*(?:\s+(?:to|for|of)\s[^.:\n]{1,80}?)?"
     r"(?:\s+(?:is|are|equals|(?:must|should|will|would)\s+be)\b|\s*[:=])|\bfinal\s+answers?[*_ ]*\n|答案[是为]?:?)"
-    r"(?:[\s*_:,`\"]+|(?:therefore|thus|hence|then|so|simply|just|clearly|indeed|exactly|about|approximately|"
-    r"equal\s+to|given\s+by)\b)*+",
+    r"(?:[\s*_:,`\"]+|(?:therefore|thus|hence|then|so|simply|just|clearly|indeed|exactly|about|approximately|actually|"
+    r"now|only|always|also|still|again|really|in\s+fact|of\s+course|equal\s+to|given\s+by)\b"
+    r"|(?!(?:hard|bare|scarce|near|unlike)ly)[a-z]{3,}ly(?=[\s*_:,`\"(]+[-+$\\]*[0-9$\\]))*+",  # a name ends so, too
     re.IGNORECASE,
 )
 # The bound on a formula's length bounds the time for a text that opens many formulas and closes none.
@@ -59,12 +62,18 @@ _FORMULA = re.compile(
 _PERCENT = re.compile(r"\s*(?:\\?%|percent\b)")
 # A full stop ends a sentence if a space follows it; the full stop of 3.5 does not.
 _END_OF_SENTENCE = re.compile(r"[.!?](?=\s|$)|\n")
-# What may follow the answer in its sentence: a reason; after a number also a remark in brackets, or a clause.
+# What may follow the answer in its sentence: a reason; after a number also a remark in brackets, or a clause. These
+# words say that the answer goes on.
+_GOES_ON = (
+    r"(?:and|or|plus|minus|times|but|maybe|perhaps|possibly|then|if|when|unless|except|otherwise|instead|rather"
+    r"|no|wait|sorry|mod(?:ulo)?|adding|subtracting|followed|giving|(?:we )?(?:add|subtract|multipl[yi]|divide|get)[a-z]*)\b"
+)
+_FORMULA_GOES_ON = re.compile(rf"\s*(?:[-+*/^]\s*[0-9]|[,;]\s*(?!(?:and|or|if|when|no)\b){_GOES_ON})", re.IGNORECASE)
 _FUNCTIONS = "|".join((*FUNCTION_NAMES, "sqrt"))
 _REASON = re.compile(r"(?:,? (?:because|since)\b| \((?:because|since|as|i\.e\.)[ ,]).*$", re.DOTALL)
 _REMARK = re.compile(
     r"(?: ?\([^()0-9]{0,80}[A-Za-z]{3}[^()0-9]{0,80}\)|,? (?:as|which)\b.*"
-    rf"|(?:[,;]| -+| —) (?!(?:and|or|{_FUNCTIONS})\b)[A-Za-z]{{2,}}\b.*)$",
+    rf"|(?:[,;]| -+| —) (?!(?i:{_GOES_ON})|(?:{_FUNCTIONS})\b)[A-Za-z]{{2,}}\b.*)$",
     re.DOTALL,
 )
 _SENTENCE = re.compile(rf"(?!(?:{_FUNCTIONS}|option|choice)\b)[A-Za-z]{{2,}}\s+[A-Za-z$\\]")
@@ -97,9 +106,15 @@ def _boxed(text: str) -> str | None:
             break
         if content is None:
             return None
-        parts[content] = None
+        parts[_without_phrase(content)] = None
         next_start = match.start()
     return ", ".join(reversed(parts))
+
+
+def _without_phrase(content: str) -> str:
+    r"""13 for \text{The answer is }13."""
+    plain = TEXT_COMMAND.sub(r"\1", content)
+    return _after_phrase(plain, "strict") or content if re.search("[0-9]", plain) else content
 
 
 def group(text: str, start: int) -> tuple[str | None, int]:
@@ -138,18 +153,19 @@ def _after_phrase(text: str, mode: Mode) -> str | None:
         return None
     rest = text[matches[-1].end() :]
     formulas: list[str] = []
-    position = 0
+    position = last_end = 0
     while match := _FORMULA.match(rest, position):
         formulas.append(_content(match))
         percent = _PERCENT.match(rest, match.end())
-        joint = LIST_SIGN.match(rest, percent.end() if percent else match.end())
+        last_end = percent.end() if percent else match.end()
+        joint = LIST_SIGN.match(rest, last_end)
         if joint is None:
             break
         position = joint.end()
-    if formulas:
-        return ", ".join(formulas)
     end = _END_OF_SENTENCE.search(rest)
     sentence = rest[: end.start()] if end else rest
+    if formulas:
+        return _without_dollars(sentence) if _FORMULA_GOES_ON.match(rest, last_end) else ", ".join(formulas)
     if mode == "lenient" and _SENTENCE.match(sentence) and re.search("[0-9$]", sentence):
         return _last_formula_or_number(sentence) or ""
     sentence = _REASON.sub("", sentence)

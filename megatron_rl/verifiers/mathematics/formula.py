@@ -40,33 +40,46 @@ class Unreadable(ValueError):
 
 def clean(text: str) -> str:
     """Without what only changes how a formula looks, and in the characters that the parser knows."""
-    text = _THOUSANDS.sub("", in_latex(text.strip()))
+    text = _NAMED_SPACING.sub(lambda name: _SPACES.get(name[1], r"\ "), in_latex(text.strip()))
+    text = _THOUSANDS.sub("", _TIMES_TEN.sub(r"\\times ", text))
     text = _LOOK.sub("", _PYTHON_POWER.sub("^", text)).replace("**", "")  # the other ** are bold type
-    text = _SPACING.sub(" ", text).strip('"` ').rstrip(".").strip()
+    text = _SPACING.sub(" ", _FIRST_TEXT.sub("", text)).strip('"` ').rstrip(".").strip()
+    if not _ENUMERATED.search(text) and not _GROUPED.fullmatch(text) and "," not in _GROUPED.sub("", text):
+        text = _GROUPED.sub(lambda number: number[0].replace(",", ""), text)
     while text.startswith("{") and len(text) <= MAX_CHARACTERS and group(text, 0) == (text[1:-1].strip(), len(text)):
         text = text[1:-1].strip()
     return text
 
 
 _PYTHON_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
-# `{,}`, `\,` and `\!`, with or without a comma, separate thousands. After a comma, other spaces separate the parts of a
-# list, and other spacing commands are spaces.
-_THOUSANDS = re.compile(r"(?<=[0-9])(?!,[0-9])(?:\{,\}|,|\\[!,]\s*)+(?=[0-9]{3}(?![0-9]))")
+_TIMES_TEN = re.compile(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)")
+_SPACES = {"thinspace": r"\,", "negthinspace": r"\!"}
+_NAMED_SPACING = re.compile(
+    r"\\((?:neg)?thinspace|medspace|thickspace|enspace|enskip|space|nobreakspace|hfill)(?![A-Za-z])"
+    r"|\\[hm](?:space\*?\s*\{[^{}]*\}|skip\s*[0-9.]+\s*(?:cm|mm|em|ex|pt|mu))"
+)
+# `{,}`, `_`, `\,` and `\!`, with or without a comma, separate thousands. After a comma, other spaces separate the parts
+# of a list, and other spacing commands are spaces.
+_THOUSANDS = re.compile(r"(?<=[0-9])(?!,[0-9])(?:\{,\}|,|\\?_|\\[!,]\s*)+(?=[0-9]{3}(?![0-9]))")
+# Commas alone do so if the text has no others: in 2,500x, but not in (1,200), and 100,200 may be a list.
+_GROUPED = re.compile(r"(?<![0-9,.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9,])")
+_ENUMERATED = re.compile(r"(?:\(|\[|\\\{)[^()\[\]{}]*,")
 # Commands for type are dropped without the braces of what they are for.
 _LOOK = re.compile(
     r"\\(?:display|text|script)style(?![A-Za-z])|\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])|\\?\$"
     r"|\\(?:(?:text)?color|colorbox)\s*(?:\[\w+\])?\s*\{[^{}]*\}"
-    r"|\\(?:boldsymbol|bm|pmb|underline|uline|emph|ensuremath|mathop|bf|it|rm|sf|tt|bfseries|itshape|tiny|small|normalsize|"
-    r"large|Large|LARGE|huge|Huge)(?![A-Za-z])"
+    r"|\\(?:boldsymbol|bm|pmb|underline|uline|emph|ensuremath|mathop|(?:un)?boldmath|(?:math)?strut|null|relax|bf|it|rm|sf|"
+    r"tt|sc|sl|em|bfseries|(?:rm|sf|tt)family|(?:it|sc|sl|up)shape|normalfont|tiny|small|normalsize|large|Large|LARGE|"
+    r"huge|Huge)(?![A-Za-z])|\\[hv]?phantom\s*\{[^{}]*\}"
     rf"|\\(?:{TYPE_NAMES})\s*(?=\{{[^{{}}]*\{{)"
 )
-_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s+")
-
+_SPACING = re.compile(r"(?<!\\)\\(?:[,;:! ]|$)|\\q?quad(?![A-Za-z])|~|\s+")
+_FIRST_TEXT = re.compile(rf"^\\(?:{TYPE_NAMES})\s*\{{[^{{}}]*(?:\b(?:is|are|be|equals?)|[:=])\s*\}}(?=.*\S)", re.DOTALL)
 
 _REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
 _LAST_TEXT = re.compile(
-    r"(?<=\S)(?:\s*(?:\\cdot\s*|/\s*)?\\(?:text(?:bf|it|rm|normal)?|mathrm|mbox)"
-    rf"\s*\{{\s*(?!(?:{'|'.join(NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?-?[0-9]\}}?)?)+$"
+    r"(?<=\S)(?:\s*(?:\\cdot\s*|/\s*)?\\(?:(?:text[a-z]{0,6}|mathrm|mbox)\s*\{|math[a-z]{2,6}\s*\{(?=[a-z]{3}))"
+    rf"\s*(?!(?:{'|'.join(NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?-?[0-9]\}}?)?)+$"
 )
 _LAST_UNIT = re.compile(rf"(?<=[0-9)}}i])\s*{UNIT}(?:[\s.]|\^\{{?[23]\}}?|/|per\b|{UNIT})*$", re.IGNORECASE)
 _BARE_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(FUNCTION_NAMES)})(?![A-Za-z])")
@@ -75,6 +88,7 @@ _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+
 # What the parser does not know or misreads, and how it is written for the parser.
 _SPELLINGS = (
     (re.compile(r"\\varnothing|\\O(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\\(?:nice|[sx]|flat)frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\?sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
@@ -103,6 +117,8 @@ def parse(text: str) -> Any:
         raise Unreadable(f"nests more than {MAX_DEPTH} brackets")
     if 1 < text.count(":") < MAX_DEPTH:  # the ratio of three or more
         *parts, last = map(parse, text.split(":"))
+        if not all(isinstance(part, sympy.Expr) for part in (*parts, last)):
+            raise Unreadable("is not a formula that can be read")
         return _checked(sympy.Tuple(sympy.Symbol(":"), *(part / last for part in parts)))
     whole = TEXT_COMMAND.fullmatch(text)
     text = _LAST_TEXT.sub("", _E_OR_I.sub(r"\1", whole[1] if whole else text))

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-TYPE_NAMES = "text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf|tt|normal)|[mh]box"
+TYPE_NAMES = "text(?:bf|it|rm|sf|tt|sc|sl|md|up|normal)?|math(?:rm|bf|it|sf|tt|normal)|[mh]box"
 """The pattern of the names of LaTeX's commands for text and type."""
 TEXT_COMMAND = re.compile(rf"\\(?:{TYPE_NAMES}|operatorname)\s*\{{([^{{}}]*)\}}")
 """Text and upright or bold type in LaTeX."""
@@ -33,7 +33,8 @@ _ORDINAL = r"(?:st|nd|rd|th)(?![A-Za-z])"
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Words that multiply the number before them by a power of ten."""
 NOT_A_UNIT = (
-    "dozen half halves third quarter fourth fifth and or to plus minus times over mod choose squared cubed factorial"
+    "dozen half halves third quarter fourth fifth and or to plus minus times over mod choose squared cubed factorial "
+    "pair couple gross lakh crore bn mn mio"
 ).split() + list(SCALES)
 """Words that follow a number and make it another one."""
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import Verdict
+from megatron_rl.verifiers.mathematics import comparison
 from megatron_rl.verifiers.mathematics.comparison import verify
 from megatron_rl.verifiers.mathematics.final_answer import final_answer
 from megatron_rl.verifiers.mathematics.formula import MAX_CHARACTERS, MAX_DEPTH
@@ -180,6 +181,7 @@ def test_ten_thousand_digits():
         (r"\frac{1}{0}", "is undefined"),
         ("9^{9^9}", "is too large a number to be evaluated"),
         (r"x^{99} + y = 1", "is an equation or inequality of a degree above 12"),
+        (r"\sin x > 0", "cannot be solved by sympy (NotImplementedError)"),
     ],
 )
 def test_a_truth_that_cannot_be_read_is_an_abstention_for_every_answer(answer, truth, reason):
@@ -187,10 +189,14 @@ def test_a_truth_that_cannot_be_read_is_an_abstention_for_every_answer(answer, t
     assert verdict == Verdict(None, f"the ground truth {truth!r} {reason}; correct or remove the row", failed=True)
 
 
-def test_an_error_in_the_comparison_is_an_abstention():
-    verdict = verify(boxed("x > 0"), r"\sin x > 0", "strict")
-    assert verdict.score is None and verdict.failed
-    assert verdict.reason.startswith(r"comparing 'x > 0' with '\\sin x > 0' raised NotImplementedError: ")
+def test_an_error_that_an_answer_causes_is_the_score_0(monkeypatch):
+    for answer in ("a:b = 1:2 = x:y", "x > 1:2:3", "x = 1:2:3"):
+        for truth in ("7", "x", "1:2", "x > 1"):
+            verdict = verify(boxed(answer), truth, "strict")
+            assert verdict.score == 0.0 and not verdict.failed
+    monkeypatch.setattr(comparison, "same_expression", lambda expected, found: found / 0)
+    verdict = verify(boxed(r"\{2\}"), "x", "strict")
+    assert verdict.score == 0.0 and verdict.reason.startswith(r"found '\\{2\\}', whose comparison raised TypeError")
 
 
 @pytest.mark.parametrize(
