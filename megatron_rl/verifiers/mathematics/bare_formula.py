@@ -1,8 +1,9 @@
 r"""Finds the last formula or number that stands in a text without signs around it.
 
 Invariant: a number comes with everything that is joined to it: 6 is not found in \frac{17}{6}, 3^6, 5:6, AZ6 or
-`5 or 6`. If a word changes the number (minus 6, 6 dozen, not 6), or if it is unclear what is meant (6!, 5-6), there is
-no answer.
+`5 or 6`. If a word changes the number (minus 6, 6 dozen, not 6, factorial of 6), if it is unclear what is meant
+(6!, 5-6), or if another number stands in its sentence (1 out of 6; 5 apples and 6 pears), there is no answer. A formula
+with an equals sign may have other numbers around it: it says itself what the result is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, NOT_A_UNIT, SCALES
+from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, NOT_A_UNIT, SCALES, UNIT
 
 NAME_AND_EQUALS = (
     r"\\?[A-Za-z](?:(?<=\\.)[a-z]+)?(?:_(?:[A-Za-z0-9]|\{[A-Za-z0-9]+\}))?'?(?:\([A-Za-z0-9]{1,3}\))?\s{0,3}&?\s{0,3}="
@@ -29,14 +30,39 @@ _OPERATOR = re.compile(r"(?:[-+*/^=<>|&:!]|\\(?:times|cdot|div|pm|mp|leq?|geq?|n
 _FUNCTION = re.compile(rf"[^A-Za-z]*(?:{'|'.join(FUNCTION_NAMES)}|sqrt)(?![A-Za-z]).*", re.IGNORECASE)
 _LETTER = re.compile(r"\W*[b-zB-HJ-Z]\W*")  # a, A and I are words of English
 _ASSIGNED = re.compile(rf"{NAME_AND_EQUALS}[^=<>]+")
-_RANGE = re.compile(r"[$0-9.,]+(?:-[$0-9.,]+)+")
+_RANGE = re.compile(r"\$?[0-9][0-9.,]*(?:-\$?[0-9][0-9.,]*)+")
 _CHANGED_BEFORE = re.compile(
-    r"(?:\b(?:not|no longer|never|neither|nor|minus|negative|plus|times|over|mod|choose|twice|than|to the)|n't"
-    r"|(?:[0-9}]|\b(?:root|square|cube|half|thirds?|quarters?|reciprocal|power)) of"
-    r"|[0-9] (?:hours?|minutes?|feet|foot|ft|pounds?|degrees?|dollars?|years?|weeks?|days?),?(?: and)?)\s*$",
+    r"(?:\b(?:minus|negative|plus|times|over|mod|base|choose|twice|than|to the|at (?:most|least)|up to|between|under"
+    r"|above|below|within|nearly|almost|versus|vs\.?|(?<!given )by|from)|[0-9$)}\]] (?:to|in|out of))\s*$",
     re.IGNORECASE,
 )
-_CHANGED_AFTER = re.compile(rf"\s+(?:{'|'.join({*NOT_A_UNIT} - {'and', 'or', 'to'} - {*SCALES})})s?\b", re.IGNORECASE)
+_OF = re.compile(r"(\w*) of\s*$", re.IGNORECASE)
+_AMOUNTS = frozenset(
+    "total amount number count answer result price cost profit revenue salary balance area perimeter volume length "
+    "width height distance radius speed rate weight mass age time probability chance score remainder maximum "
+    "minimum".split()
+)
+"""Words before `of` that name the number after it. Any other may change the number, as `factorial of 5` does."""
+_CHANGED_AFTER = re.compile(
+    rf"\s+(?:(?:{'|'.join({*NOT_A_UNIT} - {'and', 'or', 'to'} - {*SCALES})})s?|divided|out of|if|unless|otherwise"
+    r"|and (?:an? )?(?:half|third|quarter)|(?:more|less|fewer|[a-z]+er)(?: [a-z]+)? than"
+    rf"|(?!{UNIT}|pm)[b-df-hj-np-tv-z]{{2,3}})\b",
+    re.IGNORECASE,
+)
+_DENIED = re.compile(
+    r"\b(?:not|cannot|never|neither|nor|no|wait|wrong|incorrect|mistake|maybe|perhaps|possibly|either|unless)\b|n't\b",
+    re.IGNORECASE,
+)
+_JOINED_BY_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox)\s*\{\s*(and|or)\s*\}")
+# A full stop ends a sentence if a capital letter follows: not in `1 vs. 2` and `i.e. 5`.
+_END_OF_SENTENCE = re.compile(r"[.!?](?=\s+[A-Z])")
+_ASIDE = re.compile(r"\([^()0-9]*\)|\bi\.e\..*|, (?:which|as|because|since)\b[^0-9]*$", re.DOTALL)
+_QUANTITY = re.compile(
+    r"[0-9]|\\(?:[a-z]*frac|sqrt|pi|infty)\b|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+    r"|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|half|halves|thirds?|quarters?"
+    rf"|dozen|double|{'|'.join(SCALES)})s?\b",
+    re.IGNORECASE,
+)
 _UNIT = re.compile(rf"\s*(?:\\?%|(?:percent|{'|'.join(SCALES)})\b|[ap]\.?m\b\.?)", re.IGNORECASE)
 _PUNCTUATION = " ,;:?'\"*_#"
 
@@ -44,6 +70,7 @@ _PUNCTUATION = " ,;:?'\"*_#"
 def last_bare_formula(text: str) -> tuple[int, str | None]:
     """Where the text's last number or command ends (-1 if there is none), and the formula that it belongs to."""
     text = _NOT_SEEN.sub(lambda match: " " * len(match[0]), text)
+    text = _JOINED_BY_TEXT.sub(lambda match: match[1].center(len(match[0])), text)
     end = max((match.end() for match in _FORMULA_SIGN.finditer(text)), default=-1)
     if end < 0:
         return end, None
@@ -58,13 +85,37 @@ def last_bare_formula(text: str) -> tuple[int, str | None]:
     while last + 1 < len(words) and _are_joined(texts, last):
         last += 1
     start, stop = words[first].start(), words[last].end()
-    if _CHANGED_BEFORE.search(text, line_start, start) or _CHANGED_AFTER.match(text, stop):
-        return end, None
     unit = _UNIT.match(text, stop)
+    if is_changed(text, start, stop) or not ("=" in text[start:stop] or _is_alone(text, start, stop)):
+        return end, None
     formula = " ".join(text[start : unit.end() if unit else stop].split())
     formula = re.sub(r"\^(-?[0-9]+)", r"^{\1}", re.sub(r"^[A-Za-z]{2,}:|(?<=[0-9])/[a-z]{3,}$", "", formula))
     formula = one_answer(re.split("[,;] (?:(?:and|or) )?| (?:and|or) ", formula))
     return end, None if formula.endswith("!") or _RANGE.fullmatch(formula) else formula
+
+
+def is_changed(text: str, start: int, stop: int) -> bool:
+    """Whether the words next to a formula, or a denial in its sentence or after it, make it something else."""
+    before = _sentence_before(text, start)
+    if _CHANGED_BEFORE.search(before) or _CHANGED_AFTER.match(text, stop) or _DENIED.search(before + text[stop:]):
+        return True
+    of = _OF.search(before)
+    return of is not None and (of[1].lower() not in _AMOUNTS or bool(re.search(" (?:and|or) ", text[start:stop])))
+
+
+def _is_alone(text: str, start: int, stop: int) -> bool:
+    """Whether the sentence has no other number, and neither `and` nor `or` stands before this one."""
+    before, line = _sentence_before(text, start), text[stop:].partition("\n")[0]
+    unit = _UNIT.match(line)
+    after = _END_OF_SENTENCE.split(line[unit.end() if unit else 0 :])[0]
+    others = (_QUANTITY.search(_ASIDE.sub("", part)) for part in (before, after))
+    return not re.search(r"\b(?:and|or)\s*$", before) and not any(others)
+
+
+def _sentence_before(text: str, start: int) -> str:
+    line = text[text.rfind("\n", 0, start) + 1 : start]
+    bullet = _BULLET.match(line)
+    return _END_OF_SENTENCE.split(line[bullet.end() if bullet else 0 :])[-1]
 
 
 def one_answer(formulas: Sequence[str]) -> str:

@@ -10,7 +10,8 @@ that comes first in the list below always goes before one that comes later, wher
    counts only if it is a number, or if nothing follows its line.
 3. `The answer is 72`, `Final answer: 72` and the like, as in Minerva (Lewkowycz et al. 2022, appendix D) and DAPO.
 4. In lenient mode alone, the formula or the number that ends last in the text, as in Math-Verify, or in the sentence
-   after the phrase, if that is more than the answer. No answer is better than a guess: see `bare_formula`.
+   after the phrase, if that is more than the answer. A number in prose counts only if its sentence has no other. No
+   answer is better than a guess: see `bare_formula`.
 
 Math-Verify itself lets "the final answer is" go before a box; here the box is first, because most prompts ask for one.
 """
@@ -21,7 +22,13 @@ import re
 from typing import Literal
 
 from megatron_rl.verifiers.exact_answer import NUMBER
-from megatron_rl.verifiers.mathematics.bare_formula import LIST_SIGN, NAME_AND_EQUALS, last_bare_formula, one_answer
+from megatron_rl.verifiers.mathematics.bare_formula import (
+    LIST_SIGN,
+    NAME_AND_EQUALS,
+    is_changed,
+    last_bare_formula,
+    one_answer,
+)
 from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, TEXT_COMMAND
 from megatron_rl.verifiers.mathematics.spelling import in_latex
 
@@ -66,7 +73,7 @@ _END_OF_SENTENCE = re.compile(r"[.!?](?=\s|$)|\n")
 # words say that the answer goes on.
 _GOES_ON = (
     r"(?:and|or|plus|minus|times|but|maybe|perhaps|possibly|then|if|when|unless|except|otherwise|instead|rather"
-    r"|no|wait|sorry|mod(?:ulo)?|adding|subtracting|followed|giving|(?:we )?(?:add|subtract|multipl[yi]|divide|get)[a-z]*)\b"
+    r"|no|wait|sorry|mod(?:ulo)?|adding|followed|giving|(?:we )?(?:add|subtract|multipl[yi]|divide|get)[a-z]*)\b"
 )
 _FORMULA_GOES_ON = re.compile(rf"\s*(?:[-+*/^]\s*[0-9]|[,;]\s*(?!(?:and|or|if|when|no)\b){_GOES_ON})", re.IGNORECASE)
 _FUNCTIONS = "|".join((*FUNCTION_NAMES, "sqrt"))
@@ -180,6 +187,8 @@ def _last_formula_or_number(text: str) -> str | None:
         formulas = [*formulas, formula] if is_next else [formula]
     end, found = last_bare_formula(text)
     if formulas and formulas[-1].end() > end:
+        if is_changed(text, formulas[0].start(), formulas[-1].end()):
+            return None
         contents = list(map(_content, formulas))
         return one_answer(contents) if len(contents) > 1 else contents[0]
     return None if found is None else _without_dollars(found)

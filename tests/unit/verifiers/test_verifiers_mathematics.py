@@ -60,7 +60,7 @@ def score(answer: str, truth: str) -> float | None:
         (r"#### \frac12", r"\frac12", r"\frac12"),
         ("#### 7\nThe answer is 8.", "7", "7"),
         ("#### Step 2: add\nThe answer is 8.", "8", "8"),
-        ("#### Step 2: add 8\nno more", None, "8"),
+        ("#### Step 2: add 8\nno more", None, None),
         ("##### 8 items\nnone", None, "8"),
         # phrases
         ("The answer is 72.", "72", "72"),
@@ -76,8 +76,9 @@ def score(answer: str, truth: str) -> float | None:
         ("The answer is 4. No: the answer is 5.", "5", "5"),
         # nothing of these
         ("we get $x=5$", None, "x=5"),
-        (r"\[ x = 3 \] which took 4 steps", None, "4"),
-        ("$10 and then $20 in total", None, "20"),
+        (r"\[ x = 3 \] which took 4 steps", None, None),
+        ("$10 and then $20 in total", None, None),
+        ("$10 each. Then $20 in total", None, "20"),
         ("He ate 3/4 of it", None, "3/4"),
         ("nothing", None, None),
         ("", None, None),
@@ -267,4 +268,4 @@ def test_any_text_gets_a_verdict(text, truth):
     for mode in ("strict", "lenient"):
         for whole in (text, boxed(text)):
             verdict = verify(whole, truth, mode)
-            assert verdict.score in (0.0, 1.0) or verdict.failed
+            assert verdict.score in (0.0, 1.0), "an answer cannot choose an abstention"
