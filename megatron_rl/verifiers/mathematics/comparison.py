@@ -5,8 +5,8 @@ Texts that differ in type, case and white space alone are equivalent. Otherwise 
 1. A plain number (72, 1,234.50, $5, 12.5%, 3 \times 10^4, 72 clips) is compared exactly with another plain number,
    without sympy: see `same_number`.
 2. A ground truth that is no mathematics (Monday, \text{yes}) is equivalent to no other text.
-3. A time of day (2:30 p.m.), a number with its base (101_2), or the letter of a choice, is compared with another one of
-   its kind. A time is equal to no ratio, quotient or number.
+3. A time of day (2:30 p.m.), a number with its base (101_2), the letter of a choice, or a formula of sets by their
+   names (A \cap B), is compared with another one of its kind. A time is equal to no ratio, quotient or number.
 4. Everything else is read by latex2sympy2-extended and compared by Math-Verify (https://github.com/huggingface/Math-Verify).
 
 Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
@@ -33,7 +33,16 @@ from megatron_rl.types import Verdict
 from megatron_rl.verifiers.mathematics.equivalence import refuse_unsolvable, same_expression
 from megatron_rl.verifiers.mathematics.final_answer import Mode, final_answer
 from megatron_rl.verifiers.mathematics.formula import MAX_CHARACTERS, UNEVALUATED, Unreadable, clean, has, parse
-from megatron_rl.verifiers.mathematics.notations import choice, clock, digits_and_base, is_words, plain_text, right_side
+from megatron_rl.verifiers.mathematics.notations import (
+    choice,
+    clock,
+    digits_and_base,
+    is_words,
+    plain_text,
+    region,
+    right_side,
+    set_names,
+)
 from megatron_rl.verifiers.mathematics.plain_number import PlainNumber, plain_number, same_number
 
 
@@ -85,7 +94,7 @@ class _Reference:
     text: str
     number: PlainNumber | None
     expression: Any | None
-    """None if the ground truth is a plain number, a time of day or no mathematics."""
+    """None if the ground truth is a plain number, a time of day, sets by their names (A \\cap B) or no mathematics."""
 
     @classmethod
     def read(cls, text: str) -> _Reference:
@@ -94,6 +103,7 @@ class _Reference:
             raise Unreadable("is empty")
         number = plain_number(text)
         is_read = number is not None or is_words(text) or (":" in text and clock(text) is not None)
+        is_read = is_read or region(text, set_names(text)) is not None
         expression = None if is_read else parse(text)
         try:
             refuse_unsolvable(expression)
@@ -113,7 +123,9 @@ class _Reference:
         if other_time is not None and other_time.is_sure and ":" in found and ":" not in self.text:
             return False
         if self.number is None and self.expression is None:
-            return False
+            names = set_names(self.text, found)
+            area = region(self.text, names)
+            return area is not None and area == region(found, names)
         if self.number is not None:
             number = plain_number(right_side(found))
             if number is not None:

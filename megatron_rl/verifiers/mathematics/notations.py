@@ -1,4 +1,4 @@
-"""Answers that are no formulas: words, times of day, letters of a choice, numbers with their base."""
+"""Answers that are no formulas: words, times of day, letters of a choice, numbers with their base, sets by name."""
 
 from __future__ import annotations
 
@@ -93,3 +93,58 @@ def right_side(text: str) -> str:
 def digits_and_base(text: str) -> tuple[str, str] | None:
     match = _BASE.fullmatch(text)
     return (match[1].upper().lstrip("0"), match[2]) if match else None
+
+
+_SETS = re.compile(r"[A-Z]|\\(?:cap|cup|setminus|backslash)(?![A-Za-z])|[()]|'|\^\{?c\}?")
+_MAX_SETS, _MAX_BRACKETS = 6, 10
+
+
+def region(text: str, names: str) -> int | None:
+    r"""What A \cap (B \cup C)' stands for in a Venn diagram of the sets with these names, as one bit for each of its
+    areas; None if the text is anything else. An intersection or a difference binds closer than a union."""
+    tokens = _SETS.findall(text)
+    if "".join(tokens) != "".join(text.split()) or not any(token[0] == "\\" for token in tokens):
+        return None
+    if len(names) > _MAX_SETS or tokens.count("(") > _MAX_BRACKETS:
+        return None
+    areas = range(2 ** len(names))
+    whole = sum(1 << area for area in areas)
+    values = {name: sum(1 << area for area in areas if area >> n & 1) for n, name in enumerate(names)}
+    try:
+        found = _union(tokens, values, whole)
+    except (IndexError, KeyError):
+        return None
+    return None if tokens else found
+
+
+def set_names(*texts: str) -> str:
+    """The names of the sets in some texts."""
+    return "".join(sorted(set(re.findall("(?<![A-Za-z\\\\])[A-Z](?![A-Za-z])", " ".join(texts)))))
+
+
+def _union(tokens: list[str], values: dict[str, int], whole: int) -> int:
+    """The value of the first union. Its tokens are taken off the list."""
+    found = _intersection(tokens, values, whole)
+    while tokens and tokens[0] == r"\cup":
+        tokens.pop(0)
+        found |= _intersection(tokens, values, whole)
+    return found
+
+
+def _intersection(tokens: list[str], values: dict[str, int], whole: int) -> int:
+    found = _one_set(tokens, values, whole)
+    while tokens and tokens[0] in (r"\cap", r"\setminus", r"\backslash"):
+        sign, other = tokens.pop(0), _one_set(tokens, values, whole)
+        found &= other if sign == r"\cap" else whole & ~other
+    return found
+
+
+def _one_set(tokens: list[str], values: dict[str, int], whole: int) -> int:
+    token = tokens.pop(0)
+    found = _union(tokens, values, whole) if token == "(" else values[token]
+    if token == "(" and tokens.pop(0) != ")":
+        raise KeyError("a bracket is open")
+    while tokens and tokens[0][0] in "'^":
+        tokens.pop(0)
+        found = whole & ~found
+    return found
