@@ -33,6 +33,7 @@ from megatron_rl.observe.records import METRICS, read_metrics
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.transfer import planned_transfer
+from megatron_rl.processes import open_text
 from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.types import ModelShape
 
@@ -304,7 +305,7 @@ class _Rows:
         if hasattr(self._given, "save_to_disk"):
             self._given.save_to_disk(self.path)
             return
-        with open(self.path, "w", encoding="utf-8") as file:
+        with open_text(Path(self.path)) as file:
             for number, row in enumerate(self._given, start=1):
                 try:
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -27,6 +28,12 @@ def log_to(handler: logging.Handler) -> None:
     ours.setLevel(logging.INFO)
     ours.handlers[:] = [handler]
     ours.propagate = False
+
+
+def open_text(path: Path, mode: str = "w") -> TextIO:
+    """A file of text for people and for programs: in UTF-8, with halves of surrogate pairs as `\\ud800`. Rows, rewards
+    and models may contain such halves, which UTF-8 does not have. In a string of JSON this is the same character."""
+    return path.open(mode, encoding="utf-8", errors="backslashreplace")  # type: ignore[return-value]  # it is no binary
 
 
 @contextmanager

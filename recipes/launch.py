@@ -31,7 +31,7 @@ from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.checks import check_before_start
-from megatron_rl.processes import STACKS, log_to
+from megatron_rl.processes import STACKS, log_to, open_text
 from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.recipes.screen import screen
 from megatron_rl.recipes.slurm import read_job, render, submit
@@ -303,7 +303,7 @@ def log_to_file(folder: Path) -> None:
     """Write the log messages of the driver to `driver.log`, and on the signal STACKS its stacks. Every other process
     has a log file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "driver.log")
+    handler = logging.FileHandler(folder / "driver.log", errors="backslashreplace")
     log_to(handler)
     assert handler.stream is not None, "a FileHandler opens its file at once"
     faulthandler.register(STACKS, file=handler.stream, all_threads=True, chain=False)
@@ -321,7 +321,8 @@ def _tell(error: Exception, config: BaseConfig | None) -> None:
     log.error("%s", text)
     path = config.run_folder / "logs" / "traceback.txt"
     try:
-        path.write_text(traceback.format_exc())
+        with open_text(path) as file:
+            file.write(traceback.format_exc())
         console.print(f"[dim]traceback: {path}; output of all processes: {path.parent}[/]", soft_wrap=True)
     except OSError:  # the disk is full, and that was the error
         pass

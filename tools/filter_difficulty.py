@@ -37,6 +37,7 @@ from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.row_sources import training_sources
+from megatron_rl.processes import open_text
 from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
 from megatron_rl.types import Group, GroupRequest, Prompt
@@ -88,7 +89,7 @@ def write_rows(out: Path, rows: Sequence[tuple[str, Mapping[str, Any]]], low: fl
     rates = read_pass_rates(out / PASS_RATES)
     counts = dict.fromkeys(("kept", "too hard", "too easy", "without a score", "not asked"), 0)
     part = out / f"{ROWS}.part"
-    with part.open("w", encoding="utf-8") as file:
+    with open_text(part) as file:
         for uid, row in rows:
             rate = rates.get(uid)
             if rate is None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from megatron_rl.processes import open_text
 from megatron_rl.verifiers.reasoning_gym import REFUSED, library, missing_package
 
 HASH_SEED = "0"
@@ -128,7 +129,7 @@ def write_rows(out: Path, rows: Iterator[Mapping[str, Any]]) -> int:
     """Write JSON lines, and return their number. The file has its name when it is complete."""
     part, num = out.with_name(f"{out.name}.part"), 0
     try:
-        with part.open("w", encoding="utf-8") as file:
+        with open_text(part) as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
                 num += 1

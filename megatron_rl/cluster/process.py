@@ -80,6 +80,9 @@ def begin_process(path: Path, name: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
+    for stream in (sys.stdout, sys.stderr):
+        if reconfigure := getattr(stream, "reconfigure", None):  # Ray's refuse halves of surrogate pairs
+            reconfigure(errors="backslashreplace")
     log_to(logging.StreamHandler(sys.stderr))
     log.info("%s is process %d on %s, Python %s", name, os.getpid(), socket.gethostname(), sys.version.split()[0])
     log.info("it talks to other nodes through %s", use_interface())

@@ -14,11 +14,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_rl.processes import open_text
+
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
-    """Append one record and flush the file, so that a run that dies keeps what it has logged."""
+    """Append one record and flush the file, so that a run that dies keeps what it has logged.
+
+    Args:
+        file: from `open_text`.
+    """
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     file.write(json.dumps(finite, ensure_ascii=False) + "\n")
     file.flush()
@@ -47,7 +53,7 @@ def cut(path: Path, step: int) -> None:
     """Keep only the lines of steps before `step`."""
     kept = [record for record in read_lines(path) if record["step"] < step]
     replacement = path.with_suffix(".tmp")
-    with replacement.open("w", encoding="utf-8") as file:
+    with open_text(replacement) as file:
         for record in kept:
             write_line(file, record)
     os.replace(replacement, path)

@@ -28,6 +28,7 @@ from megatron_rl.observe.records import (
     series,
     time_split,
 )
+from megatron_rl.processes import open_text
 
 NO_VALUE = "\N{EN DASH}"
 
@@ -123,7 +124,8 @@ def _write(page: Path, template: str, figure: Figure, picture: Path, **content: 
     templates = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     curves = base64.b64encode(picture.read_bytes()).decode()
-    page.write_text(environment.get_template(template).render(curves=curves, **content), encoding="utf-8")
+    with open_text(page) as file:
+        file.write(environment.get_template(template).render(curves=curves, **content))
     return page
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from megatron_rl.observe.live import LiveView
 from megatron_rl.observe.records import METRICS, SAMPLES, cut, write_line
 from megatron_rl.observe.trackers import TrackerFeed
+from megatron_rl.processes import open_text
 from megatron_rl.types import Group, Metrics, Tokenizer, Tokens
 
 NUM_ANSWERS = 3
@@ -152,7 +153,7 @@ class RunSink:
         self._view.warn(message)
         path = self.run_folder / WARNINGS
         path.parent.mkdir(exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open_text(path, "a") as file:
             file.write(f"step {self._step}: {' '.join(message.splitlines())}\n")
 
     def _tell_failures(self) -> None:
@@ -198,5 +199,5 @@ class RunSink:
         return thought + delimiter, answer
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
-        with (self.run_folder / name).open("a", encoding="utf-8") as file:
+        with open_text(self.run_folder / name, "a") as file:
             write_line(file, record)

@@ -9,6 +9,7 @@ from megatron_rl.types.mesh import HOLDS, Mesh, Phase
 from megatron_rl.types.model import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 from megatron_rl.types.rollouts import (
     FROM_PROMPT,
+    LARGEST_SCORE,
     NOT_JUDGED,
     UTILITY,
     Branch,
@@ -37,6 +38,7 @@ from megatron_rl.types.step import (
 __all__ = [
     "FROM_PROMPT",
     "HOLDS",
+    "LARGEST_SCORE",
     "NOT_JUDGED",
     "UTILITY",
     "Branch",

@@ -63,6 +63,10 @@ class Tokens:
     did not tell."""
 
 
+LARGEST_SCORE = 3.4e38
+"""What float32 holds. Sums and squares of larger numbers would not be finite, and no step could train on them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """A score, or an abstention with its reason. A crash or a time-out is never the score 0.

@@ -9,12 +9,15 @@ does not touch the others.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, mean
 from typing import Any, Protocol
 
+from megatron_rl.config.raised import place, said
 from megatron_rl.config.rewards import (
     ComputeScoreReward,
     EnvironmentReward,
@@ -36,6 +39,8 @@ from megatron_rl.verifiers.functions import FunctionVerifier
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
 from megatron_rl.verifiers.imported import Logged, TrainerState
 from megatron_rl.verifiers.truth import is_missing
+
+log = logging.getLogger(__name__)
 
 
 class AnswerVerifier(Protocol):
@@ -87,8 +92,16 @@ class Scored:
 
     @property
     def metrics(self) -> Metrics:
-        """The means of what the reward has logged. They do not depend on the order of the values, to the bit."""
-        return {name: fmean(values) for name, values in self.logged.items()}
+        """The means of what the reward has logged. They do not depend on the order of the values, to the bit. The mean
+        of inf and -inf is NaN."""
+        return {name: _mean(values) for name, values in self.logged.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    try:
+        return fmean(values)
+    except (ValueError, OverflowError):  # inf and -inf, whose mean is NaN, or a sum that no float holds
+        return mean(values)
 
 
 def required_columns(configs: Sequence[RewardConfig]) -> tuple[str, ...]:
@@ -162,13 +175,35 @@ class RewardSet:
             async def at_the_same_time() -> list[Scored]:
                 return list(await asyncio.gather(*(self._score_async(index, answers, state) for index in indices)))
 
-            scored = self._runner.run(at_the_same_time())
+            try:
+                scored = self._run(at_the_same_time())
+            except asyncio.CancelledError:  # nobody else knows this task
+                names = ", ".join(self._configs[index].label for index in indices)
+                failed = Verdict(None, f"{names}: one of these functions cancelled the tasks of all", failed=True)
+                scored = [Scored([failed] * len(self._own(index, answers)), 0.0, {}) for index in indices]
         else:
             scored = [self._score_alone(index, answers, state) for index in indices]
         return [
             replace(one, verdicts=self._for_all(index, answers, one.verdicts))
             for index, one in zip(indices, scored, strict=True)
         ]
+
+    def _run(self, call: Coroutine[Any, Any, list[Scored]]) -> list[Scored]:
+        """The result of a call in the event loop.
+
+        What is raised in a task of a function is the result of that task, and whoever waits for it gets it. asyncio
+        also ends the loop if it is SystemExit or KeyboardInterrupt; then the loop goes on here. `Runner.run` would
+        cancel all functions at a SIGINT that one of them has raised.
+        """
+        loop = self._runner.get_loop()
+        task = loop.create_task(call)
+        while True:
+            try:
+                return loop.run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if task.done() or isinstance(error, SystemExit) and not _is_of_a_task(error):
+                    raise
+                log.warning("an asynchronous reward raised %s%s in a task", said(error), place(error))
 
     def _score_alone(self, index: int, answers: Sequence[Answer], state: TrainerState) -> Scored:
         """The verdicts on those answers that the reward scores."""
@@ -219,6 +254,13 @@ class RewardSet:
                 if verdict.failed:
                     raise ValueError(f"reward {cfg.label}, {answer.prompt.uid}: {verdict.reason}")
         return verdicts
+
+
+def _is_of_a_task(error: BaseException) -> bool:
+    """Whether a task or a callback has raised what ended the loop. Ray's handler of SIGTERM raises SystemExit in the
+    loop itself, too."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code is asyncio.Handle._run.__code__ for frame, _ in frames)
 
 
 def answers_of(

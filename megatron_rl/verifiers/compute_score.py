@@ -15,12 +15,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from megatron_rl.config.raised import printable, traced
 from megatron_rl.config.rewards import ComputeScoreReward
 from megatron_rl.types import Tokenizer, Verdict
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.imported import NOT_ITS_OWN, ImportedFunction, Logged, TrainerState, as_json, as_number
+from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_json, as_number
 from megatron_rl.verifiers.truth import is_missing
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,6 @@ class ComputeScoreVerifier:
                 return NO_TRUTH
             try:
                 return self._verdict(self._function.call(self._offered(answer)), logged)
-            except NOT_ITS_OWN:
-                raise
             except BaseException as error:  # a user's function may raise anything, and this is never a score
                 return self._failed(error)
 
@@ -57,10 +57,9 @@ class ComputeScoreVerifier:
         async def one(answer: Answer) -> Verdict:
             if is_missing(self._cfg.ground_truth(answer.prompt.columns)):
                 return NO_TRUTH
+            call = await self._function.ended(partial(self._offered, answer))
             try:
-                return self._verdict(await self._function.call(self._offered(answer)), logged)
-            except NOT_ITS_OWN:
-                raise
+                return self._verdict(call.result(), logged)
             except BaseException as error:  # as above
                 return self._failed(error)
 
@@ -77,7 +76,7 @@ class ComputeScoreVerifier:
 
     def _failed(self, error: BaseException) -> Verdict:
         if not self._has_raised:  # one traceback is enough: all failures are counted and have their reasons
-            log.error("%s raised", self._cfg.path, exc_info=error)
+            log.error("%s raised\n%s", self._cfg.path, traced(error))
         self._has_raised = True
         return self._function.fault_of(error)
 
@@ -85,7 +84,8 @@ class ComputeScoreVerifier:
         if not isinstance(result, Mapping):
             return self._function.verdict_of(result)
         if "score" not in result:
-            reason = f"{self._cfg.path} returned a mapping without `score` (it has {', '.join(map(str, result))})"
+            has = printable(", ".join(map(str, result)))
+            reason = f"{self._cfg.path} returned a mapping without `score` (it has {has})"
             return Verdict(None, reason, failed=True)
         details = {}
         for name, value in result.items():

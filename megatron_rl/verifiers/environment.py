@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import fsum
 
 from megatron_rl.config.rewards import EnvironmentReward
-from megatron_rl.types import Tokenizer, Verdict
+from megatron_rl.types import LARGEST_SCORE, Tokenizer, Verdict
 from megatron_rl.verifiers.answer import Answer
 
 
@@ -25,4 +25,9 @@ class EnvironmentVerifier:
 
 def _verdict(answer: Answer) -> Verdict:
     given = [reward.value for reward in answer.rollout.token_rewards if reward.kind == "environment"]
-    return Verdict(fsum(given)) if given else Verdict(None, "the environment gave no reward")
+    if not given:
+        return Verdict(None, "the environment gave no reward")
+    total = fsum(given)  # each is at most LARGEST_SCORE
+    if abs(total) > LARGEST_SCORE:
+        return Verdict(None, f"the rewards of the turns add up to more than {LARGEST_SCORE:g}", failed=True)
+    return Verdict(total)

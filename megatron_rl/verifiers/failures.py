@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl.processes import open_text
 from megatron_rl.types import Prompt, Verdict
 
 NUM_KEPT = 100
@@ -43,5 +44,5 @@ class FailureLog:
             if len(failed) > room:
                 lines.append({"step": step, "reward": reward, "more_failures": len(failed) - room})
             self._num_written[reward] += len(failed[:room])
-            with self._path.open("a", encoding="utf-8") as file:
+            with open_text(self._path, "a") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

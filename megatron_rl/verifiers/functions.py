@@ -15,10 +15,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from megatron_rl.config.raised import traced
 from megatron_rl.config.rewards import FunctionReward
 from megatron_rl.types import Prompt, Tokenizer, Verdict
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.imported import NOT_ITS_OWN, ImportedFunction, Logged, TrainerState, as_plain
+from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_plain
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,6 @@ class FunctionVerifier:
             return [offered] * len(answers)
         try:
             return logged.onto(self._verdicts(self._function.call(offered), len(answers)))
-        except NOT_ITS_OWN:
-            raise
         except BaseException as error:  # a user's function may raise anything, and this is never a score
             return self._failed(error, len(answers))
 
@@ -53,10 +52,9 @@ class FunctionVerifier:
         offered = self._offered(answers, state, logged)
         if isinstance(offered, Verdict):
             return [offered] * len(answers)
+        call = await self._function.ended(lambda: offered)
         try:
-            return logged.onto(self._verdicts(await self._function.call(offered), len(answers)))
-        except NOT_ITS_OWN:
-            raise
+            return logged.onto(self._verdicts(call.result(), len(answers)))
         except BaseException as error:  # as above
             return self._failed(error, len(answers))
 
@@ -81,7 +79,7 @@ class FunctionVerifier:
         return text if isinstance(answer.prompt.messages, str) else [{"role": "assistant", "content": text}]
 
     def _failed(self, error: BaseException, num_answers: int) -> list[Verdict]:
-        log.error("%s raised", self._cfg.path, exc_info=error)
+        log.error("%s raised\n%s", self._cfg.path, traced(error))
         return [self._function.fault_of(error)] * num_answers
 
     def _verdicts(self, result: Any, num_answers: int) -> list[Verdict]:

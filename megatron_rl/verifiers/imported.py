@@ -2,8 +2,8 @@
 run, what they may report, and which values are scores.
 
 Invariants (tests/unit/verifiers): a function gets only the arguments that its signature has; a class is made once; a
-value that is no finite number gives a failed verdict, and is never the score 0; every exception of a function, also
-`SystemExit` and `KeyboardInterrupt`, gives a failed verdict with its name and line.
+value that is no finite number gives a failed verdict, and is never the score 0; all that a function raises, also
+`SystemExit`, `KeyboardInterrupt` and `CancelledError`, gives a failed verdict with its name and line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import inspect
 import json
 import logging
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -21,16 +20,14 @@ from numbers import Real
 from typing import Any
 
 from megatron_rl.config.function import load_function
+from megatron_rl.config.raised import place, said
 from megatron_rl.config.rewards import ImportedReward
-from megatron_rl.types import Verdict
+from megatron_rl.types import LARGEST_SCORE, Verdict
 
 log = logging.getLogger(__name__)
 
 RESERVED = ("seconds", "failed", "abstained", "mean")
 """The last parts of the names `reward/<name>/...` that the run itself writes."""
-NOT_ITS_OWN = (asyncio.CancelledError, GeneratorExit)
-"""What ends a function from outside. All else that a call raises is of the function, or of what the model wrote and the
-function runs: `exit()` raises SystemExit, and a test library's `fail` is no Exception either."""
 MAX_SHOWN = 200
 """Characters of a value in a message."""
 
@@ -106,11 +103,14 @@ class ImportedFunction:
 
     Raises:
         ValueError: it cannot be imported, its class cannot be made, or it does not take the configured arguments.
+
+    All that a call raises is of the function, or of what the model wrote and the function runs: `exit()` raises
+    SystemExit, and a test library's `fail` is no Exception either.
     """
 
     def __init__(self, cfg: ImportedReward) -> None:
         self.path = cfg.path
-        loaded = load_function(cfg.path)
+        loaded = _loaded(cfg.path)
         self._file = _file_of(loaded)
         self._arguments: Mapping[str, Any] = {} if inspect.isclass(loaded) else cfg.arguments
         self._function: Any = _made(loaded, cfg) if inspect.isclass(loaded) else loaded
@@ -125,33 +125,48 @@ class ImportedFunction:
         named = {**offered, **self._arguments}
         return self._function(**{name: named[name] for name in named if self._names is None or name in self._names})
 
+    async def ended(self, offered: Callable[[], Mapping[str, Any]]) -> asyncio.Task[Any]:
+        """Call an asynchronous function, and wait until it has ended. The task has its result, or what it raised.
+
+        A cancellation comes out of here only if it came from outside, because the function has a task of its own: what
+        it raises itself, and what it does to its task, stays in that task.
+        """
+
+        async def call() -> Any:
+            return await self.call(offered())
+
+        task = asyncio.ensure_future(call())
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([task])
+            raise
+        return task
+
     def fault_of(self, error: BaseException) -> Verdict:
         """The verdict on answers whose call raised. The line is the last one in the function's own file, where
         somebody can change it."""
-        frames = traceback.extract_tb(error.__traceback__)
-        where = ([frame for frame in frames if frame.filename == self._file] or frames)[-1]
-        said = traceback.format_exception_only(error)[-1].strip()
-        return Verdict(None, f"{self.path} raised {said} ({where.filename}:{where.lineno})", failed=True)
+        return Verdict(None, f"{self.path} raised {said(error)}{place(error, self._file)}", failed=True)
 
-    def verdict_of(self, score: Any, place: str = "") -> Verdict:
+    def verdict_of(self, score: Any, which: str = "") -> Verdict:
         """The verdict of one score; None is an abstention.
 
         Args:
-            place: is added to the reason of a failed verdict.
+            which: is added to the reason of a failed verdict.
         """
         if score is None:
             return Verdict(None, f"{self.path} abstained")
+        found = f"{self.path} returned {shown(score)}{which}"
         try:
             number = as_number(score)
-        except NOT_ITS_OWN:
-            raise
         except BaseException as error:  # a value's own methods may raise anything
-            said = traceback.format_exception_only(error)[-1].strip()
-            return Verdict(None, f"{self.path} returned {shown(score)}{place}, which raised {said}", failed=True)
-        if number is not None and math.isfinite(number):
-            return Verdict(number)
-        found = f"{self.path} returned {shown(score)}{place}"
-        return Verdict(None, f"{found}, but it must return a finite number, or None to abstain", failed=True)
+            return Verdict(None, f"{found}, which raised {said(error)}", failed=True)
+        if number is None or not math.isfinite(number):
+            return Verdict(None, f"{found}, but it must return a finite number, or None to abstain", failed=True)
+        if abs(number) > LARGEST_SCORE:
+            return Verdict(None, f"{found}, but no score may be above {LARGEST_SCORE:g}", failed=True)
+        return Verdict(number)
 
 
 def as_plain(value: Any) -> Any:
@@ -192,8 +207,6 @@ def _text(method: Callable[[Any], str], value: Any) -> str:
     """str() or repr() of a value, also if its own methods fail."""
     try:
         return method(value)
-    except NOT_ITS_OWN:
-        raise
     except BaseException:
         return "a value that cannot be shown"
 
@@ -205,11 +218,21 @@ def _file_of(function: Any) -> str | None:
         return None
 
 
+def _loaded(path: str) -> Any:
+    try:
+        return load_function(path)
+    except ValueError:
+        raise
+    except BaseException as error:  # the lines of a user's module may raise anything
+        raise ValueError(f"function {path!r}: its module raised {said(error)}{place(error)}") from error
+
+
 def _made(cls: type, cfg: ImportedReward) -> Any:
     try:
         made = cls(**cfg.arguments)
-    except (Exception, SystemExit) as error:  # a user's class may raise anything
-        raise ValueError(f"function {cfg.path!r}: its class raised {type(error).__name__}: {error}") from error
+    except BaseException as error:  # a user's class may raise anything
+        where = place(error, _file_of(cls))
+        raise ValueError(f"function {cfg.path!r}: its class raised {said(error)}{where}") from error
     if not callable(made):
         raise ValueError(f"function {cfg.path!r}: the class has no method __call__, which must score the answers")
     return made

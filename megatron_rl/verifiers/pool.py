@@ -43,6 +43,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from megatron_rl.config.raised import place, said
 from megatron_rl.processes import STACKS, signal_name
 from megatron_rl.types import Verdict
 
@@ -322,7 +323,7 @@ def serve(control_number: int) -> None:
         try:
             judge = pickle.load(sys.stdin.buffer)
         except Exception as error:  # an import may raise anything; the parent raises it
-            control.send(f"{type(error).__name__}: {error}".encode()[:MAX_FAULT_BYTES])
+            control.send(said(error).encode()[:MAX_FAULT_BYTES])
             return
         workers: set[int] = set()
         with suppress(BrokenPipeError, ConnectionResetError):  # the parent has ended
@@ -413,6 +414,4 @@ def _judged(judge: Callable[[Any], Verdict], data: bytes) -> bytes:
             raise TypeError(f"the judge must return a Verdict, but it returned {type(verdict).__name__}")
         return pickle.dumps(verdict)
     except BaseException as error:  # an exception of a judge, SystemExit too, is never a score
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"the judge raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        return pickle.dumps(Verdict(None, reason, failed=True))
+        return pickle.dumps(Verdict(None, f"the judge raised {said(error)}{place(error)}", failed=True))

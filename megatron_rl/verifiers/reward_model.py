@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, FiniteFloat
 
 from megatron_rl.config.rewards import RewardModelReward
-from megatron_rl.types import Tokenizer
+from megatron_rl.types import LARGEST_SCORE, Tokenizer
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.service import ServiceVerifier, parsed
 
@@ -52,4 +52,6 @@ class RewardModelVerifier(ServiceVerifier):
             score = 0.5 * (1 + math.tanh(score / 2))  # the same, without an overflow
         if self._cfg.clamp is not None:
             score = min(max(score, self._cfg.clamp[0]), self._cfg.clamp[1])
+        if abs(score) > LARGEST_SCORE:
+            raise ValueError(f"the logit {score:g}, but no score may be above {LARGEST_SCORE:g}")
         return score

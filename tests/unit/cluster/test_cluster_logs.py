@@ -67,3 +67,26 @@ def test_what_a_process_makes_at_its_start_is_not_searched_for_garbage():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == ["False", "True", "False"], done.stderr
+
+
+def test_half_a_character_is_logged_also_where_rays_streams_refuse_it(tmp_path):
+    """A message that cannot be written raises in the process that logs it, and would end a verifier."""
+    path = tmp_path / "verifier.log"
+    script = """
+import logging, sys
+from pathlib import Path
+from ray._private.utils import open_log
+from megatron_rl.cluster.process import begin_process
+sys.stdout, sys.stderr = (open_log(number, unbuffered=True, closefd=False) for number in (1, 2))
+begin_process(Path(sys.argv[1]), "verifier")
+half = chr(0xD800)
+print("printed", half)
+try:
+    raise ValueError(half)
+except ValueError:
+    logging.getLogger("megatron_rl.verifiers").exception("logged %s", half)
+"""
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True)
+    text = path.read_text()
+    assert "printed \\ud800\n" in text and "logged \\ud800\n" in text and "ValueError: \\ud800\n" in text
+    assert "Logging error" not in text

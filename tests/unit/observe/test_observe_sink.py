@@ -11,7 +11,9 @@ from megatron_rl.observe import RunSink
 from megatron_rl.observe import sink as sink_module
 from megatron_rl.observe.live import figures, sparkline
 from megatron_rl.observe.records import cut, read_lines, read_metrics, series, time_split, write_line
+from megatron_rl.observe.report import write_report
 from megatron_rl.types import Group, Prompt, Rollout, Tokens, Verdict
+from megatron_rl.verifiers.failures import FailureLog
 
 
 class Letters:
@@ -83,6 +85,27 @@ def test_answers_are_kept_as_text(tmp_path):
         "ground_truth": "d", "reward": 1.0, "reason": "found d", "details": {}, "finish": "stop", "num_tokens": 4,
     }  # fmt: skip
     assert (second["prompt"], second["thought"], second["answer"]) == ("system: s\nuser: q", "", "ef")
+
+
+def test_half_a_character_anywhere_is_written_and_read_and_ends_nothing(tmp_path):
+    """A row, a reward or a model may give half of a surrogate pair, which UTF-8 does not have."""
+    half = json.loads('"\\ud800"')
+    sink, _ = sink_of(tmp_path)
+    prompt = Prompt(f"r:{half}", (1,), f"q{half}", {"ground_truth": half})
+    verdict = Verdict(None, f"reason {half}", failed=True, details={f"said/{half}": [half]})
+    ids = np.array([1, 3, 0], np.int32)
+    group = Group(prompt, [Rollout(3, 1, 2, 0, "stop", verdict=verdict)], None, 0)
+    sink.samples(0, [group], [[Tokens(ids, ids > 0, ids * 0.0, ids)]])
+    sink.log(0, {f"reward/said/{half}": 1.0, "reward/mean": 1.0})
+    sink.warn(f"warning {half}")
+    FailureLog(tmp_path / "rewards.log").write(0, "said", [prompt], [verdict])
+    sink.rewind(1)  # writes what it has read
+    [sample], [metrics] = read_lines(tmp_path / "samples.jsonl"), read_metrics(tmp_path)
+    assert (sample["uid"], sample["reason"], sample["details"]) == (prompt.uid, verdict.reason, verdict.details)
+    assert metrics[f"reward/said/{half}"] == 1.0
+    assert (tmp_path / "logs/warnings.log").read_text(encoding="utf-8") == "step 1: warning \\ud800\n"
+    assert read_lines(tmp_path / "rewards.log")[0]["error"] == verdict.reason
+    assert "reason \\ud800" in write_report(tmp_path).read_text(encoding="utf-8")
 
 
 def test_a_resumed_file_reads_as_if_it_had_never_stopped(tmp_path):

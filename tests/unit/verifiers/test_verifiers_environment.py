@@ -46,6 +46,12 @@ def test_the_rewards_of_the_turns_are_added():
     assert verdict(EnvironmentReward(), "a|b|", 2, rewards=(other,)) == Verdict(None, "the environment gave no reward")
 
 
+def test_rewards_that_add_up_to_no_float32_are_no_score():
+    most = tuple(TokenReward(3, "environment", 3e38) for _ in range(2))
+    found = verdict(EnvironmentReward(), "a|b|", 2, rewards=most)
+    assert found.failed and "the rewards of the turns add up to more than 3.4e+38" in found.reason
+
+
 @pytest.mark.parametrize("cfg", [EnvironmentReward(), ExactAnswerReward(), LengthReward(target=2)])
 def test_no_reward_scores_an_answer_whose_environment_failed(cfg):
     rewards = (TokenReward(3, "environment", 0.25),)

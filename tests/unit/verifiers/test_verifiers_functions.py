@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import re
+import signal
 import sys
 from dataclasses import replace
 from decimal import Decimal
@@ -193,6 +195,7 @@ class Exits:
         ([1.0, float("inf")], r"returned inf \(float\) for completion 1"),
         ([Decimal("0.5"), Fraction(1, 4)], [0.5, 0.25]),
         ([10**400, 1.0], r"returned 1000+\.\.\. \(int\) for completion 0, but it must return a finite number"),
+        ([1e308, 1.0], r"returned 1e\+308 \(float\) for completion 0, but no score may be above 3.4e\+38"),
         ([10**5000, 1.0], r"returned a value that cannot be shown \(int\) for completion 0"),
         ([Fraction(-(10**400)), 1.0], r"\(Fraction\) for completion 0, but it must return a finite number"),
         (
@@ -251,6 +254,90 @@ async def exits_later(**_):
     sys.exit("enough")
 
 
+class Silent(Exception):
+    __traceback__ = None
+
+
+class Odd(Exception):
+    """Formatting its traceback raises."""
+
+    __cause__ = 1
+
+
+class Own(BaseException):
+    pass
+
+
+async def exits_in_a_gathered_task(**_):
+    async def one():
+        sys.exit(3)
+
+    await asyncio.gather(one())
+
+
+async def exits_in_a_task(**_):
+    async def one():
+        exec("raise SystemExit(3)")
+
+    await asyncio.create_task(one())
+
+
+async def interrupts_in_a_group(**_):
+    async def one():
+        raise KeyboardInterrupt
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(one())
+
+
+async def gets_a_signal(**_):
+    signal.raise_signal(signal.SIGINT)
+
+
+def raises_half_a_character(**_):
+    raise ValueError("half: \ud800")
+
+
+def hides_its_traceback(**_):
+    raise Silent("hidden")
+
+
+def hides_its_cause(**_):
+    raise Odd("hidden")
+
+
+def raises_its_own(**_):
+    raise Own("mine")
+
+
+def cancels(**_):
+    raise asyncio.CancelledError("not me")
+
+
+async def cancels_later(**_):
+    await asyncio.sleep(0)
+    raise asyncio.CancelledError("not me")
+
+
+async def cancels_itself(**_):
+    asyncio.current_task().cancel("not me")
+    await asyncio.sleep(0)
+
+
+def ends_a_generator(**_):
+    raise GeneratorExit("not me")
+
+
+async def ends_a_generator_later(**_):
+    raise GeneratorExit("not me")
+
+
+def raises_with_a_note(**_):
+    error = ValueError("the cause")
+    error.add_note("a note")
+    raise error
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
@@ -259,6 +346,20 @@ async def exits_later(**_):
         (fails_a_test, "Failed: not the answer"),
         (raises_without_text, "WithoutText"),
         (exits_later, "SystemExit: enough"),
+        (exits_in_a_gathered_task, "SystemExit: 3"),
+        (exits_in_a_task, "SystemExit: 3"),
+        (interrupts_in_a_group, "KeyboardInterrupt"),
+        (gets_a_signal, "KeyboardInterrupt"),
+        (raises_half_a_character, r"ValueError: half: \ud800 ("),
+        (hides_its_traceback, "Silent: hidden"),
+        (hides_its_cause, "raised Odd ("),
+        (raises_its_own, "Own: mine"),
+        (cancels, "CancelledError: not me"),
+        (cancels_later, "CancelledError: not me"),
+        (cancels_itself, "CancelledError: not me"),
+        (ends_a_generator, "GeneratorExit: not me"),
+        (ends_a_generator_later, "GeneratorExit: not me"),
+        (raises_with_a_note, "ValueError: the cause ("),
     ],
 )
 @pytest.mark.parametrize("contract", ["function", "compute_score"])
@@ -270,6 +371,36 @@ def test_what_would_end_the_process_is_a_failed_verdict_with_name_and_line(funct
         line = int(re.search(r"test_verifiers_functions\.py:(\d+)\)$", verdict.reason)[1])
         first = function.__code__.co_firstlineno
         assert first < line <= first + 3, "the line of the function, whatever it has called"
+
+
+async def cancels_everybody(**_):
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(0)
+
+
+async def leaves_an_exit_behind(completions, **_):
+    asyncio.get_running_loop().call_soon(sys.exit, 3)
+    await asyncio.sleep(0.01)
+    return [1.0 for _ in completions]
+
+
+def test_what_functions_do_to_the_event_loop_ends_neither_the_process_nor_the_next_call():
+    rewards = RewardSet([trl("cancels_everybody"), trl("grades")], Letters(), "")
+    for one in rewards.score([0, 1], TWO, STATE):
+        assert all(v.failed and "cancels_everybody, grades: one of these" in v.reason for v in one.verdicts)
+    assert [verdict.score for verdict in rewards.score([1], TWO, STATE)[0].verdicts] == [12.0, 7.0]
+    assert scores(trl("leaves_an_exit_behind")) == [1.0, 1.0]
+
+
+class InterruptsAtOnce:
+    def __init__(self):
+        raise KeyboardInterrupt
+
+
+class RaisesItsOwn:
+    def __init__(self):
+        raise Own("no licence")
 
 
 async def takes_away(completion_ids, nested, **_):
@@ -304,6 +435,19 @@ def logs_too_much(completions, log_metric, **_):
 
 def test_a_metric_that_was_refused_leaves_nothing():
     assert scored(trl("logs_too_much")).metrics == {"reward/logs_too_much/size": 2.0}
+
+
+def logs_extremes(completions, log_metric, log_extra, **_):
+    for name, values in (("both", (math.inf, -math.inf)), ("large", (1e308, 1e308)), ("inf", (math.inf, 1.0))):
+        for value in values:
+            log_metric(name, value)
+    return [0.0 for _ in completions]
+
+
+def test_metrics_may_be_infinite_or_too_large_to_be_added():
+    metrics = scored(trl("logs_extremes")).metrics
+    assert math.isnan(metrics.pop("reward/logs_extremes/both"))
+    assert metrics == {"reward/logs_extremes/large": 1e308, "reward/logs_extremes/inf": math.inf}
 
 
 def crashes(**_):
@@ -496,7 +640,9 @@ def test_a_wrong_path_is_named(path, message):
         ("takes_two", {"metod": "strict"}, "takes_two' does not take 'metod', which its `arguments` give"),
         ("Counted", {"last": 1}, "Counted': its class raised TypeError: .*last"),
         ("NeedsMore", {}, "NeedsMore': its class raised TypeError: .*model"),
-        ("GivesUp", {}, "GivesUp': its class raised SystemExit: no licence"),
+        ("GivesUp", {}, r"GivesUp': its class raised SystemExit: no licence \(.*functions.py:\d+\)"),
+        ("InterruptsAtOnce", {}, r"its class raised KeyboardInterrupt \(.*test_verifiers_functions.py:\d+\)"),
+        ("RaisesItsOwn", {}, r"its class raised .*Own: no licence \(.*test_verifiers_functions.py:\d+\)"),
         ("NotCallable", {}, "NotCallable': the class has no method __call__"),
     ],
 )
@@ -525,6 +671,8 @@ def test_a_function_of_a_file_is_loaded_once(tmp_path, monkeypatch):
     ("source", "message"),
     [
         ("import no_such_module\n", r"broken.py:f': No module named 'no_such_module'"),
+        ("raise KeyboardInterrupt\n", r"broken.py:f': its module raised KeyboardInterrupt \(.*broken.py:1\)"),
+        ("1 / 0\n", r"its module raised ZeroDivisionError: division by zero \(.*broken.py:1\)"),
         ("import sys\nsys.exit(2)\n", r"broken.py calls exit when it is imported; put .* under `if __name__ =="),
     ],
 )
@@ -532,4 +680,4 @@ def test_a_file_that_cannot_be_run_is_named_each_time(tmp_path, source, message)
     (tmp_path / "broken.py").write_text(source)
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
-            load_function(f"{tmp_path}/broken.py:f")
+            scores(trl("f", path=f"{tmp_path}/broken.py:f"))

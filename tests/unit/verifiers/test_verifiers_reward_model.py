@@ -88,6 +88,7 @@ def test_unfinished_answers_have_the_configured_score():
         (classification(0.5, 0.5), "the model has 2 classes, but a reward model has one"),
         (classification("0.5"), "data.0.probs.0: Input should be a valid number"),
         ({"data": []}, "data: List should have at least 1 item"),
+        ('{"data": [{"probs": [1e308]}]}', "the logit 1e+308, but no score may be above 3.4e+38"),
         ('{"data": [{"probs": [NaN]}]}', "data.0.probs.0: Input should be a finite number"),
         (["data"], "Input should be"),
         ("{", "a reply that makes no sense: Expecting property name"),
