@@ -44,6 +44,7 @@ from megatron_rl.config.advantages import (
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.function import load_function
+from megatron_rl.config.raised import place, said
 from megatron_rl.config.section import Method
 from megatron_rl.types import Credit, Metrics, StepBatch, TokenRewards
 
@@ -147,8 +148,8 @@ def _by_function(path: str, batch: StepBatch) -> np.ndarray:
     function = load_function(path)
     try:
         advantages = np.asarray(function(batch), np.float64)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"algorithm.adv_estimator {path} raised {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise ValueError(f"algorithm.adv_estimator {path} raised {said(error)}{place(error)}") from error
     scored = ~np.isnan(batch.rewards)
     if advantages.shape != scored.shape or not np.isfinite(advantages[scored]).all():
         raise ValueError(

@@ -12,7 +12,9 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator
 
+from megatron_rl.config.raised import place, said
 from megatron_rl.config.shipped import find_shipped
+from megatron_rl.ports import StopRequested
 
 VALUES = ".pickle"
 """The ending of a file that holds functions of a script or of a notebook, which no other process can import: by value,
@@ -66,6 +68,10 @@ def load_function(path: str) -> Callable[..., Any]:
             f"function {path!r}: {module_name} calls exit when it is imported; put what it runs as a script under "
             f'`if __name__ == "__main__":`'
         ) from error
+    except StopRequested:
+        raise
+    except BaseException as error:  # the lines of a user's module may raise anything
+        raise ValueError(f"function {path!r}: its module raised {said(error)}{place(error)}") from error
     function: Any = vars(module).get(name)
     if not callable(function):
         raise ValueError(f"function {path!r}: {module.__file__} has no function {name!r}")

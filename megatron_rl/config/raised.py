@@ -11,13 +11,14 @@ from types import TracebackType
 
 
 def said(error: BaseException) -> str:
-    """The type and the message, as in the last line of a traceback."""
+    """The type and the message, as in the last line of a traceback; of a group also what its first error said."""
     try:
         lines = traceback.format_exception_only(error)  # survives a __str__ that raises
     except (AttributeError, TypeError):  # its class has other things under the names that Python reads
         return type(error).__name__
     # Notes come after the message, and the lines of a syntax error, which are indented, before it.
-    return printable(next((line for line in lines if not line.startswith("  ")), lines[-1]).strip())
+    own = printable(next((line for line in lines if not line.startswith("  ")), lines[-1]).strip())
+    return f"{own}: {said(error.exceptions[0])}" if isinstance(error, BaseExceptionGroup) else own
 
 
 def place(error: BaseException, file: str | None = None) -> str:
@@ -27,6 +28,9 @@ def place(error: BaseException, file: str | None = None) -> str:
         file: the last line in this file, where somebody can change it, is preferred to the last line of all.
     """
     frames = traceback.extract_tb(_trace(error))
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+        frames += traceback.extract_tb(_trace(error))
     where = ([frame for frame in frames if frame.filename == file] or frames)[-1:]
     return "".join(printable(f" ({frame.filename}:{frame.lineno})") for frame in where)
 

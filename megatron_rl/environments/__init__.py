@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.environments.environment import EnvironmentFault, Reaction, Session, Step
+from megatron_rl.environments.environment import EnvironmentFault, Reaction, Session, Step, fault_of_reward
 from megatron_rl.environments.observations import Continuation, Observations, Render, require_offered
 from megatron_rl.environments.sessions import Sessions, schemas_of
 
@@ -15,6 +15,7 @@ __all__ = [
     "Session",
     "Sessions",
     "Step",
+    "fault_of_reward",
     "require_offered",
     "schemas_of",
 ]

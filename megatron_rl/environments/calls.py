@@ -1,18 +1,25 @@
 """Calls of foreign code under a time limit, while everything else continues.
 
 Invariants (tests/unit/environments): a call ends within its limit, even if the code hangs in its thread or ignores its
-cancellation; every exception is an error of the call, `SystemExit` too.
+cancellation; all that it raises is an error of the call, also `SystemExit`, `KeyboardInterrupt` and `CancelledError`,
+and also in a task that it has started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import Thread
 from typing import Any
+
+from megatron_rl.config.raised import place, said
+
+log = logging.getLogger(__name__)
 
 MAX_THREADS = 256
 """The largest number of calls that wait in threads at the same time. A call that has exceeded its limit no longer
@@ -38,11 +45,11 @@ class Calls:
 
         Raises:
             OutOfTime: the limit was exceeded. A coroutine is cancelled; a thread is left alone.
-            Exception: what the function raised.
+            Exception: what the function raised; a RuntimeError in the place of what is no Exception.
         """
         whole = partial(function, *arguments, **named)
         if inspect.iscoroutinefunction(function):
-            return await self._within_limit(asyncio.ensure_future(_awaited(whole)))
+            return await self._within_limit(_begun(whole))
         async with self._slots:
             return await self._within_limit(asyncio.wrap_future(_in_thread(whole)))
 
@@ -51,16 +58,84 @@ class Calls:
             done, _ = await asyncio.wait([future], timeout=self._limit_s)
             if not done:
                 raise OutOfTime(f"no result after {self._limit_s:g} s")
-            return future.result()
+            try:
+                return future.result()
+            except Exception:
+                raise
+            except BaseException as error:  # a cancellation from outside comes out of `wait`
+                raise _ordinary(error) from error
         finally:
             future.cancel()
 
 
-async def _awaited(function: Callable[[], Any]) -> Any:
-    try:
+def _ordinary(error: BaseException) -> Exception:
+    """The error itself, or an Exception with its traceback that says what was raised. An event loop ends at SystemExit
+    and KeyboardInterrupt, takes CancelledError for its own, and loses StopIteration."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    log.warning("an environment or a tool raised %s%s", said(error), place(error))
+    what = f"called sys.exit({error.code})" if isinstance(error, SystemExit) else f"raised {said(error)}"
+    return RuntimeError(f"it {what}").with_traceback(error.__traceback__)
+
+
+IS_FOREIGN: ContextVar[bool] = ContextVar("IS_FOREIGN", default=False)
+"""Whether foreign code runs. The tasks that it starts have its context."""
+
+
+def _begun(function: Callable[[], Any]) -> asyncio.Task[Any]:
+    """A task of foreign code. asyncio raises SystemExit and KeyboardInterrupt of any task in the event loop, too, which
+    is Ray's. So from now on the loop makes these errors ordinary ones in all tasks of foreign code."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop.get_task_factory(), _TaskFactory):
+        loop.set_task_factory(_TaskFactory(loop.get_task_factory()))
+    context = copy_context()
+    context.run(IS_FOREIGN.set, True)
+
+    async def awaited() -> Any:
         return await function()
-    except SystemExit as error:  # it would end the event loop
-        raise RuntimeError(f"it called sys.exit({error.code})") from error
+
+    return loop.create_task(_Contained(awaited()), context=context)
+
+
+class _TaskFactory:
+    """
+    Args:
+        before: the loop's factory until now.
+    """
+
+    def __init__(self, before: Any) -> None:
+        self._make = before or (lambda loop, coroutine, **options: asyncio.Task(coroutine, loop=loop, **options))
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+        return self._make(loop, _Contained(coroutine) if IS_FOREIGN.get() else coroutine, **options)
+
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A coroutine that raises ordinary errors in the place of errors that end an event loop."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._coroutine.send(value)
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise _ordinary(error) from error
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._coroutine.throw(*error)
+        except (SystemExit, KeyboardInterrupt) as raised:
+            raise _ordinary(raised) from raised
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coroutine, name)  # `cr_frame` and others, which tell where it is
 
 
 def _in_thread(function: Callable[[], Any]) -> Future[Any]:
@@ -71,10 +146,8 @@ def _in_thread(function: Callable[[], Any]) -> Future[Any]:
     def run() -> None:
         try:
             future.set_result(function())
-        except SystemExit as error:
-            future.set_exception(RuntimeError(f"it called sys.exit({error.code})"))
         except BaseException as error:  # it belongs to the caller
-            future.set_exception(error)
+            future.set_exception(_ordinary(error))
 
     Thread(target=run, name="environment", daemon=True).start()
     return future

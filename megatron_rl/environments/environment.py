@@ -7,15 +7,16 @@ Invariants (tests/unit/environments): an exception, a time-out or a result of th
 from __future__ import annotations
 
 import logging
-import math
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.config.environment import ClassEnvironment
-from megatron_rl.environments.calls import Calls
+from megatron_rl.config.raised import place, printable, said
+from megatron_rl.environments.calls import Calls, OutOfTime
+from megatron_rl.types import LARGEST_SCORE
 
 log = logging.getLogger(__name__)
 
@@ -108,6 +109,14 @@ class ClassSession:
 
     async def react(self, text: str) -> Reaction:
         given = await self._call("step", self._environment.step, text)
+        try:
+            return self._reaction(given)
+        except EnvironmentFault:
+            raise
+        except BaseException as error:  # a value's own methods may raise anything
+            raise self._fault("step", f"returned a value that raised {said(error)}{place(error)}") from error
+
+    def _reaction(self, given: Any) -> Reaction:
         wanted = "but it must return (observation, reward, done)"
         if not isinstance(given, tuple) or not 1 <= len(given) <= 3:
             raise self._fault("step", f"returned {given!r}, {wanted}")
@@ -115,8 +124,8 @@ class ClassSession:
         if not isinstance(step.observation, str):
             raise self._fault("step", f"returned the observation {step.observation!r}, {wanted}, the first as text")
         reward = step.reward
-        if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
-            raise self._fault("step", f"returned the reward {reward!r}, which is no finite number and not None")
+        if fault := fault_of_reward(reward):
+            raise self._fault("step", f"returned the reward {reward!r}, {fault}")
         message = {"role": "user", "content": step.observation}
         return Reaction((message,), None if reward is None else float(reward), bool(step.done))
 
@@ -132,11 +141,19 @@ class ClassSession:
     async def _call(self, method: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         try:
             return await self._calls.call(function, *arguments, **named)
+        except OutOfTime as error:
+            raise self._fault(method, f"raised OutOfTime: {error}") from error
         except Exception as error:  # a user's class may raise anything
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            raise self._fault(
-                method, f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-            ) from error
+            raise self._fault(method, f"raised {said(error)}{place(error)}") from error
 
     def _fault(self, method: str, what: str) -> EnvironmentFault:
-        return EnvironmentFault(f"{self._cfg.path}, {method} {what}"[:MAX_REASON])
+        return EnvironmentFault(f"{self._cfg.path}, {method} {printable(what)}"[:MAX_REASON])
+
+
+def fault_of_reward(given: Any) -> str | None:
+    """Why this is no reward; None if it is one, or if it is None."""
+    if given is None:
+        return None
+    if not isinstance(given, Real) or not abs(given) < inf:  # type: ignore[operator]  # mypy's Real has no order
+        return "which is no finite number and not None"
+    return f"which is above {LARGEST_SCORE:g}" if abs(given) > LARGEST_SCORE else None  # type: ignore[operator]

@@ -27,6 +27,7 @@ from pydantic import ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 
 from megatron_rl.config.function import load_function
+from megatron_rl.config.raised import said
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.environments.environment import Reaction
 
@@ -110,7 +111,7 @@ class ToolSession:
         except OutOfTime as error:
             return name, f"Error: {name} gave {error}", True
         except Exception as error:  # a tool may raise anything, and the model is to read it
-            return name, f"Error: {type(error).__name__}: {error}", True
+            return name, f"Error: {said(error)}", True
 
 
 def _parsed(call: str) -> tuple[str, dict[str, Any]]:

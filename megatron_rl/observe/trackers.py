@@ -17,8 +17,10 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from megatron_rl.config.observe import MlflowTracker, TensorboardTracker, WandbTracker
+from megatron_rl.config.raised import said
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.observe.provenance import flat, provenance
+from megatron_rl.ports import StopRequested
 
 IDENTITIES = "trackers.json"
 """The file in the run folder that has the id of the run at each kind of tracker."""
@@ -68,11 +70,13 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[TrackerFeed
     for section in config.observe:
         try:
             tracker = _OPEN[type(section)](section, config, identities, resume_at)
-        except (Exception, SystemExit) as error:  # each package has its own exceptions
+        except StopRequested:
+            raise
+        except BaseException as error:  # each package has its own exceptions
             for feed in feeds:
                 feed.close(finished=False)
             raise ValueError(
-                f"observe: {section.kind} does not start: {type(error).__name__}: {error}; correct its section, or "
+                f"observe: {section.kind} does not start: {said(error)}; correct its section, or "
                 f"remove it from `observe`"
             ) from error
         feeds.append(TrackerFeed(section.kind, tracker))
@@ -118,8 +122,8 @@ class TrackerFeed:
                     self._tracker.close(work)
                     return
                 self._tracker.log(work)
-            except (Exception, SystemExit) as error:  # each package has its own exceptions; the sink shows the failure
-                self.failure = self.failure or f"{type(error).__name__}: {error}"
+            except BaseException as error:  # each package has its own exceptions; the sink shows the failure
+                self.failure = self.failure or said(error)
                 if isinstance(work, bool):
                     return
                 self.num_lost += 1

@@ -110,7 +110,7 @@ class ImportedFunction:
 
     def __init__(self, cfg: ImportedReward) -> None:
         self.path = cfg.path
-        loaded = _loaded(cfg.path)
+        loaded = load_function(cfg.path)
         self._file = _file_of(loaded)
         self._arguments: Mapping[str, Any] = {} if inspect.isclass(loaded) else cfg.arguments
         self._function: Any = _made(loaded, cfg) if inspect.isclass(loaded) else loaded
@@ -216,15 +216,6 @@ def _file_of(function: Any) -> str | None:
         return inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:  # a partial or an instance
         return None
-
-
-def _loaded(path: str) -> Any:
-    try:
-        return load_function(path)
-    except ValueError:
-        raise
-    except BaseException as error:  # the lines of a user's module may raise anything
-        raise ValueError(f"function {path!r}: its module raised {said(error)}{place(error)}") from error
 
 
 def _made(cls: type, cfg: ImportedReward) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
 from megatron_rl.config.function import load_function
 from megatron_rl.config.losses import FunctionLoss
+from megatron_rl.config.raised import place, said
 
 
 def function_loss(cfg: FunctionLoss) -> TokenLoss:
@@ -22,8 +23,8 @@ def function_loss(cfg: FunctionLoss) -> TokenLoss:
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         try:
             result = function(terms)
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"algorithm.loss {cfg.path} raised {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            raise ValueError(f"algorithm.loss {cfg.path} raised {said(error)}{place(error)}") from error
         if not _is_well_formed(result, terms):
             raise ValueError(
                 f"algorithm.loss {cfg.path} must return (loss_T, columns): a tensor with one number for each of the "

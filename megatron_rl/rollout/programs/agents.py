@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from math import isfinite
-from numbers import Real
 from pathlib import Path
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.function import load_function
+from megatron_rl.config.raised import place, said
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.environments import fault_of_reward
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout
 from megatron_rl.rollout.programs.conversations import Conversations, RenderCall
@@ -104,14 +104,14 @@ class Agents:
         reward, fault = None, ""
         try:
             given = await self._calls.call(self._run, dict(prompt.columns), url, **self._cfg.arguments)
-            if given is not None and not (isinstance(given, Real) and isfinite(given)):
-                fault = f"{self._cfg.path} returned {given!r}, which is no finite number and not None"
+            if no_reward := fault_of_reward(given):
+                fault = f"{self._cfg.path} returned {given!r}, {no_reward}"
             elif given is not None:
                 reward = float(given)
         except OutOfTime:
             fault = f"{self._cfg.path} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
         except Exception as error:  # an agent may raise anything
-            fault = f"{self._cfg.path} raised {type(error).__name__}: {error}"
+            fault = f"{self._cfg.path} raised {said(error)}{place(error)}"
         finally:
             self._endpoint.end(name)
         return self._samples(prompt, conversations, reward, fault[:MAX_REASON])

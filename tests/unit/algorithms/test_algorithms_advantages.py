@@ -517,6 +517,10 @@ def too_few(scores: StepBatch) -> np.ndarray:
     return np.zeros(1)
 
 
+def interrupts(batch):
+    raise KeyboardInterrupt
+
+
 def raises(scores: StepBatch) -> np.ndarray:
     raise KeyError("x")
 
@@ -534,6 +538,7 @@ def test_a_function_of_ones_own():
     [
         ("too_few", "must return one finite number for each of the 2 samples, but it returned .1,. numbers"),
         ("raises", "raises raised KeyError: 'x'"),
+        ("interrupts", r"interrupts raised KeyboardInterrupt \(.*test_algorithms_advantages.py:\d+\)"),
         ("absent", "has no function 'absent'"),
     ],
 )

@@ -233,6 +233,10 @@ def one_number(given: Terms):
     return given.logp_T.sum(), {}
 
 
+def interrupts(given: Terms):
+    raise KeyboardInterrupt
+
+
 def raises(given: Terms):
     raise KeyError("x")
 
@@ -249,6 +253,7 @@ def test_a_loss_of_ones_own():
         ("no_tuple", "must return .loss_T, columns.: a tensor with one number for each of the 1 tokens"),
         ("one_number", "must return .loss_T, columns."),
         ("raises", "raises raised KeyError: 'x'"),
+        ("interrupts", r"interrupts raised KeyboardInterrupt \(.*test_algorithms_losses.py:\d+\)"),
         ("absent", "has no function 'absent'"),
     ],
 )

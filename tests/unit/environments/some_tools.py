@@ -11,6 +11,44 @@ RELEASED = Event()
 CLOSED: list[str] = []
 
 
+class Own(BaseException):
+    pass
+
+
+ENDS = {
+    "interrupt": KeyboardInterrupt(),
+    "generator": GeneratorExit("gone"),
+    "cancel": asyncio.CancelledError("not me"),
+    "own": Own("mine"),
+    "stop": StopIteration("no more"),
+    "half": ValueError("half: \ud800"),
+}
+"""What ends a thread, a task or an event loop, by its name."""
+
+
+async def ends(kind: str) -> None:
+    if kind == "exit":
+        sys.exit(3)
+    raise ENDS[kind]
+
+
+async def broken_within(kind: str, how: str) -> str:
+    """Fail.
+
+    Args:
+        kind: what is raised.
+        how: where it is raised.
+    """
+    if how == "direct":
+        await ends(kind)
+    elif how == "gathered":
+        await asyncio.gather(ends(kind))
+    else:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ends(kind))
+    return "done"
+
+
 def multiply(a: int, b: int) -> int:
     """Multiply two integers.
 
@@ -60,6 +98,8 @@ def broken(kind: str) -> object:
     """
     if kind == "exit":
         sys.exit(3)
+    if kind in ENDS:
+        raise ENDS[kind]
     if kind == "no JSON":
         return object()
     raise OSError("the disk is gone")
@@ -114,6 +154,11 @@ class Returns(Countdown):
         if isinstance(self.given, BaseException):
             raise self.given
         return self.given
+
+
+class Gathers(Returns):
+    async def step(self, text: str):
+        await asyncio.gather(ends(self.given))
 
 
 class Hangs(Countdown):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,37 @@ def test_every_error_of_a_call_is_an_observation(text, message):
     assert (reaction.num_errors, reaction.done, reaction.reward) == (1, False, None)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("interrupt", "it raised KeyboardInterrupt"),
+        ("generator", "it raised GeneratorExit: gone"),
+        ("cancel", "it raised asyncio.exceptions.CancelledError: not me"),
+        ("own", "it raised some_tools.Own: mine"),
+        ("stop", "StopIteration"),
+        ("half", r"ValueError: half: \ud800"),
+        ("exit", "it called sys.exit(3)"),
+    ],
+)
+@pytest.mark.parametrize("how", ["thread", "direct", "gathered", "group"])
+def test_what_would_end_the_event_loop_is_an_error_of_its_call_alone(kind, message, how, caplog):
+    failing = (
+        call("broken", json.dumps({"kind": kind}))
+        if how == "thread"
+        else call("broken_within", json.dumps({"kind": kind, "how": how}))
+    )
+    error, product, later = contents(
+        react(tools("broken", "broken_within", "multiply", "later"), failing + PRODUCT + call("later", '{"text": "l"}'))
+    )
+    if how == "group" and kind == "cancel":  # a group takes no notice of a task that was cancelled
+        assert error == "done"
+    else:
+        assert error.startswith("Error: ") and message.removeprefix("it raised ") in error
+    assert (product, later) == ("42", "l")
+    if message.startswith("it ") and error != "done":
+        assert re.search(r"raised .* \(.*some_tools.py:\d+\)", caplog.text)
+
+
 def test_a_call_that_is_not_closed_does_not_hide_the_next_one():
     reaction = react(tools("multiply"), f"<tool_call>oh {PRODUCT}")
     assert contents(reaction) == ["Error: ValueError: a <tool_call> without </tool_call>", "42"]
@@ -155,11 +188,23 @@ def test_a_class_plays_an_episode(name):
     ]
 
 
+class Unclear:
+    def __bool__(self):
+        raise KeyboardInterrupt("unclear")
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         (OSError("gone"), r"Returns, step raised OSError: gone \(.*some_tools.py:\d+\)"),
         (SystemExit(2), r"step raised RuntimeError: it called sys.exit\(2\)"),
+        (KeyboardInterrupt(), r"step raised RuntimeError: it raised KeyboardInterrupt \(.*some_tools.py:\d+\)"),
+        (asyncio.CancelledError(), r"it raised asyncio.*CancelledError \(.*some_tools.py:\d+\)"),
+        (some_tools.Own("mine"), r"it raised some_tools.Own: mine \(.*some_tools.py:\d+\)"),
+        (StopIteration("no more"), r"it raised StopIteration: no more \(.*some_tools.py:\d+\)"),
+        (("a", 10**400, True), "returned the reward 10+, which is above"),
+        (("a", 1e308, True), r"returned the reward 1e\+308, which is above 3.4e\+38"),
+        (("a", 1.0, Unclear()), r"step returned a value that raised KeyboardInterrupt: unclear \(.*sessions.py"),
         ("text", "step returned 'text', but it must return"),
         ((), r"step returned \(\), but it must return"),
         ((1, 2.0, True), "returned the observation 1, but"),
@@ -171,6 +216,13 @@ def test_a_class_plays_an_episode(name):
 def test_what_a_class_gets_wrong_is_a_fault(given, message):
     with pytest.raises(EnvironmentFault, match=message):
         react(ClassEnvironment(path="some_tools:Returns"), "x", row={"given": given})
+
+
+def test_an_exit_in_a_task_of_a_class_is_a_fault_with_its_line():
+    with pytest.raises(
+        EnvironmentFault, match=r"Gathers, step raised .* it called sys.exit\(3\) \(.*some_tools.py:\d+\)"
+    ):
+        react(ClassEnvironment(path="some_tools:Gathers"), "x", row={"given": "exit"})
 
 
 def test_an_environment_that_hangs_fails_and_is_closed():

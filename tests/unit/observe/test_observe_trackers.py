@@ -77,7 +77,7 @@ def test_a_tracker_gets_every_record_in_order(tmp_path):
     assert not (sink.run_folder / "logs").exists()
 
 
-@pytest.mark.parametrize("error", [ConnectionError, SystemExit])
+@pytest.mark.parametrize("error", [ConnectionError, SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_a_failing_tracker_is_told_once_and_counted_and_the_run_goes_on(tmp_path, error):
     config = config_of(tmp_path)
     sink, screen = sink_of(config)
