@@ -13,10 +13,12 @@ sampled; each sampled token is an action of one sample.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.config.raised import said
 from megatron_rl.rollout.program import Completion, Transcript
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ Message = Mapping[str, Any]
 RenderCall = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """The chat template: (turns, tools, whether the text ends where the assistant's answer begins) -> the text."""
 SHOWN = 40
+MAX_SHOWN = 300
+HALF = re.compile("[\ud800-\udfff]")
+"""JSON can say it, but no tokenizer can read it."""
 
 
 class Refused(ValueError):
@@ -98,10 +103,7 @@ class Conversations:
             Refused: the chat template cannot render the turns, or it rewrites turns that were sampled.
         """
         wanted, key = tuple(map(normalised, messages)), json.dumps(tools, sort_keys=True)
-        try:
-            text = self.render(wanted, tools, True)
-        except Exception as error:  # templates raise jinja's errors and any others
-            raise Refused(f"the chat template cannot render these messages: {type(error).__name__}: {error}") from None
+        text = self._rendered(wanted, tools, True)
         fitting = [n for n in self.nodes if n.tools == key and n.messages == wanted[: len(n.messages)]]
         before = max(fitting, key=lambda node: len(node.messages), default=None)
         if before is None:
@@ -120,10 +122,11 @@ class Conversations:
             answer: the turn that the agent gets.
 
         Raises:
-            Refused: the chat template rewrites turns before the answer, or does not end it as the model does.
+            Refused: the chat template cannot render the conversation with the answer, or it rewrites turns before the
+                answer, or it does not end it as the model does.
         """
         messages = (*asked.messages, normalised(answer))
-        rendered = self.render(messages, asked.tools, False)
+        rendered = self._rendered(messages, asked.tools, False)
         _require_beginning(asked.text, rendered)
         cut, end = max((rendered.rfind(end), end) for end in self.ends)
         if cut < len(asked.text) or rendered[cut + len(end) :].strip():
@@ -154,7 +157,19 @@ class Conversations:
             found.append((last.prompt, transcript, last.path))
         return found
 
+    def _rendered(self, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
+        try:
+            return self.render(turns, tools, opens_answer)
+        except Exception as error:  # templates raise jinja's errors and any others
+            whole = "these messages" if opens_answer else "the conversation with the model's answer"
+            raise Refused(f"the chat template cannot render {whole}: {said(error)}") from None
+
     def _ids(self, text: str) -> list[int]:
+        if half := HALF.search(text):
+            raise Refused(
+                f"the messages have half of a surrogate pair, {half[0]!r}, which is no character, before "
+                f"{text[half.end() : half.end() + SHOWN]!r}"
+            )
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -183,10 +198,10 @@ def _normalised_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     try:
         given = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         given = None
     if not isinstance(given, dict):
-        raise Refused(f"the arguments of a tool's call are no JSON object: {arguments!r}")
+        raise Refused(f"the arguments of a tool's call are no JSON object: {str(arguments)[:MAX_SHOWN]!r}")
     return {"type": "function", "function": {"name": function.get("name"), "arguments": given}}
 
 

@@ -3,7 +3,8 @@
 Each answer has its own address, its `base_url`, and all requests to it belong to this answer: the engine answers `POST
 {base_url}/chat/completions`, and the tokens are recorded (conversations.py). Sampling follows the run's configuration,
 because the log-probs of an action must equal the trainer's: `temperature`, `top_p` and the like of a request have no
-effect, and the log names the first that differs.
+effect, and the log names each the first time that it differs. So it does with all else that is not supported, such as
+`stop`, `tool_choice`, `logit_bias` and `response_format`.
 
 Supported are text messages, `tools` and `tool_calls` in Hermes' form, `max_tokens`, and `stream` (the whole answer is
 one piece). `n` above 1 and `logprobs` are refused.
@@ -27,13 +28,37 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_rl.environments.tools import CALL
 from megatron_rl.rollout.program import Call, Completion
-from megatron_rl.rollout.programs.conversations import Conversations, Refused
+from megatron_rl.rollout.programs.conversations import MAX_SHOWN, Conversations, Refused
 
 log = logging.getLogger(__name__)
 
 MODEL = "policy"
 """The name of the model, as `{base_url}/models` gives it. Any name in a request is taken for it."""
 MAX_REQUEST_BYTES = 64 << 20
+
+NEUTRAL: dict[str, Any] = {
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "parallel_tool_calls": True,
+    "presence_penalty": 0,
+    "response_format": {"type": "text"},
+    "stop": [],
+    "tool_choice": "auto",
+}
+"""The values of fields that ask for nothing."""
+ABOUT_THE_CALLER = {
+    "metadata",
+    "model",
+    "prompt_cache_key",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream_options",
+    "user",
+}
+"""The fields that say nothing about the answer."""
+MAX_TOLD = 100
+"""The number of fields that the log names."""
 
 NumTokens = Annotated[int, Field(strict=True, ge=1)]
 
@@ -95,6 +120,8 @@ async def _body_of(request: web.Request) -> Body:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Refused(f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")) from None
+    except web.RequestPayloadError as error:
+        raise Refused(f"the body of the request cannot be read: {error}") from None
     except (ValueError, LookupError, RecursionError) as error:
         raise Refused(f"the request is no JSON: {error}") from None
 
@@ -162,7 +189,7 @@ class Endpoint:
         try:
             body = await _body_of(request)
             answered = await self._answer(line, body)
-        except (Refused, ValueError) as error:
+        except (Refused, ValueError, RecursionError) as error:
             log.warning("a call of an agent was refused: %s", error)
             return _error(400, str(error))
         if not body.stream:
@@ -202,10 +229,16 @@ class Endpoint:
 
     def _tell_differences(self, body: Body) -> None:
         asked = body.model_extra or {}
-        for name, own in self._sampling.items():
-            if asked.get(name) not in (None, own) and name not in self._told:
-                self._told.add(name)
-                log.warning("an agent asks for %s %s, but the run samples with %s", name, asked[name], own)
+        for name, given in asked.items():
+            own = self._sampling.get(name, NEUTRAL.get(name))
+            if given in (None, own) or name in self._told | ABOUT_THE_CALLER or len(self._told) == MAX_TOLD:
+                continue
+            self._told.add(name)
+            if name in self._sampling:
+                log.warning("an agent asks for %s %s, but the run samples with %s", name, given, own)
+            else:
+                shown = repr(given)[:MAX_SHOWN]
+                log.warning("an agent asks for %.50s %s, which is not supported and has no effect", name, shown)
 
 
 def message_of(text: str) -> dict[str, Any]:

@@ -281,6 +281,76 @@ def test_a_malformed_request_is_refused_with_its_field_and_asks_the_engine_nothi
     assert not held.nodes and not calls
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "user", "content": "a\ud800b"},
+        {"role": "user", "content": [{"type": "text", "text": "\ud800"}]},
+        {"role": "us\udfffer", "content": "a"},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]},
+    ],
+    ids=repr,
+)
+def test_what_no_tokenizer_can_read_is_refused(turn):
+    async def agent(url: str):
+        async with httpx.AsyncClient() as http:
+            return await http.post(f"{url}/chat/completions", content=json.dumps({"messages": [user("a"), turn]}))
+
+    given, held, calls = play(
+        agent, template=WITH_CALLS.replace("'function') | map('tojson')", "'function.arguments.a')")
+    )
+    assert given.status_code == 400 and len(given.text) < 1000, given.text
+    assert re.search("unicode|surrogate pair|no JSON object", given.json()["error"]["message"])
+    assert not held.nodes and not calls
+
+
+@pytest.mark.parametrize("how", ["gzip", "deflate"])
+def test_a_body_that_is_not_compressed_as_it_says_is_refused(how):
+    async def agent(url: str):
+        async with httpx.AsyncClient() as http:
+            return await http.post(f"{url}/chat/completions", content=b"no gzip", headers={"content-encoding": how})
+
+    given, *_ = play(agent)
+    assert given.status_code == 400 and "body of the request cannot be read" in given.json()["error"]["message"]
+
+
+def test_a_template_that_raises_on_the_answer_refuses_the_call():
+    raises = KEEPS.replace("= m.content", "= (m.content if m.role == 'user' else m.content.absent())")
+
+    async def agent(url: str):
+        async with client(url) as model:
+            with pytest.raises(BadRequestError, match="cannot render the conversation with the model's answer"):
+                await model.chat.completions.create(model="m", messages=[user("a")])
+
+    assert raises != KEEPS
+    _, held, calls = play(agent, "one", template=raises)
+    assert len(calls) == 1 and not held.nodes
+
+
+def test_what_a_request_asks_for_without_effect_is_told_once_by_name(caplog):
+    ignored = {
+        "stop": ["\n"],
+        "tool_choice": "required",
+        "logit_bias": {"5": 100},
+        "response_format": {"type": "json_object"},
+        "temperature": 0.5,
+        "frequency_penalty": 1.0,
+    }
+    neutral = {"stop": None, "tool_choice": "auto", "response_format": {"type": "text"}, "temperature": 1, "user": "me"}
+
+    async def agent(url: str):
+        async with client(url) as model:
+            for options in (neutral, ignored, ignored):
+                await model.chat.completions.create(model="m", messages=[user("a")], **options)
+
+    play(agent, "one", "two", "three")
+    told = [record.getMessage() for record in caplog.records if "an agent asks" in record.getMessage()]
+    assert sorted(message.split()[4] for message in told) == sorted(ignored)
+    assert "an agent asks for stop ['\\n'], which is not supported and has no effect" in told
+    assert "an agent asks for temperature 0.5, but the run samples with 1.0" in told
+
+
 def test_an_unknown_charset_is_refused():
     async def agent(url: str):
         async with httpx.AsyncClient() as http:
