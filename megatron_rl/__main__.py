@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+
+from megatron_rl.processes import piped
 
 COMMANDS = {
     "grpo": ("recipes.grpo", "train by reinforcement: Megatron trains, vLLM answers"),
@@ -43,7 +46,10 @@ if find_spec("megatron_rl.tools.bench"):  # only a clone has it
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command that the first words name; returns its exit status."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    return piped(partial(_run, list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def _run(words: list[str]) -> int:
     for name, (module, _) in COMMANDS.items():
         size = len(name.split())
         if words[:size] == name.split():

@@ -6,10 +6,13 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import re
+import select
 import signal
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -34,6 +37,32 @@ def open_text(path: Path, mode: str = "w") -> TextIO:
     """A file of text for people and for programs: in UTF-8, with halves of surrogate pairs as `\\ud800`. Rows, rewards
     and models may contain such halves, which UTF-8 does not have. In a string of JSON this is the same character."""
     return path.open(mode, encoding="utf-8", errors="backslashreplace")  # type: ignore[return-value]  # it is no binary
+
+
+def piped(command: Callable[[], int]) -> int:
+    """The exit status of a command whose output may be read in part, as `head` does. Then it ends without a word, and
+    with the status of a program that SIGPIPE has ended."""
+    try:
+        try:
+            return command()
+        finally:
+            if sys.stdout is not None:  # it was closed when Python started
+                sys.stdout.flush()
+    except BrokenPipeError:
+        lost = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_unread(stream)]
+        if not lost:  # another pipe, or a connection
+            raise
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in lost:  # Python writes what is left when it ends
+            os.dup2(null, stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Whether nobody can read a pipe any more."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager

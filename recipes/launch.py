@@ -33,13 +33,14 @@ from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.checks import check_before_start
 from megatron_rl.processes import STACKS, log_to, open_text
 from megatron_rl.recipes.defaults import with_defaults
-from megatron_rl.recipes.screen import screen
+from megatron_rl.recipes.screen import open_closed, screen
 from megatron_rl.recipes.slurm import read_job, render, submit
 
 Config = TypeVar("Config", bound=BaseConfig)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
+CLOSED = open_closed()
 console = screen()
 
 
@@ -101,8 +102,6 @@ class Interrupt:
         """The context of the training loop, which saves its state when it is asked to stop."""
         self.check()
         self._phase = "training"
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            signal.signal(signal.SIGHUP, _tell_hang_up)
         try:
             yield
         finally:
@@ -120,7 +119,7 @@ class Interrupt:
     @contextmanager
     def listening(self) -> Iterator[Interrupt]:
         before = {number: signal.signal(number, self.ask) for number in SIGNALS}
-        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Ray's processes inherit it
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, _tell_hang_up)
         try:
             yield self
         finally:
@@ -133,7 +132,23 @@ def _note(note: str) -> None:
 
 
 def _tell_hang_up(number: int, frame: object) -> None:
-    log.warning("the terminal has hung up (SIGHUP): the run goes on without it")
+    message = "the terminal has hung up (SIGHUP): the run goes on without it"
+    if log.hasHandlers():
+        log.warning(message)
+    else:
+        early.append(message)
+
+
+early: list[str] = []
+"""What is to be told in driver.log, which is not open yet."""
+
+
+def _ignore_hang_up() -> None:
+    if signal.getsignal(signal.SIGHUP) == _tell_hang_up:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_ignore_hang_up)  # another program keeps what is ignored: Ray's, and theirs
 
 
 def launch(
@@ -308,6 +323,9 @@ def log_to_file(folder: Path) -> None:
     assert handler.stream is not None, "a FileHandler opens its file at once"
     faulthandler.register(STACKS, file=handler.stream, all_threads=True, chain=False)
     log.info("%s", shlex.join(sys.argv))
+    for message in [f"{name} was closed when the run began: it goes on without it" for name in CLOSED] + early:
+        log.warning("%s", message)
+    early.clear()
 
 
 def _tell(error: Exception, config: BaseConfig | None) -> None:

@@ -1,5 +1,6 @@
 """What a person sees of a run. It is only a view: a run whose reader goes away (`| head`, a `tee` that ends, a closed
-terminal, a lost connection) trains on, into its files, and says so in `driver.log`."""
+terminal, a lost connection), or whose output was closed from the beginning (`>&-`), trains on, into its files,
+and says so in `driver.log`."""
 
 from __future__ import annotations
 
@@ -16,12 +17,25 @@ from rich.console import Console
 log = logging.getLogger("megatron_rl.driver")
 
 
+def open_closed() -> list[str]:
+    """Open /dev/null in the place of the standard streams that were closed when Python began. Otherwise a file of the
+    run would get their numbers, and what processes of the run print would be written into it. Returns their names."""
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:  # in the order of their numbers: a file gets the first free one
+        stream = open(os.devnull, "r" if name == "stdin" else "w")  # noqa: SIM115  it lives as long as the process
+        os.set_inheritable(stream.fileno(), True)
+        setattr(sys, name, stream)
+    return closed
+
+
 class Output:
     """Standard output, until nobody reads it any more; then nothing."""
 
     def write(self, text: str) -> int:
+        encoding = sys.stdout.encoding or "utf-8"
+        shown = text.encode(encoding, errors="backslashreplace").decode(encoding)  # what a terminal cannot show
         try:
-            return sys.stdout.write(text)
+            return sys.stdout.write(shown)
         except OSError as error:  # EPIPE of a pipe, EIO of a terminal that has hung up
             return self._lose(error)
 

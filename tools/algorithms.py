@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from megatron_rl.algorithms.catalogue import markdown, tables
+from megatron_rl.processes import piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,4 +31,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from megatron_rl.config.reference import HEAD, find, markdown, parts, plain
+from megatron_rl.processes import piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,4 +44,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

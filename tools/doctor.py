@@ -23,6 +23,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.processes import piped
+
 PACKAGES = {
     "torch": "computes, in trainer and engine",
     "megatron-core": "trains",
@@ -189,4 +191,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

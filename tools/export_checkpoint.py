@@ -19,6 +19,7 @@ from megatron_rl.convert.conversion import Options, to_hub
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.work import carry_out, require_new
 from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints
+from megatron_rl.processes import piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,4 +59,4 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

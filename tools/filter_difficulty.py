@@ -37,7 +37,7 @@ from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.row_sources import training_sources
-from megatron_rl.processes import open_text
+from megatron_rl.processes import open_text, piped
 from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
 from megatron_rl.types import Group, GroupRequest, Prompt
@@ -236,4 +236,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

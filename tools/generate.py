@@ -27,6 +27,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import path_of
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
+from megatron_rl.processes import piped
 from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
 
@@ -103,4 +104,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_rl.convert import command
 from megatron_rl.convert.gguf import from_gguf
+from megatron_rl.processes import piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,4 +49,4 @@ def _convert(arguments: Sequence[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

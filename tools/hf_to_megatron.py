@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl.convert import command, open_checkpoint, smallest_mesh, to_open, to_ranks
+from megatron_rl.processes import piped
 from megatron_rl.types import Mesh
 
 AXES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual", "layers")
@@ -61,4 +62,4 @@ def _mesh(given: argparse.Namespace) -> Mesh:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

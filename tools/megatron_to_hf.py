@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl.convert import command, open_checkpoint, to_hub
+from megatron_rl.processes import piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,4 +25,4 @@ def _convert(arguments: Sequence[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

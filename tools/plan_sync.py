@@ -43,7 +43,7 @@ from megatron_rl.config.shipped import PACKAGE
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic
-from megatron_rl.processes import peak_memory_bytes
+from megatron_rl.processes import peak_memory_bytes, piped
 from megatron_rl.types import Mesh
 
 MODELS = PACKAGE / "configs" / "model"
@@ -276,4 +276,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -53,6 +53,7 @@ from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetTensor, blocks
 from megatron_rl.layout import Engines
+from megatron_rl.processes import piped
 from megatron_rl.types import Mesh, Metrics
 
 START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "megatron_rl"}\''
@@ -344,4 +345,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

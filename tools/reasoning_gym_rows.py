@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.processes import open_text
+from megatron_rl.processes import open_text, piped
 from megatron_rl.verifiers.reasoning_gym import REFUSED, library, missing_package
 
 HASH_SEED = "0"
@@ -179,4 +179,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.observe import write_comparison, write_report
+from megatron_rl.processes import piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,4 +35,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

@@ -27,6 +27,7 @@ from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.processes import piped
 from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.recipes.dry_run import describe_memory, describe_policy
 
@@ -111,4 +112,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

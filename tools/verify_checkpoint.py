@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.convert import Verification, command
+from megatron_rl.processes import piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,4 +48,4 @@ def _verify(arguments: Sequence[str] | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(piped(main))

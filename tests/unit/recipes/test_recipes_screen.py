@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_rl.processes import piped
 from megatron_rl.recipes.launch import Interrupt, command_of
 from megatron_rl.recipes.screen import waiting
 
@@ -47,18 +48,77 @@ def test_who_prints_on_goes_on_when_nobody_reads(tmp_path):
     assert log.read_text().count("the output cannot be written any more ([Errno 32] Broken pipe)") == 1
 
 
-def test_a_hang_up_is_told_in_training_and_ignored_before(caplog):
+HUNG_UP = "the terminal has hung up (SIGHUP): the run goes on without it"
+
+
+def test_a_hang_up_is_told_from_the_start_and_ends_nothing(caplog):
     caplog.set_level(logging.WARNING)
     before = signal.getsignal(signal.SIGHUP)
     interrupt = Interrupt()
     with interrupt.listening():
         os.kill(os.getpid(), signal.SIGHUP)
-        assert not caplog.messages
+        assert caplog.messages == [HUNG_UP]
         with interrupt.training():
             os.kill(os.getpid(), signal.SIGHUP)
-            assert caplog.messages == ["the terminal has hung up (SIGHUP): the run goes on without it"]
+            assert caplog.messages == [HUNG_UP] * 2
         assert not interrupt()
     assert signal.getsignal(signal.SIGHUP) == before
+
+
+STARTS = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from megatron_rl.recipes.launch import Interrupt, console, log_to_file
+with Interrupt().listening():
+    os.kill(os.getpid(), signal.SIGHUP)
+    console.print("to nobody")
+    print("to nobody")
+    log_to_file(Path(sys.argv[1]))
+    show = "grep SigIgn /proc/self/status"
+    ignored = subprocess.run(show, shell=True, capture_output=True, text=True, preexec_fn=lambda: None).stdout
+    assert int(ignored.split()[1], 16) & 1, "Ray's processes are started in this way, and a hang-up ends none of them"
+    subprocess.run("echo from a program; echo a fault >&2", shell=True, check=True)
+    assert os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev
+"""
+
+
+def test_streams_that_are_closed_and_a_hang_up_before_the_log_is_open_are_told_in_the_log(tmp_path):
+    command = shlex.join([sys.executable, "-c", STARTS, str(tmp_path)])
+    done = subprocess.run(f"exec {command} <&- >&-", shell=True, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "a fault\n")
+    told = (tmp_path / "driver.log").read_text()
+    assert "stdin was closed when the run began: it goes on without it" in told and "stdout was closed" in told
+    assert told.count(HUNG_UP) == 1 and "from a program" not in told
+
+
+def test_what_the_output_cannot_show_is_escaped():
+    shows = "from megatron_rl.recipes.screen import screen; screen().print(chr(0xD800), chr(0xE9))"
+    for encoding, expected in (("utf-8", "\\ud800 \u00e9\n"), ("ascii", "\\ud800 \\xe9\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", shows], capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding}
+        )
+        assert done.stdout.decode(encoding) == expected, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "megatron_rl", "config", "--markdown"], ["-m", "megatron_rl"], ["tools/algorithms.py"]]
+)
+def test_a_command_whose_output_is_read_in_part_ends_without_a_word(command):
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, cwd=root, env=environment)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_another_broken_pipe_is_an_error():
+    def command() -> int:
+        raise BrokenPipeError("the server has gone")
+
+    with pytest.raises(BrokenPipeError, match="the server has gone"):
+        piped(command)
 
 
 def test_off_a_terminal_each_thing_that_is_waited_for_has_a_line():
