@@ -68,7 +68,11 @@ def imports_of(path: Path, names: dict[str, Path]) -> set[Path]:
         """Add a module and the packages above it; is it one of this project?"""
         parts = name.split(".")
         if parts[0] == "megatron_rl":
-            found.update(names[".".join(parts[:i])] for i in range(1, len(parts) + 1) if ".".join(parts[:i]) in names)
+            # The package itself imports the API, but only for those who ask it for a name.
+            first = min(2, len(parts))
+            found.update(
+                names[".".join(parts[:i])] for i in range(first, len(parts) + 1) if ".".join(parts[:i]) in names
+            )
             return name in names
         beside = next(
             (top / f"{parts[0]}.py" for top in (here, Path("tests")) if (ROOT / top / f"{parts[0]}.py").exists()), None

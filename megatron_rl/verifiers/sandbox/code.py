@@ -10,8 +10,9 @@ expected value from its arguments after the call (`f(x) == sorted(x)`) lets the 
 by a name that only the program defines or imports (`isclose`) asks the program, so tests should import what they need.
 If the tested function has the name of a builtin, other builtins can be replaced too.
 
-Tests cannot use `with`, `await`, or operators other than `==` and `in` on a program's own objects: such a test fails.
-Third-party packages are not available.
+Tests cannot use `with`, `await`, or operators other than `==` on a program's own objects: such a test fails. `in` goes
+through the items of an object, and never asks its `__contains__`, which would judge itself. Third-party packages are
+not available.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any, Literal
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox.code_tests import Case, cases_of
 from megatron_rl.verifiers.sandbox.process import Limits, SandboxError, run_script, run_tests
+from megatron_rl.verifiers.sandbox.unfit_tests import suspicion
 
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 LABEL = re.compile(r"[{.\s]*([\w+#-]*)")
@@ -140,7 +142,9 @@ def outcomes(
             yield from [too_late] * len(tests)
             return
         run = run_tests(program, tests, replace(limits, wall_s=min(limits.wall_s, rest_s)))
-        for verdict, reason in run.verdicts:
+        for test, (verdict, reason) in zip(tests, run.verdicts, strict=False):
+            if verdict == "raised" and (doubt := suspicion(test)):
+                raise BrokenCase(f"a test of the row cannot be run: {doubt}: {reason}")
             if verdict == "broken":
                 raise BrokenCase(f"a test of the row cannot be run: {reason}")
             yield verdict == "passed", reason

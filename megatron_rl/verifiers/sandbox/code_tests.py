@@ -18,6 +18,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_rl.verifiers.sandbox.unfit_tests import fault_of_test
+from megatron_rl.verifiers.truth import is_missing
+
 Case = str | Mapping[str, str]
 """A Python text that calls the program's functions, or the `input` and the `output` of the program."""
 
@@ -40,7 +43,7 @@ def cases_of(truth: Any) -> list[Case]:
     """The cases of a row's ground truth, at least one.
 
     Raises:
-        ValueError: it is in none of the forms.
+        ValueError: it is in none of the forms, or a Python text can judge no program.
 
     Example:
         >>> cases_of('{"inputs": ["1 2"], "outputs": ["3"]}')
@@ -50,8 +53,10 @@ def cases_of(truth: Any) -> list[Case]:
         try:
             read = json.loads(truth)
         except (ValueError, RecursionError):
-            read = None
-        # A text of JSON that is no form of tests, such as a number, may be a Python text: it is told when it runs.
+            read = truth
+        if is_missing(read):
+            raise ValueError(f"the row has no ground truth: it is the text {truth.strip()!r}")
+        # A text of JSON that is no form of tests, such as a number, is a Python text, which asserts nothing.
         truth = read if isinstance(read, list | Mapping) else [truth]
     if isinstance(truth, Mapping):
         truth = _of_lists(truth) if {"inputs", "outputs"} <= truth.keys() else [truth]
@@ -60,7 +65,7 @@ def cases_of(truth: Any) -> list[Case]:
     kinds = {"text" if isinstance(case, str) else "mapping" for case in truth}
     if len(kinds) > 1:
         raise ValueError("they are partly Python texts and partly mappings")
-    return [case if isinstance(case, str) else _case(case, f"case {number}") for number, case in enumerate(truth, 1)]
+    return [_case(case, f"case {number}") for number, case in enumerate(truth, 1)]
 
 
 def _of_lists(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -72,6 +77,10 @@ def _of_lists(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _case(case: Any, place: str) -> Case:
+    if isinstance(case, str):
+        if fault := fault_of_test(case):
+            raise ValueError(f"{place}: {fault}")
+        return case
     if not isinstance(case, Mapping) or not {"input", "output"} <= case.keys():
         has = f"it has {', '.join(map(str, case)) or 'nothing'}" if isinstance(case, Mapping) else "it has neither"
         raise ValueError(f"{place} must be a Python text, or have `input` and `output`; {has}")

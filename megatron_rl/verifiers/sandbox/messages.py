@@ -1,7 +1,7 @@
 """The messages between a program and its tests. Only the standard library is used, as in confined.py.
 
 Invariants: a message is a line of JSON, so nothing in it can run; `decode` makes only values of builtin types, of
-namedtuples, and of the types in STANDARD, so their operators are Python's own.
+namedtuples, and of the types in STANDARD and VIEWS, so their operators are Python's own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import sys
 
 TYPE_CHECKING = False  # the module typing needs 5 ms for its import
 if TYPE_CHECKING:
@@ -20,6 +21,10 @@ STANDARD = {
     "Counter": "collections",
     "OrderedDict": "collections",
     "defaultdict": "collections",
+    "ChainMap": "collections",
+    "UserDict": "collections",
+    "UserList": "collections",
+    "UserString": "collections",
     "Decimal": "decimal",
     "Fraction": "fractions",
     "date": "datetime",
@@ -27,11 +32,20 @@ STANDARD = {
     "time": "datetime",
     "timedelta": "datetime",
     "timezone": "datetime",
+    "ZoneInfo": "zoneinfo",
     "UUID": "uuid",
     "PurePosixPath": "pathlib",
     "PosixPath": "pathlib",
 }
 """Types of the standard library that travel, and their modules, which are imported where they are needed."""
+VIEWS: dict[str, Callable[..., Any]] = {
+    "dict_keys": lambda keys: dict.fromkeys(keys).keys(),
+    "dict_items": lambda items: dict(items).items(),
+    "mappingproxy": type(vars(type)),
+    "memoryview": memoryview,
+}
+"""Builtin types without a name, or without a copy: for each, what makes it of a list, a dict or bytes."""
+CONSTANTS = {"Ellipsis": ..., "NotImplemented": NotImplemented}
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_REASON_CHARACTERS = 300
 
@@ -78,6 +92,10 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).decode("latin-1")]
     if STANDARD.get(type(value).__name__) == type(value).__module__.partition(".")[0]:
         return [type(value).__name__, *(encode(item, refer) for item in parts_of(value))]
+    if type(value).__name__ in VIEWS and type(value).__module__ == "builtins":
+        return [type(value).__name__, encode(contents_of(value), refer)]
+    if any(value is constant for constant in CONSTANTS.values()):
+        return ["constant", str(value)]
     if isinstance(value, tuple) and isinstance(fields := getattr(type(value), "_fields", None), tuple):
         return ["namedtuple", type(value).__name__, list(fields), *(encode(item, refer) for item in value)]
     for name in ("list", "tuple", "set", "frozenset"):
@@ -102,20 +120,43 @@ def parts_of(value: Any) -> list[Any]:
         case "Counter" | "OrderedDict":
             return [dict(value)]
         case "defaultdict":
-            factory = value.default_factory
-            return [factory if factory in vars(builtins).values() else None, dict(value)]
-        case "date" | "datetime" | "time":
+            return [value.default_factory, dict(value)]
+        case "ChainMap":
+            return list(value.maps)
+        case "UserDict" | "UserList":
+            return [value.data]
+        case "date":
             return [value.isoformat()]
+        case "datetime" | "time":
+            if type(value.tzinfo).__name__ in ("timezone", "ZoneInfo"):
+                return [value.replace(tzinfo=None).isoformat(), value.fold, value.tzinfo]
+            return [value.isoformat(), value.fold, None]  # a zone of the program's own is an offset
         case "timedelta":
             return [value.days, value.seconds, value.microseconds]
         case "timezone":
-            return [value.utcoffset(None)]
+            return list(value.__getinitargs__())
+        case "ZoneInfo":
+            return [value.key]
     return [str(value)]  # the others read what they write
 
 
 def made(name: str, parts: list[Any]) -> Any:
     kind = getattr(__import__(STANDARD[name]), name)
-    return kind.fromisoformat(*parts) if name in ("date", "datetime", "time") else kind(*parts)
+    if name not in ("date", "datetime", "time"):
+        return kind(*parts)
+    text, *more = parts
+    value = kind.fromisoformat(text)
+    if not more:
+        return value
+    fold, zone = more
+    return value.replace(fold=fold) if zone is None else value.replace(fold=fold, tzinfo=zone)
+
+
+def contents_of(view: Any) -> Any:
+    """What a function in VIEWS makes a view of."""
+    if isinstance(view, memoryview):
+        return bytes(view)
+    return list(view) if type(view).__name__.startswith("dict_") else dict(view)
 
 
 def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
@@ -144,6 +185,10 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
         return getattr(builtins, kind)(*items)
     if kind == "type" and isinstance(getattr(builtins, items[0]), type):
         return getattr(builtins, items[0])
+    if kind in VIEWS:
+        return VIEWS[kind](decode(items[0], resolve))
+    if kind == "constant":
+        return CONSTANTS[items[0]]
     if kind in STANDARD:
         return made(kind, [decode(item, resolve) for item in items])
     if kind == "namedtuple":
@@ -160,3 +205,70 @@ def reason_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}".removesuffix(": ")[:MAX_REASON_CHARACTERS]
     except Exception:
         return type(error).__name__
+
+
+class ProgramError(Exception):
+    """The program raised what is no Exception, such as SystemExit."""
+
+
+def sent_exception(error: BaseException) -> list[Any]:
+    """An exception as JSON: the modules and names of its classes, the nearest first; its arguments and its attributes,
+    as far as they are plain data; and its text."""
+
+    def refuse(value: Any) -> list[Any]:
+        raise TypeError(f"an object of type {type(value).__name__} is no data")
+
+    def plain(value: Any) -> Any:
+        return value if isinstance(value, str | int | float | None) else encode(value, refuse)
+
+    arguments, attributes = [], {}
+    for item in error.args:
+        try:
+            arguments.append(plain(item))
+        except (TypeError, ValueError, RecursionError):
+            arguments.append(reason_of(error))
+    for name, item in vars(error).items():
+        try:
+            attributes[name] = plain(item)
+        except (TypeError, ValueError, RecursionError):
+            continue
+    classes = [[kind.__module__, kind.__name__] for kind in type(error).__mro__]
+    return [classes, arguments, attributes, reason_of(error)]
+
+
+def exception_class(module: Any, name: Any, named: set[str]) -> Any:
+    """The class of an exception that the tests can mean; None if there is none.
+
+    Args:
+        named: the names that the test uses. Another class of the standard library would only serve the program: with
+            `unittest.SkipTest` it could end a test that has not failed yet.
+    """
+    if name in named and str(module).partition(".")[0] in sys.stdlib_module_names:
+        kind = vars(sys.modules.get(module, builtins)).get(name)  # what a test names it has imported
+    else:
+        kind = getattr(builtins, str(name), None)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+def exception_of(
+    operation: str, classes: list[Any], arguments: list[Any], attributes: dict[str, Any], reason: str
+) -> Exception:
+    """The exception that is nearest to what the program raised.
+
+    Args:
+        classes: its class and its base classes, the nearest first; None for one that is not known here.
+    """
+    for kind in classes:
+        # StopIteration would end a loop of the test, with the asserts that are still to come.
+        if kind is None:
+            continue
+        if operation == "next" or not issubclass(kind, StopIteration | StopAsyncIteration):
+            try:
+                error: Exception = kind(*arguments)
+            except TypeError:  # it needs other arguments than it keeps
+                if kind.__module__ == "builtins":  # the class that it extends takes any
+                    continue
+                error = kind.__new__(kind, *arguments)
+            vars(error).update((name, item) for name, item in attributes.items() if not name.startswith("__"))
+            return error
+    return ProgramError(reason)

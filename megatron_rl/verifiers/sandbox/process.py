@@ -96,7 +96,7 @@ class TestRun:
     __test__ = False
 
     verdicts: list[tuple[str, str]]
-    """(`passed`, `failed` or `broken`, reason) for each test that ran to its end."""
+    """(`passed`, `failed`, `raised` (an assert, or another error) or `broken`, reason) for each test that has ended."""
     cut: str = ""
     """Why the next test did not; empty if all tests ran."""
 

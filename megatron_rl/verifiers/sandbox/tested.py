@@ -20,7 +20,17 @@ import sys
 from types import CodeType
 
 from megatron_rl.verifiers.sandbox.confined import compiled, module_of
-from megatron_rl.verifiers.sandbox.messages import MAX_REASON_CHARACTERS, Line, decode, encode, reason_of
+from megatron_rl.verifiers.sandbox.messages import (
+    MAX_REASON_CHARACTERS,
+    Line,
+    ProgramError,
+    decode,
+    encode,
+    exception_class,
+    exception_of,
+    reason_of,
+    sent_exception,
+)
 
 TYPE_CHECKING = False  # the module typing needs 5 ms for its import
 if TYPE_CHECKING:
@@ -60,7 +70,9 @@ class Served:
         module = module_of("program")
         try:
             exec(compiled(program, "program.py"), module.__dict__)
-        except BaseException as error:  # SystemExit too: a program that ends has no functions
+        except SystemExit:  # as at the end of a script: what it has defined before can be judged
+            pass
+        except BaseException as error:
             self._line.send("failed", reason_of(error))
             return
         self._line.send("loaded")
@@ -81,16 +93,14 @@ class Served:
             changed = [[i, new] for i, new in enumerate(after) if new != data[1][1 + i]]
             return ["result", result, changed]
         except BaseException as error:
-            classes = [kind.__name__ for kind in type(error).__mro__]
-            plain = [item if isinstance(item, str | int | float | None) else reason_of(error) for item in error.args]
-            return ["raised", classes, plain, reason_of(error)]
+            return ["raised", *sent_exception(error)]
 
     def _name(self, value: Any) -> Any:
         """What a name of the program stands for. A class is a reference even if it is a builtin one (`f = sorted`), so
         that a test that uses it asks the program."""
         if isinstance(value, type) and issubclass(value, Exception):
             nearest = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
-            return ["exception", value.__name__, nearest]
+            return ["exception", value.__module__, value.__name__, nearest]
         return self._refer(value) if isinstance(value, type) else self._encode(value)
 
     def _encode(self, value: Any) -> Any:
@@ -144,21 +154,12 @@ class Callback:
 # --- the tests' side ---
 
 
-CAPTURES = {"redirect_stdout", "redirect_stderr", "stdin", "stdout", "stderr", "patch", "monkeypatch", "capsys"}
-"""Names of a test that fails because it captures what the program prints, feeds it, or changes its names. Such a row
-says so; its test can be written as an `input` and an `output`."""
-
-
 class ProgramEnded(BaseException):
     """The program's process has ended, or has sent what is no answer."""
 
 
 class CannotCarry(BaseException):
     """The tests give the program an object that cannot leave their process."""
-
-
-class ProgramError(Exception):
-    """The program raised what is no Exception, such as SystemExit."""
 
 
 class TestedProgram:
@@ -169,6 +170,8 @@ class TestedProgram:
         self._callbacks: list[Callable[..., Any]] = []
         self._exceptions: dict[str, type[Exception]] = {}
         """A class for each of the program's exceptions that a test names, so that the test can catch it."""
+        self._names: set[str] = set()
+        """The names that the test uses."""
         self.num_requests = 0
         self.fault: ProgramEnded | CannotCarry | None = None
         """What ended the exchange. It is kept, because a test may catch every exception."""
@@ -188,6 +191,7 @@ class TestedProgram:
         A builtin and a module of the standard library are the tests' own. Otherwise a program could define an `abs`
         that always returns 0. Only if the program defines none of the other names, its `sum` must be what is tested.
         """
+        self._names = names
         self._send("names", sorted(names))
         match self._receive():
             case ["names", dict(answer)]:
@@ -213,8 +217,11 @@ class TestedProgram:
                             case [int(index), new] if 0 <= index < len(arguments[1]):
                                 replace(arguments[1][index], self._decode(new))
                     return result
-                case ["raised", [*classes], [*parts], str(reason)]:
-                    raise exception_of(operation, [self._exception(name) for name in classes], parts, reason)
+                case ["raised", [*classes], [*parts], dict(attributes), str(reason)]:
+                    given = [self._decode(part) for part in parts]
+                    found = {name: self._decode(part) for name, part in attributes.items()}
+                    kinds = [self._exception(kind) for kind in classes]
+                    raise exception_of(operation, kinds, given, found, reason)
                 case ["callback", int(number), data] if 0 <= number < len(self._callbacks):
                     self._call_back(self._callbacks[number], self._decode(data))
                 case _:
@@ -227,8 +234,11 @@ class TestedProgram:
             known = getattr(builtins, type(error).__name__, None) is type(error)
             self._send("callback raised", type(error).__name__ if known else "RuntimeError", str(error))
 
-    def _exception(self, name: Any) -> Any:
-        return self._exceptions.get(str(name)) or getattr(builtins, str(name), None)
+    def _exception(self, kind: Any) -> Any:
+        match kind:
+            case [str(module), str(name)]:
+                return self._exceptions.get(name) or exception_class(module, name, self._names)
+        return None
 
     def _ended(self, reason: str) -> ProgramEnded:
         self.fault = ProgramEnded(reason)
@@ -276,8 +286,12 @@ class TestedProgram:
                 return self._callbacks[number]
             case ["object", int(number)]:
                 return Remote(self, number)
-            case ["exception", str(name), str(nearest)] if issubclass(getattr(builtins, nearest), Exception):
-                return self._exceptions.setdefault(name, type(name, (getattr(builtins, nearest),), {}))
+            case ["exception", str(module), str(name), str(nearest)] if issubclass(
+                getattr(builtins, nearest), Exception
+            ):
+                known = exception_class(module, name, self._names)
+                own = known or type(name, (getattr(builtins, nearest),), {})
+                return self._exceptions.setdefault(name, own)
         raise ValueError(f"no value is of the kind {reference[0]!r}")
 
 
@@ -346,36 +360,16 @@ class Remote:
 
 def replace(old: Any, new: Any) -> None:
     """Give a container of the tests the contents that it has in the program."""
-    if type(old) is type(new) and isinstance(old, list | bytearray):
-        old[:] = new
-    elif type(old) is type(new) and isinstance(old, set | dict):
+    if type(old) is type(new) and hasattr(old, "clear"):
         old.clear()
-        old.update(new)
-
-
-def exception_of(operation: str, classes: list[Any], arguments: list[Any], reason: str) -> Exception:
-    """The exception that is nearest to what the program raised.
-
-    Args:
-        classes: its class and its base classes, the nearest first; something else for one that is not known here.
-    """
-    for kind in classes:
-        if not isinstance(kind, type) or not issubclass(kind, Exception):
-            continue
-        # StopIteration would end a loop of the test, with the asserts that are still to come.
-        if operation == "next" or not issubclass(kind, StopIteration | StopAsyncIteration):
-            try:
-                return kind(*arguments)
-            except TypeError:  # it needs other arguments: the class that it extends takes any
-                continue
-    return ProgramError(reason)
+        (old.update if hasattr(old, "update") else old.extend)(new)
 
 
 def run_tests(tests: str, receive: int, send: int, results: int) -> None:
     """Run each test in a fresh name space, and write one line of JSON for each: [verdict, reason].
 
-    The verdict is `passed`, `failed`, `ended` (the program's process has ended, so no other test can run) or `broken`
-    (the test cannot be run on any program).
+    The verdict is `passed`, `raised` (by an assert, or by what the program or the test raised), `failed`, `ended` (the
+    program's process has ended, so no other test can run) or `broken` (the test cannot be run on any program).
 
     Args:
         tests: a list of Python texts, as JSON.
@@ -413,10 +407,8 @@ def run_test(program: TestedProgram, code: CodeType) -> tuple[str, str]:
         return "broken", str(program.fault)
     if program.fault is not None:
         return "ended", str(program.fault)
-    if failure and (name := CAPTURES.intersection(names_of(code))):
-        return "broken", f"it uses {min(name)}, but the program prints and reads in another process: {failure}"
     if failure:
-        return "failed", failure
+        return "raised", failure
     if program.num_requests == before:
         if calls_the_program(code):
             return "failed", "it passes, but what it calls is no function of the program"

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import tempfile
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, UserString, defaultdict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
@@ -32,7 +32,7 @@ from patience import deadline
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox import process as sandbox
 from megatron_rl.verifiers.sandbox.code import last_block, verify
-from megatron_rl.verifiers.sandbox.messages import STANDARD, decode, encode
+from megatron_rl.verifiers.sandbox.messages import STANDARD, VIEWS, decode, encode
 from megatron_rl.verifiers.sandbox.process import Limits
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "humaneval.jsonl").open()]
@@ -163,29 +163,106 @@ def test_a_program_may_call_exit_and_print_large_numbers(program, output):
     assert judge(program, [{"input": "", "output": output}]) == Verdict(1.0)
 
 
+SURROUNDS = {
+    "import io, contextlib as c\nwith c.redirect_stdout(io.StringIO()):\n    a = f(1)\nassert a == 2": (
+        "redirect_stdout"
+    ),
+    "import random\nrandom.seed(5)\nassert f(1) == 2": "seed",
+    "open('a.txt', 'w').write('x')\nassert f('a.txt') == 'x'": "open",
+    "import logging\na = []\nh = logging.Handler()\nh.emit = a.append\nlogging.getLogger().addHandler(h)\nf(1)\n"
+    "assert a": "addHandler",
+    "import warnings\nwith warnings.catch_warnings(record=True) as w:\n    f(1)\nassert w": "catch_warnings",
+}
+
+
 @pytest.mark.parametrize(
     ("test", "reason"),
     [
         ("class A: pass\nassert f(A()) == 1", "the test gives the program an object of type A"),
-        ("class A: pass\ntry:\n    f(A())\nexcept BaseException:\n    pass", "the test gives the program an object"),
-        ("assert f(1) =", "'assert f(1) =' is no Python: SyntaxError: invalid syntax (test, line 1)"),
-        ("return f(1)", "'return f(1)' is no Python: SyntaxError: 'return' outside function"),
-        ("  ", "it passes without using the program"),
-        ("def test_f():\n    assert f(1) == 2", "it passes without using the program"),
         (
-            "import io, contextlib as c\nwith c.redirect_stdout(io.StringIO()) as b:\n    f(1)\nassert b.getvalue()",
-            "it uses redirect_stdout, but the program prints and reads in another process: line 4 of the test",
+            "class A: pass\nx = 1\ntry:\n    f(A())\nexcept BaseException:\n    pass\nassert x",
+            "the test gives the program",
         ),
-        (
-            "import io, sys\nsys.stdin = io.StringIO('2')\nassert f(1) == 2",
-            "it uses stdin, but the program prints and reads in another process",
-        ),
+        ("assert 1 == 1", "it passes without using the program"),
+        *((test, f"it uses {name}, but the program prints, reads and has") for test, name in SURROUNDS.items()),
     ],
 )
 def test_a_test_that_no_program_can_run_is_an_abstention(test, reason):
     verdict = judge("def f(x): return 1", [test])
     assert verdict.score is None and verdict.failed
     assert verdict.reason.startswith(f"a test of the row cannot be run: {reason}")
+
+
+UNFIT = {
+    "assert f(1) =": "'assert f(1) =' is no Python: SyntaxError: invalid syntax (test, line 1)",
+    "return f(1)": "'return f(1)' is no Python: SyntaxError: 'return' outside function",
+    "def test_f():\n    assert f(1) == 2": "it defines functions and calls none",
+    "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        self.assertTrue(f(1))": "it defines",
+    "import unittest\nassert f(1)\nif __name__ == '__main__':\n    unittest.main()": "it calls unittest.main, which",
+    "  ": "it asserts nothing",
+    "f(1) == 2": "it asserts nothing, so every program would pass it; write `assert f(1) == 2`",
+    "print(f(1))": "it asserts nothing",
+    "x = f(1)": "it asserts nothing",
+    "check_sum(1) == 2": "it asserts nothing",
+    "f(1) == 2, 'wrong'": "it asserts nothing",
+    "assert (f(1) == 2, 'wrong')": "its assert is a tuple, which is always true; write",
+    "import numpy as np\nassert f(np.ones(3)) == 3": "it imports numpy, which programs and tests do not have",
+    "def check(c):\n    from my_own import same\n    assert same(c(1), 2)\ncheck(f)": "it imports my_own",
+    "from . import f\nassert f(1) == 2": "it imports ., which",
+    "assert is_close(f(1), 2)": "it judges by is_close, which it neither defines nor imports",
+    "assert f(1) is null": "it uses null, which is JSON; write None",
+    "assert np.isclose(f(1), 2)": "it uses np, a package that programs and tests do not have",
+    "import builtins\na = []\nbuiltins.print = a.append\nf(1)\nassert a": "it sets builtins.print, but",
+    "import builtins\nbuiltins.input = lambda: 'x'\nassert f() == 'x'": "it sets builtins.input, but",
+    "import os\nos.environ['A'] = 'x'\nassert f() == 'x'": "it sets os.environ, but",
+    "import sys\nsys.argv = ['a', 'x']\nassert f() == 'x'": "it sets sys.argv, but",
+    "import io, sys\nsys.stdin = io.StringIO('2')\nassert f(1) == 2": "it sets sys.stdin, but",
+    "from unittest.mock import patch\nwith patch('builtins.input'):\n    assert f()": "it replaces builtins.input",
+    "def test_f(capsys):\n    f()\n    assert capsys.readouterr().out\ntest_f(None)": "it needs capsys of pytest",
+    "import io, contextlib as c\nwith c.redirect_stdout(io.StringIO()) as b:\n    f(1)\nassert b.getvalue()": (
+        "it reads what the program prints by c.redirect_stdout, but the program runs in another process"
+    ),
+}
+
+
+@pytest.mark.parametrize("test", UNFIT)
+def test_a_test_that_reading_shows_to_judge_nothing_is_told_without_a_program(test):
+    for verdict in (judge("def f(x): return 1", [test]), verify("", test, Limits(), "share")):
+        assert verdict.score is None and verdict.failed
+        assert verdict.reason.startswith(f"the row's tests are broken: case 1: {UNFIT[test]}"), verdict.reason
+
+
+FIT = [
+    "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)",
+    "import unittest\nunittest.TestCase().assertEqual(f(1), 2)",
+    "if f(1) != 2:\n    raise ValueError",
+    "import sys\nif f(1) != 2: sys.exit(1)",
+    "try:\n    import numpy\nexcept ImportError:\n    pass\nassert f(1) == 2",
+    "from math import isclose\nassert isclose(f(1), 2)",
+    "def is_close(a, b): return abs(a - b) < 1e-6\nassert is_close(f(1), 2)",
+    "import random\nrandom.seed(1)\nn = random.randint(1, 9)\nassert f(n) == n + 1",
+    "import io, contextlib as c\nwith c.redirect_stdout(io.StringIO()):\n    a = f(1)\nassert a == 2",
+]
+
+
+@pytest.mark.parametrize("test", FIT)
+def test_a_test_that_can_judge_is_kept(test):
+    assert judge("def f(x): return x + 1", [test]) == Verdict(1.0)
+    verdict = judge("def f(x): return 1", [test])
+    assert verdict.score == 0.0 or "redirect_stdout" in verdict.reason
+
+
+@pytest.mark.parametrize("truth", ["null", " NaN "])
+def test_a_text_of_json_that_says_nothing_is_a_missing_truth(truth):
+    verdict = judge("def f(x): return 1", truth)
+    assert verdict.failed and f"the row has no ground truth: it is the text {truth.strip()!r}" in verdict.reason
+
+
+@pytest.mark.parametrize("end", ["quit()", "import sys\nsys.exit(0)", "raise SystemExit"])
+def test_what_a_program_defines_before_it_exits_is_judged(end):
+    cases = ["assert f(1) == 2", "assert g(1) == 2"]
+    verdict = judge(f"def f(x): return x + 1\n{end}\ndef g(x): return x + 1", cases)
+    assert verdict == Verdict(0.5, "case 2 of 2: line 1 of the test: NameError: name 'g' is not defined")
 
 
 @pytest.mark.parametrize("score", [0.0, 1.5, "most", None, math.nan])
@@ -368,6 +445,28 @@ SEEN = {
         "class A:\n    x: int = 0\ndef f(): return A.__annotations__['x']",
         "class B:\n    y: str\nassert f() == int and B.__annotations__ == {'y': str}",
     ),
+    "views and constants": (
+        "from types import MappingProxyType\na = {'a': 1}\n"
+        "def f(): return a.keys(), a.items(), MappingProxyType(a), memoryview(b'ab'), ..., NotImplemented",
+        "a, b, c, d, e, g = f()\nassert a == {'a'} and b == {('a', 1)} and c == {'a': 1} and d == b'ab'\n"
+        "assert e is ... and g is NotImplemented",
+    ),
+    "a zone": (
+        "import datetime, zoneinfo\n"
+        "def f(): return datetime.datetime(2020, 7, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Berlin'))",
+        "assert f().tzname() == 'CEST' and str(f().tzinfo) == 'Europe/Berlin'",
+    ),
+    "a default of the program": (
+        "import collections\ndef f(): return collections.defaultdict(lambda: 5, a=1)",
+        "d = f()\nassert d['b'] == 5 and d == {'a': 1, 'b': 5}",
+    ),
+    "a changed deque": ("def f(d): d.append(3)", "import collections as c\nd = c.deque([1])\nf(d)\nassert d[1] == 3"),
+    "attributes of an exception": (
+        "class Own(Exception):\n    def __init__(self, code):\n        super().__init__(f'no {code}')\n"
+        "        self.code = code\ndef f(): raise Own(3)",
+        "for kind in Own, Exception:\n    try:\n        f()\n    except kind as e:\n"
+        "        assert e.code == 3 and str(e) == 'no 3'\n    else:\n        assert False",
+    ),
     "no main block": ("def f(): return __name__\nif __name__ == '__main__': input()", "assert f() == 'program'"),
 }
 
@@ -379,6 +478,47 @@ VALUES = """[None, True, 3, 2 ** 70, 1.5, 'é\\ud800', b'\\x00\\xff', bytearray(
 def test_what_the_tests_see(name):
     program, test = SEEN[name]
     assert judge(program, [test.replace("{VALUES}", VALUES)]) == Verdict(1.0)
+
+
+RAISED = {
+    "json.JSONDecodeError": "json.loads('x')",
+    "decimal.DivisionByZero": "decimal.Decimal(1) / 0",
+    "decimal.DecimalException": "decimal.Decimal(1) / 0",
+    "decimal.InvalidOperation": "decimal.Decimal('x')",
+    "subprocess.CalledProcessError": "raises(subprocess.CalledProcessError(1, 'x'))",
+    "queue.Empty": "queue.Queue().get_nowait()",
+    "dataclasses.FrozenInstanceError": "setattr(P(1), 'x', 2)",
+    "UnicodeDecodeError": "b'\\xff'.decode()",
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_an_exception_of_the_standard_library_is_caught_by_its_name(name):
+    program = f"""
+        import dataclasses, decimal, json, queue, subprocess
+        from json import JSONDecodeError
+        @dataclasses.dataclass(frozen=True)
+        class P:
+            x: int
+        def raises(error): raise error
+        def f(): {RAISED[name]}
+        """
+    modules = "import dataclasses, decimal, json, queue, subprocess\n"
+    test = f"{modules}try:\n    f()\nexcept {name} as error:\n    assert str(error)\nelse:\n    assert False"
+    if name == "queue.Empty":
+        test = test.replace("assert str(error)", "pass")
+    assert judge(program, [test]) == Verdict(1.0)
+    assert judge(program, [f"{modules}try:\n    f()\nexcept KeyError:\n    assert f"]).score == 0.0
+
+
+def test_a_program_cannot_skip_a_test_of_unittest():
+    test = (
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 2)\n"
+        "ran = unittest.TextTestRunner().run(T('test_a'))\nassert ran.wasSuccessful()"
+    )
+    assert judge("def f(x): return 2", [test]) == Verdict(1.0)
+    skips = "import unittest\ndef f(x): raise unittest.SkipTest\nSkipTest = unittest.SkipTest"
+    assert judge(skips, [test]).score == 0.0
 
 
 class Colour(IntEnum):
@@ -451,6 +591,12 @@ Point = namedtuple("Point", "x y")
         Counter("aab"),
         OrderedDict(b=1, a=2),
         defaultdict(list, {"a": [1]}),
+        ChainMap({"a": 1}, {"b": 2}),
+        UserDict(a=1),
+        UserList([1]),
+        UserString("a"),
+        datetime(2020, 1, 31, fold=1),
+        timezone(timedelta(hours=1), "X"),
         deque([1, 2], maxlen=3),
         Decimal("NaN"),
         Point(1, [2, Point(3, 4)]),
@@ -460,7 +606,7 @@ Point = namedtuple("Point", "x y")
 def test_a_value_of_the_standard_library_is_itself_on_the_other_side(value):
     back = through_a_message(value)
     assert repr(back) == repr(value) and (type(back) is type(value) or isinstance(value, Point))
-    text = f"({value!r})"
+    text = f"{type(value).__name__ if isinstance(value, UserDict | UserList | UserString) else ''}({value!r})"
     modules = "collections", "datetime", "decimal", "pathlib", "uuid"
     imports = "".join(f"from {module} import *\n" for module in modules)
     imports += "import datetime as d\nPoint = namedtuple('Point', 'x y')\n"
@@ -482,7 +628,7 @@ JSON = st.recursive(
         st.lists(inner)
         | st.tuples(
             st.sampled_from(
-                ["int", "dict", "set", "type", "bytes", "range", "object", "complex", "namedtuple", *STANDARD]
+                ["int", "dict", "set", "type", "bytes", "range", "object", "complex", "namedtuple", *STANDARD, *VIEWS]
             ),
             inner,
         ).map(list)
@@ -501,7 +647,8 @@ def test_no_message_makes_another_kind_of_value(data):
     except Exception:
         return
     standard = [getattr(import_module(module), name) for name, module in STANDARD.items()]
-    assert type(value) in (*known, bool, *standard) or type(value).__mro__[1:] == (tuple, object)
+    views = [type({}.keys()), type({}.items()), type(vars(type)), memoryview, type(...), type(NotImplemented)]
+    assert type(value) in (*known, bool, *standard, *views) or type(value).__mro__[1:] == (tuple, object)
 
 
 # --- forgeries ---
@@ -537,7 +684,7 @@ def test_a_value_without_end_is_a_failure():
 def test_a_test_that_catches_everything_is_not_passed_by_an_end():
     test = "try:\n    assert answer(1) == 5\nexcept BaseException as error:\n    assert isinstance(error, KeyError)"
     assert judge("import os\ndef answer(n): os._exit(0)", [test]).score == 0.0
-    quiet = "try:\n    answer(1)\nexcept:\n    pass"
+    quiet = "done = 1\ntry:\n    answer(1)\nexcept:\n    pass\nassert done"
     assert judge("import os\ndef answer(n): os._exit(0)", [quiet]).score == 0.0
     assert judge("def answer(n): raise KeyError", [test, quiet]) == Verdict(1.0)
 

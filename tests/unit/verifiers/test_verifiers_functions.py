@@ -291,7 +291,11 @@ async def interrupts_in_a_group(**_):
 
 
 async def gets_a_signal(**_):
-    signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def raises_half_a_character(**_):
