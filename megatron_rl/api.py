@@ -79,7 +79,7 @@ def grpo(
 
     Raises:
         ValueError: the configuration is refused, or a function cannot be sent to the verifiers' processes.
-        RuntimeError: the run has failed. The message has its last error and the log's path.
+        RuntimeError: the run has failed. Its error has been printed, and the message has the log's path.
     """
     return start("grpo", model, Inputs(data, eval_data, rewards), name, files, _with_steps(sections, steps))
 
@@ -126,7 +126,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One record for each step; docs/metrics.md has the names."""
+        """One record for each step, by the names of metrics.jsonl."""
         return read_metrics(self.folder)
 
     @property
@@ -199,7 +199,8 @@ def plan(
     given = _merged(files, sections, {} if model is None else {"model": {"path": os.fspath(model)}})
     config = with_defaults(validate(GrpoRunConfig, given))
     console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115  it lives as long as the call
-    shape, memory = planned_shape(config), run_memory(config, planned_shape(config))
+    shape = planned_shape(config)
+    memory = run_memory(config, shape)
     dry_run.describe_policy(config, console)
     dry_run.describe_rollout(config, shape, console)
     dry_run.describe_placement(config, console)
