@@ -17,7 +17,15 @@ ARGS ?=
 # One thread a process, because several tests run at a time.
 check pure test test-deep test-touched test-all test-slurm: export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-real lint types check test test-deep test-touched test-all test-slurm
+# The documentation as a site, in site/; docs-serve shows it and follows changes.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+docs: setup
+	@$(python) -m mkdocs build --strict
+
+docs-serve: setup
+	@$(python) -m mkdocs serve
+
+.PHONY: setup demo demo-real docs docs-serve lint types check test test-deep test-touched test-all test-slurm
 setup:
 	@tools/setup.sh
 

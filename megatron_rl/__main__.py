@@ -37,6 +37,7 @@ COMMANDS = {
     "push": ("tools.push_checkpoint", "push a checkpoint into running vLLM servers"),
     "plan-sync": ("tools.plan_sync", "compute the bytes and times of a weight transfer"),
     "config": ("tools.config", "print the reference of a section or of a key of the configuration"),
+    "metrics": ("tools.metrics", "print what the metrics of a run mean"),
     "algorithms": ("tools.algorithms", "list losses, advantage estimators, corrections and their sources"),
 }
 """Module below `megatron_rl`, with `main(arguments) -> exit status`, and what the command does."""

@@ -233,11 +233,14 @@ def start(
     files: Sequence[str | os.PathLike[str]],
     sections: Mapping[str, Any],
     watch: Watch | None = None,
+    continued: bool = False,
 ) -> Run:
-    """Write the inputs of a new run, and wait for it.
+    """Write the inputs of a run, and wait for it.
 
     Args:
         watch: see `_run`.
+        continued: the folder may have a run, which goes on from its newest checkpoint with these inputs. It refuses
+            those that change its meaning.
     """
     own: dict[str, Any] = {
         "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"},
@@ -246,7 +249,7 @@ def start(
     given = _merged(files, own, sections)
     folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
     inputs = folder / INPUTS
-    if inputs.exists() and (folder / METRICS).exists():
+    if inputs.exists() and (folder / METRICS).exists() and not continued:
         raise ValueError(
             f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
         )
@@ -262,7 +265,7 @@ def start(
     functions = Functions(inputs / f"functions{VALUES}")
     given = functions.named(given)
     validate(KINDS[kind], given)
-    rmtree(inputs, ignore_errors=True)  # of a run that was refused before its first step
+    rmtree(inputs, ignore_errors=True)
     inputs.mkdir(parents=True)
     for part in (rows, heldout, functions):
         if part is not None:

@@ -247,12 +247,19 @@ def command_of(program: str) -> str:
     Args:
         program: the recipe's path in the repository.
     """
-    # Not resolved: the link of a virtual environment is what makes it one.
-    python = "python" if which("python") == sys.executable else _from_here(Path(sys.executable))
     if not sys.argv[0].startswith("megatron-rl "):
-        return f"{python} {_from_here(Path(__file__).resolve().parents[1] / program)}"
-    name = Path(program).stem
-    return f"megatron-rl {name}" if which("megatron-rl") else f"{python} -m megatron_rl {name}"
+        return f"{_python()} {_from_here(Path(__file__).resolve().parents[1] / program)}"
+    return f"{entry()} {Path(program).stem}"
+
+
+def entry() -> str:
+    """`megatron-rl`, or what starts it from the user's working folder if it is not on PATH."""
+    return "megatron-rl" if which("megatron-rl") else f"{_python()} -m megatron_rl"
+
+
+def _python() -> str:
+    # Not resolved: the link of a virtual environment is what makes it one.
+    return "python" if which("python") == sys.executable else _from_here(Path(sys.executable))
 
 
 def _from_here(path: Path) -> str:

@@ -93,6 +93,8 @@ class GRPOTrainer:
         self._train, self._eval, self._tools = train_dataset, eval_dataset, list(tools or ())
         self._callbacks = [one() if inspect.isclass(one) else one for one in callbacks or ()]
         self._seen, self._saved = 0, 0
+        self._lost: list[dict[str, float]] = []
+        """The steps after the newest checkpoint, as long as the continued run has not removed them."""
 
     def add_callback(self, callback: Any) -> None:
         self._callbacks.append(callback() if inspect.isclass(callback) else callback)
@@ -101,24 +103,26 @@ class GRPOTrainer:
         """Train to the end; Ctrl-C stops with a checkpoint.
 
         Args:
-            resume_from_checkpoint: continues the run of `output_dir` from its newest checkpoint.
+            resume_from_checkpoint: continues the run of `output_dir` from its newest checkpoint, with the arguments
+                and rows of this trainer; those that change the meaning of the run are refused. If there is no
+                checkpoint, the run begins.
         """
         folder = Path(self.args.output_dir or "trainer_output").absolute()
+        continued = bool(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        sections = self._sections(folder)
+        self.state.max_steps = sections["run"]["steps"] * sections["algorithm"]["updates_per_step"]
+        self._recall(folder if continued else None)
         self._tell("on_train_begin")
-        if resume_from_checkpoint or self.args.resume_from_checkpoint:
-            self.run = Run(folder).resume(self._watch)
-        else:
-            sections = self._sections(folder)
-            self.state.max_steps = sections["run"]["steps"] * sections["algorithm"]["updates_per_step"]
-            self.run = start(
-                "grpo",
-                self._model_folder(folder),
-                Inputs(self._train, self._eval, self._entries()),
-                folder.name,
-                (),
-                sections,
-                self._watch,
-            )
+        self.run = start(
+            "grpo",
+            self._model_folder(folder),
+            Inputs(self._train, self._eval, self._entries()),
+            folder.name,
+            (),
+            sections,
+            self._watch,
+            continued,
+        )
         self._tell("on_train_end")
         return self.run
 
@@ -196,12 +200,24 @@ class GRPOTrainer:
         self._processing_class.save_pretrained(saved)
         return saved
 
+    def _recall(self, folder: Path | None) -> None:
+        """Take the state of the newest checkpoint of a run, which the callbacks have seen; None if there is no run."""
+        checkpoints = [] if folder is None else list(find_checkpoints(folder / "checkpoints"))
+        records = [] if folder is None else Run(folder).metrics
+        self._saved = self.state.global_step = max(checkpoints, default=0)
+        self._seen = sum(record["step"] < self._saved for record in records)
+        self._lost = records[self._seen :]
+        self.state.log_history = [{**_named(one), "step": _global_step(one)} for one in records[: self._seen]]
+
     def _watch(self, run: Run) -> bool:
         """Tell the callbacks about new steps and checkpoints; True if one of them wants to stop."""
-        for record in run.metrics[self._seen :]:
+        records = run.metrics[self._seen :]
+        if records != self._lost:
+            self._lost = []
+        for record in () if self._lost else records:
             self._seen += 1  # first: Ctrl-C may come while a callback runs
             logs = _named(record)
-            self.state.global_step = int(record["step"]) + 1 if "loss" in record else int(record["step"])
+            self.state.global_step = _global_step(record)
             self.state.log_history.append({**logs, "step": self.state.global_step})
             self._tell("on_log", logs=logs)
             if "eval_reward" in logs:
@@ -217,6 +233,11 @@ class GRPOTrainer:
         for callback in self._callbacks:
             answer = getattr(callback, event)(self.args, self.state, self.control, **values)
             self.control = answer or self.control
+
+
+def _global_step(record: Mapping[str, float]) -> int:
+    """The number of steps after a record, which has no loss if the run was only evaluated."""
+    return int(record["step"]) + ("loss" in record)
 
 
 def _named(record: Mapping[str, float]) -> dict[str, float]:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from recipe_runs import Recipe
+
+from megatron_rl.observe.metric_names import meaning
+from megatron_rl.observe.records import read_metrics
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,8 +31,12 @@ def task(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path) -> Recipe:
-    return Recipe(tmp_path)
+def recipe(tmp_path) -> Iterator[Recipe]:
+    """The metrics of all its runs must be in the reference."""
+    yield Recipe(tmp_path)
+    records = [record for path in tmp_path.rglob("metrics.jsonl") for record in read_metrics(path.parent)]
+    unknown = {name for record in records for name in record if name != "step" and meaning(name) is None}
+    assert not unknown, f"megatron_rl/observe/metric_names.py lacks {sorted(unknown)}"
 
 
 @pytest.fixture

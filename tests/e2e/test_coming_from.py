@@ -51,14 +51,22 @@ class Interrupted(TrainerCallback):
         if state.global_step == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-args = GRPOConfig(output_dir="out/mine", max_steps=4, per_device_train_batch_size=16, num_generations=4,
-                  max_completion_length=32, learning_rate=1e-4, reward_weights=[1.0, 0.5], logging_steps=10,
-                  sections={"data": {"on_bad_row": "skip"}, "rollout": {"max_prompt_tokens": 320}})
-trainer = GRPOTrainer(model="runs/gsm8k_tiny/model", reward_funcs=[has_number, digits], args=args,
-                      train_dataset=rows, callbacks=[Interrupted])
-run = trainer.train()
+def trainer_with(**changed):
+    args = GRPOConfig(output_dir="out/mine", per_device_train_batch_size=16, max_completion_length=32,
+                      reward_weights=[1.0, 0.5], logging_steps=10, lr_scheduler_type="constant",
+                      sections={"data": {"on_bad_row": "skip"}, "rollout": {"max_prompt_tokens": 320}},
+                      **{"max_steps": 3, "learning_rate": 1e-4, "num_generations": 4, **changed})
+    return GRPOTrainer(model="runs/gsm8k_tiny/model", reward_funcs=[has_number, digits], args=args,
+                       train_dataset=rows, callbacks=[Interrupted])
+
+run = trainer_with().train()
 assert run.model is None, "it was stopped"
 print("RESUMED", len(run.metrics))
+try:
+    trainer_with(num_generations=8).train(resume_from_checkpoint=True)
+except RuntimeError:
+    print("REFUSED")
+trainer = trainer_with(max_steps=4, learning_rate=5e-5)
 run = trainer.train(resume_from_checkpoint=True)
 trainer.save_model("saved")
 print("LOGS", json.dumps([log for log in trainer.state.log_history if "reward" in log]))
@@ -69,7 +77,8 @@ print("LOGS", json.dumps([log for log in trainer.state.log_history if "reward" i
 @pytest.mark.deadline(600)
 def test_a_script_of_trl_trains_is_interrupted_and_goes_on(recipe):
     """Its one changed line is the import. A reward of the script itself, which no other process can import, one of a
-    module, a callback that sees the steps, and Ctrl-C, which the run answers with a checkpoint."""
+    module, a callback that sees each step once, and Ctrl-C, which the run answers with a checkpoint. It goes on with
+    the arguments that were changed since; other meanings are refused."""
     write_model(recipe.folder / "runs" / "gsm8k_tiny")
     (recipe.folder / "train.py").write_text(SCRIPT)
     done = recipe.run(str(recipe.folder / "train.py"))
@@ -79,6 +88,9 @@ def test_a_script_of_trl_trains_is_interrupted_and_goes_on(recipe):
     assert 1 <= int(resumed) < 4
     [logs] = [json.loads(line.removeprefix("LOGS ")) for line in done.stdout.splitlines() if line.startswith("LOGS ")]
     assert [log["step"] for log in logs] == [1, 2, 3, 4]
+    assert re.findall(r"SEEN (\d)", done.stdout) == ["1", "2", "3", "4"]
+    assert "REFUSED" in done.stdout and "num_samples" in done.stdout + done.stderr
+    assert [log["learning_rate"] for log in logs] == [1e-4] * int(resumed) + [5e-5] * (4 - int(resumed))
     for log in logs:
         parts = log["rewards/has_number/mean"] + 0.5 * log["rewards/digits/mean"]
         assert log["reward"] == pytest.approx(parts) and log["reward"] > 0 and log["grad_norm"] > 0

@@ -1,0 +1,187 @@
+"""What every metric of a run means; `megatron-rl metrics --markdown` makes docs/metrics.md of it.
+
+Invariant (tests/e2e/recipe_runs.py): every name in the metrics.jsonl of a tested run is here. A name in braces, as in
+`reward/{reward}/mean`, stands for names that the run gives.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+HEAD = """# Metrics
+
+Each line of `metrics.jsonl` is a step, and has the metrics below that belong to the run. After reading this page you
+know what each of them says. `step` counts from 0; the record of step s was measured with the weights of version s. The
+value of a step with several updates is the mean over them, of names that end in `/max` or `/min` the largest or the
+smallest. Names in braces are given by the run: `{reward}` is the name of a reward, `{dataset}` a value of the column
+`dataset`, `{k}` a number. This page is written by `megatron-rl metrics --markdown`.
+"""
+
+SECTIONS: Mapping[str, Mapping[str, str]] = {
+    "Rewards": {
+        "reward/mean": "the mean reward of the answers: the weighted sum of all rewards, after shaping",
+        "reward/std": "the standard deviation within a group, as the mean over groups",
+        "reward/{reward}/mean": "the mean score of one reward, without its weight",
+        "reward/{reward}/abstained": "the share of its answers to which a reward gave no score",
+        "reward/{reward}/failed": "the share of answers that a reward could not score: an error, a time-out, a NaN",
+        "reward/{reward}/seconds": "the seconds of all calls of a reward, added up over processes",
+        "reward/{reward}/{logged}": "the mean of what a reward function has logged with `log_metric`",
+        "score/mean": "the mean reward before shaping, if `algorithm.shaping` is given",
+        "groups/zero_signal": "groups that train nothing, because all their advantages are 0",
+        "samples/active": "answers that were trained on",
+        "samples/abstained": "answers without a score",
+        "samples/overlong": "answers left out because they were cut (`algorithm.overlong_filter`)",
+        "dataset/{dataset}/groups": "groups of a data set; a row of several data sets counts in each",
+        "dataset/{dataset}/zero_signal": "the share of these groups whose scores are all equal",
+        "dataset/{dataset}/response_mean": "the mean length of the answers, in tokens",
+        "dataset/{dataset}/score_mean": "the mean score",
+        "verifier/restarts": "processes of verifiers that had to be started again",
+    },
+    "Answers": {
+        "length/response_mean": "tokens of an answer, with its thought and with forced tokens",
+        "length/response_max": "tokens of the longest answer",
+        "length/response_cut": "the share of answers that ended at a limit, not by themselves",
+        "length/thought_mean": "tokens of a thought",
+        "length/thought_cut": "the share of thoughts that the budget ended",
+        "length/answer_mean": "sampled tokens after the thought",
+        "thought/budget_mean": "the mean budget of a thought, in tokens",
+        "thought/over_budget": "thoughts with more sampled tokens than their budget; should be 0",
+        "thought/cut_reward_mean": "the mean reward of answers whose thought the budget ended",
+        "thought/whole_reward_mean": "the mean reward of the other answers",
+        "rollout/num_samples": "answers of the step",
+        "rollout/num_tokens": "tokens of these answers",
+        "rollout/tokens_per_s": "new tokens of the engines for each second in which they were asked for any",
+        "rollout/idle": "the share of that time in which an engine had no request",
+        "rollout/preempted": "requests that vLLM preempted for lack of KV cache since the last push",
+        "environment/turns_mean": "turns of the model in an answer",
+        "environment/turns_max": "the most turns of an answer",
+        "environment/tool_errors": "errors of tools in an answer",
+        "environment/failed": "the share of answers whose environment failed",
+        "environment/step_s": "seconds that a turn waited for the environment",
+        "beams/ended_thoughts": "thoughts without a search, because the model ended its answer in them",
+        "beams/missing": "beams that found no item (`rollout.beams.candidates`)",
+        "passages/mean": "rewarded passages of a thought (`rollout.prefix_values`)",
+        "passages/single": "the share of answers with at most one passage",
+        "passages/utility_mean": "the mean reward of a passage",
+        "passages/helpful": "the share of passages with a reward above 0",
+    },
+    "Evaluation": {
+        "eval/reward_mean": "the mean reward of the held-out answers",
+        "eval/accuracy": "the share of right answers: a score of 1 or more by `eval.verifier`",
+        "eval/accuracy_{bound}": "`low` and `high`, the bounds of its 95 % interval",
+        "eval/pass@{k}": "the share of prompts with a right answer among k, and its bounds",
+        "eval/maj@{k}": "the share of prompts whose most frequent final answer is right, and its bounds",
+        "eval/recall@{k}": "the share of the right items that are among the first k (`rollout.beams`)",
+        "eval/num_samples": "held-out answers",
+        "eval/abstained": "held-out answers without a score",
+        "eval/response_mean": "the mean length of a held-out answer, in tokens",
+    },
+    "Policy": {
+        "loss": "the loss whose gradient is taken, with KL and entropy terms",
+        "pg_loss": "the policy's part of it",
+        "pg_clipfrac": "the share of tokens whose gradient the clip removes",
+        "pg_clipfrac_lower": "the share of tokens at the bound for negative advantages (dual clip)",
+        "ppo_kl": "KL of the policy from its state before the step, estimator k3 (Schulman 2020)",
+        "kl": "KL from the reference policy, by the configured estimator",
+        "entropy": "the mean entropy of a token's distribution, in nats",
+        "masked": "the share of tokens without a policy loss: rejected, or of low entropy",
+        "cov/chosen": "the share of tokens that the covariance losses choose",
+        "ratio/mean": "the probability ratio of policy and anchor, as the mean over tokens",
+        "ratio/max": "the largest ratio",
+        "ratio/min": "the smallest ratio",
+        "on_policy/ratio_error": "the largest distance of a ratio from 1 in the first update; should be 0",
+        "mismatch/mean_abs": "|log-prob of the trainer - log-prob of the engine|, as the mean over tokens",
+        "mismatch/max_abs": "the largest one",
+        "mismatch/k3": "KL between both, estimator k3",
+        "mismatch/judged": "the share of tokens that could be compared, if not all could",
+        "correction/mean": "the mean importance weight of the correction",
+        "correction/bounded": "the share of weights at a bound",
+        "correction/ess": "the effective sample size as a share: mean squared by mean of squares",
+        "rejected/{rule}": "the share of tokens that a rule of `algorithm.correction.reject` rejected",
+        "coefficient/{name}": "the coefficient in force of `kl` or `entropy`, and `max_mismatch`",
+        "lag/mean": "versions between an answer's oldest token and the step, as the mean over answers",
+        "lag/max": "the largest lag",
+    },
+    "Optimizer": {
+        "lr": "the learning rate of the update",
+        "grad_norm": "the norm of the gradient before it is clipped",
+        "param_norm": "the norm of the weights",
+        "update_ratio": "the norm of the update by the norm of the weights",
+        "critic/value_mean": "the mean value that the critic predicted",
+        "critic/return_mean": "the mean return",
+        "critic/explained_variance": "the share of the returns' variance that the values explain",
+        "critic/clipfrac": "the share of tokens whose value loss is clipped",
+        "critic/{name}": "the metric of the critic's own update, as of the policy's",
+        "experts/load/max": "tokens of the busiest expert by the mean of its layer, in the worst layer",
+        "experts/load_mean": "the same, as the mean over layers",
+        "experts/unused": "the share of experts that got no token",
+        "experts/auxiliary_loss": "the sum of the auxiliary losses over layers",
+        "routing/replayed": "the share of expert choices taken from the engine",
+        "routing/differing": "the share of these that the trainer would not have made",
+    },
+    "Balance": {
+        "balance/tokens": "tokens of the step's micro-batches, without padding",
+        "balance/flops": "FLOPs of the step with recomputation",
+        "balance/model_flops": "FLOPs of forward and backward pass alone",
+        "balance/num_microbatches": "micro-batches of a rank",
+        "balance/imbalance": "the relative excess of the costliest rank",
+        "balance/lockstep": "cost if ranks wait after each micro-batch, by a lower bound of all plans",
+        "balance/fill": "the share of the token cap that is used",
+        "balance/padding": "the share of padding in the packed tokens",
+        "balance/bubble": "the estimated share of time in which a pipeline stage is idle",
+        "balance/oversize": "samples that are longer than the cap, and have a micro-batch of their own",
+    },
+    "Time and machines": {
+        "time/total_s": "seconds of the step",
+        "time/{phase}_s": "seconds of a phase: generate, plan, logprobs, update, sync, evaluate, checkpoint, recover",
+        "time/other_s": "seconds outside all phases",
+        "perf/tokens_per_s": "trained tokens for each second of the updates, on all ranks together",
+        "perf/mfu": "model FLOPs utilisation (Chowdhery et al. 2022) by the H100's peak; only on GPUs",
+        "perf/critic_values_s": "seconds that the critic needed for the values",
+        "memory/trainer_bytes/max": "the peak memory of the fullest trainer rank, in bytes",
+        "sync/bytes": "bytes that the trainer ranks sent in the push",
+        "sync/paused_s": "seconds that the engines took no step for the push",
+        "sync/repeated": "attempts of the push after the first one",
+        "sync/replaced_engines": "engines that were replaced since the last push",
+        "mirror/bytes": "bytes of the mirrored state",
+        "mirror/copies": "mirrors of the rank that has the fewest",
+        "mirror/seconds": "seconds of the slowest mirror",
+        "slowest_rank/ratio": "how much longer a matrix product takes on the slowest rank than on the median rank",
+        "stream/running": "groups that the engines work on",
+        "stream/ready": "groups that wait for the trainer",
+        "stream/useless": "groups without a signal that active sampling replaced",
+        "stream/surplus": "groups that came after the batch was full",
+        "stream/resting": "prompts that rest because the policy has learnt them",
+        "stream/late": "groups that were older than the lag allows",
+        "stream/asked_again": "requests that went to another engine after a death",
+        "observe/{tracker}_lost": "records that a tracker did not accept",
+    },
+}
+"""The metrics by section, with their meaning and unit."""
+
+
+def _matcher(name: str) -> re.Pattern[str]:
+    parts = re.split(r"\{[a-z]+\}", name)
+    return re.compile(".+".join(map(re.escape, parts)))
+
+
+_MATCHERS = [(_matcher(name), meaning) for names in SECTIONS.values() for name, meaning in names.items()]
+_EXACT = {name: meaning for names in SECTIONS.values() for name, meaning in names.items()}
+
+
+def meaning(name: str) -> str | None:
+    """What a metric says; None if it is unknown. `meaning("reward/brevity/mean")` is the text of
+    `reward/{reward}/mean`."""
+    found = _EXACT.get(name)
+    return found or next((said for matcher, said in _MATCHERS if matcher.fullmatch(name)), None)
+
+
+def markdown() -> str:
+    """The page docs/metrics.md."""
+    lines = [HEAD]
+    for title, names in SECTIONS.items():
+        lines += [f"## {title}", "| name | meaning |", "|---|---|"]
+        lines += [f"| `{name}` | {said.replace('|', chr(92) + '|')} |" for name, said in names.items()]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"

@@ -1,0 +1,68 @@
+"""The documents keep their size, every code block says how it is run, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pages import GENERATED, PAGES, ROOT, Block, blocks, num_words
+
+from megatron_rl.config.load import merge, read_yaml, validate
+from megatron_rl.config.schema import GrpoRunConfig, PpoRunConfig, SftRunConfig
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+ROOM_READMES = sorted({*ROOT.glob("megatron_rl/*/README.md"), ROOT / "slurm/README.md"})
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    assert num_words(ROOT / "README.md") <= 900
+    assert num_words(ROOT / "CONTRIBUTING.md") <= 600
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=lambda page: page.name)
+def test_a_page_has_at_most_800_words(page):
+    assert page.name == "README.md" or num_words(page) <= 800
+
+
+def test_the_readmes_of_rooms_have_at_most_40_lines():
+    long = {str(path.relative_to(ROOT)) for path in ROOM_READMES if len(path.read_text().splitlines()) > 40}
+    assert not long
+
+
+def test_every_block_says_how_it_is_run():
+    unmarked = [block.where for block in BLOCKS if not block.mark]
+    assert not unmarked, (
+        "write <!-- run -->, <!-- file: NAME -->, <!-- keys -->, <!-- shows --> or <!-- not run: ... -->"
+    )
+    assert not [block.where for block in BLOCKS if block.mark == "run" and block.language not in ("bash", "python")]
+    assert not [
+        block.where for block in BLOCKS if block.mark == "run" and block.language == "bash" and not block.commands
+    ]
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.mark == "keys"], ids=lambda block: block.where)
+def test_a_fragment_of_a_configuration_is_valid(block: Block):
+    given = yaml.safe_load(block.text)
+    if "sft" in given:
+        kind, base = SftRunConfig, {"run": {"name": "x", "steps": 1}, "model": {"path": "x"}, "sft": {"rows": "x"}}
+    else:
+        kind = PpoRunConfig if "critic" in given else GrpoRunConfig
+        base = read_yaml(ROOT / "configs/run/gsm8k_tiny_cpu.yaml")
+    merge(base, given)
+    validate(kind, base)
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    """Strictly: a link to nowhere, a page that the navigation lacks, and a docstring that cannot be read are errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "grpo" in Path(tmp_path, "api", "index.html").read_text()
