@@ -33,9 +33,10 @@ from megatron_rl.loop.pass_rates import PassRates
 from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.rollouts import (
     SilentRewards,
+    UnscoredPrompts,
     batch_of,
+    describe_unscored,
     describe_verified,
-    require_a_score,
     rewards_of,
     tell_common_reason,
     verdicts_of,
@@ -72,7 +73,8 @@ class EngineSource:
         self._max_lag = rollout.max_lag
         self._checkpoints = config.run_folder / "checkpoints"
         self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "wait")
-        self._silence, self._unsplit = SilentRewards(config.rewards), UnsplitThoughts()
+        self._silence, self._unscored = SilentRewards(config.rewards), UnscoredPrompts()
+        self._unsplit = UnsplitThoughts()
         self._budgets = ThoughtBudgets(config)
         self._given: dict[int, tuple[int, ...]] = {}
         """The thinking budgets of the requested groups that are not complete, by their numbers: a repeated request has
@@ -124,7 +126,7 @@ class EngineSource:
             self._hold(step, taken)
             self._budgets.record(groups)
             num_late = self._give_up_late(step)
-            require_a_score(verdicts_of(groups))
+            self._unscored.count(groups, self._sink)
             metrics = self._describe(groups, step, num_late)
             self._silence.count(groups, metrics, self._sink)
             self._unsplit.count(metrics, self._sink)
@@ -171,7 +173,8 @@ class EngineSource:
             return {}
         if not finished:
             return {}
-        require_a_score(verdicts_of(finished))
+        if unscored := describe_unscored(finished):
+            raise ValueError(f"the evaluation: {unscored}")
         return describe_heldout(self._config, finished)
 
     def state(self) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from megatron_rl.types.step import numbers
 
 MAX_DATASETS = 16
 """The number of data sets that have metrics of their own in a step."""
+UNSCORED_PROMPTS = 8
+"""A run ends after this number of prompts in a row without a scored answer."""
 
 
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
@@ -153,7 +155,8 @@ class SilentRewards:
                     f"{seen} in {self._silent_steps[i]} steps in a row; logs/rewards.log says why. Correct the reward, "
                     f"or raise its max_silent_steps"
                 )
-            sink.warn(f"{seen}; logs/rewards.log says why")
+            if not self._silent_steps[i] & (self._silent_steps[i] - 1):  # after 1, 2, 4, ... steps
+                sink.warn(f"{seen}; logs/rewards.log says why")
 
 
 def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
@@ -196,18 +199,38 @@ class UntrainedSteps:
         )
 
 
-def require_a_score(verdicts: Sequence[Verdict]) -> None:
-    """
-    Raises:
-        ValueError: every verdict is an abstention.
-    """
+class UnscoredPrompts:
+    """Counts the consecutive prompts to which no answer has a score. With a few prompts in a step, such a step may be
+    chance: each reward may abstain on rows of another kind."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def count(self, groups: Sequence[Group], sink: Sink) -> None:
+        """Count a step.
+
+        Raises:
+            ValueError: there were UNSCORED_PROMPTS of them.
+        """
+        unscored = describe_unscored(groups)
+        self._in_a_row = self._in_a_row + len(groups) if unscored else 0
+        if self._in_a_row >= UNSCORED_PROMPTS:
+            raise ValueError(f"{self._in_a_row} prompts in a row have no answer with a score: {unscored}")
+        if unscored:
+            sink.warn(f"{unscored}; the step trains nothing")
+
+
+def describe_unscored(groups: Sequence[Group]) -> str:
+    """The reasons if every verdict is an abstention; else empty."""
+    verdicts = verdicts_of(groups)
     reasons = Counter(verdict.reason for verdict in verdicts if verdict.score is None)
-    if sum(reasons.values()) == len(verdicts):
-        reason, count = reasons.most_common(1)[0]
-        raise ValueError(
-            f"every one of {len(verdicts)} answers was left without a score; the most frequent reason ({count} times) "
-            f"is: {reason}"
-        )
+    if sum(reasons.values()) < len(verdicts):
+        return ""
+    reason, count = reasons.most_common(1)[0]
+    return (
+        f"every one of {len(verdicts)} answers was left without a score; the most frequent reason ({count} times) "
+        f"is: {reason}"
+    )
 
 
 def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:

@@ -181,7 +181,8 @@ class GRPOTrainer:
             raise ValueError(f"reward_weights has {len(weights)} numbers for {len(self._rewards)} reward_funcs")
         entries = []
         for reward, weight in zip(self._rewards, weights, strict=True):
-            entry = {"kind": "function", "path": reward, "weight": float(weight)}
+            # TRL goes on if a function abstains on every row, which may be of another task.
+            entry = {"kind": "function", "path": reward, "weight": float(weight), "max_silent_steps": None}
             if isinstance(reward, str):
                 path = str(_folder_of(reward).absolute())
                 entry |= {"path": "megatron_rl.trl.reward_model:ModelReward", "arguments": {"path": path}}

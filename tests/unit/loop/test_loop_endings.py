@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from small_ports import PROMPTS, StopAfter, World, config, open_checkpoints, run
 
+from megatron_rl.loop import rollouts
 from megatron_rl.loop.changes import compare
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import PolicyLost, TooManyRestarts
@@ -72,7 +73,7 @@ def test_a_lost_policy_is_not_asked_to_save(tmp_path):
     assert [call for call in world.calls if call.startswith("save")] == ["save step_000001"]
 
 
-def test_a_checkpoint_that_fails_at_the_end_is_told_beside_the_cause(tmp_path):
+def test_a_checkpoint_that_fails_at_the_end_is_told_beside_the_cause(tmp_path, monkeypatch):
     world = World()
     world.updates = 0
 
@@ -81,6 +82,7 @@ def test_a_checkpoint_that_fails_at_the_end_is_told_beside_the_cause(tmp_path):
 
     world.save = full
     world.score_of = lambda group, i: None if world.updates else float(i)
+    monkeypatch.setattr(rollouts, "UNSCORED_PROMPTS", 2)
     with pytest.raises(ValueError, match="left without a score") as caught:
         run(world, tmp_path / "c", config(checkpoint=RARELY))
     assert caught.value.__notes__ == ["No checkpoint could be written after this error: the disk is full"]
@@ -245,3 +247,11 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_is_gone(tmp_path):
     first.communicate()
     with run_lock(tmp_path):
         pass
+
+
+def test_a_step_without_any_score_trains_nothing_and_the_run_goes_on(tmp_path):
+    world = World()
+    world.score_of = lambda group, i: float(i) if world.version else None
+    run(world, tmp_path / "c", config())
+    assert any("left without a score" in warning for warning in world.warnings)
+    assert [record.get("samples/active") for _, record in world.logged] == [0, 8, 8, None]

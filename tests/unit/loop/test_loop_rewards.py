@@ -8,7 +8,9 @@ from small_ports import World, config
 from megatron_rl.loop.evaluation import right_answers
 from megatron_rl.loop.rollouts import (
     MAX_DATASETS,
+    UNSCORED_PROMPTS,
     SilentRewards,
+    UnscoredPrompts,
     UntrainedSteps,
     describe_datasets,
     describe_rewards,
@@ -56,6 +58,16 @@ def test_a_reward_that_is_0_for_all_is_told_once_though_another_one_gives_scores
         silent.count([group("a", missing)], {}, sink)
     said = "reward for_a gave 0 to all answers of two steps in a row; the most frequent reason (100%) is: no <END>"
     assert sink.warnings == [said]
+
+
+def test_a_run_ends_after_some_prompts_in_a_row_without_a_score_not_at_the_first():
+    unscored, sink = UnscoredPrompts(), World()
+    unscored.count([group("a", UNSCORED)] * (UNSCORED_PROMPTS - 1), sink)
+    assert "every one of 7 answers was left without a score" in sink.warnings[0]
+    unscored.count([group("a", UNSCORED), group("a", OF_A)], sink)
+    unscored.count([group("a", UNSCORED)] * (UNSCORED_PROMPTS - 1), sink)
+    with pytest.raises(ValueError, match="8 prompts in a row have no answer with a score: every one of 1 answers"):
+        unscored.count([group("a", UNSCORED)], sink)
 
 
 def test_the_metrics_of_a_reward_are_of_the_rows_that_it_scores():
