@@ -71,7 +71,7 @@ def grpo(
 
     Args:
         model: a Hugging Face folder.
-        rewards: one or several. A function has TRL's signature; see megatron_rl/verifiers/README.md.
+        rewards: one or several. A function has TRL's signature; see docs/rewards.md.
         eval_data: held-out rows.
         name: of the run's folder in `runs`; by default the kind and the time.
         files: YAML files that come first, such as `configs/cluster/h100_1n8g.yaml`.

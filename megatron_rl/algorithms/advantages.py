@@ -95,7 +95,7 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
         reward/mean: the mean reward of the scored samples; NaN if there is none.
         reward/std: the standard deviation in a group, averaged over the groups with a score.
         groups/zero_signal: the number of groups with a score whose advantages are all 0. For a group-relative
-            estimator these are the groups with equal batch.
+            estimator these are the groups with equal rewards.
         samples/abstained: the number of samples without a reward, or without the greedy reward that the estimator
             needs.
         samples/overlong: the number of scored samples that the overlong filter removes; 0 without the filter.

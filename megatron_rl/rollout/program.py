@@ -7,7 +7,8 @@ all answers.
 Invariants (tests/unit/rollout): with a thinking budget at most `thought_tokens` of a thought are sampled, and at most
 `response_tokens` of an answer; a sample contains the delimiter unless the model ended it within its thought, or its
 thought was cut for good; if the thought ends with the beginning of the closing, only the rest is appended; forced
-tokens are no actions, and all other ones are; each action keeps its own version. README.md has the rules as a table.
+tokens are no actions, and all other ones are; each action keeps its own version.
+docs/thinking_rules.md has the rules as a table.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import numpy as np
 class Prompt:
     """One question, with its tokens.
 
-    Example: the row `{"question": "1 + 2 =", "ground_truth": "3"}` in line 17 of a file is
+    Example: the row `{"prompt": "1 + 2 =", "ground_truth": "3"}` in line 17 of a file is
     `Prompt("sums.jsonl:17", (5, 14, 6, 15), "1 + 2 =", {"ground_truth": "3"})`, if it has four tokens.
     """
 

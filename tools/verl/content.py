@@ -319,7 +319,7 @@ def multi_turn(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, "an answer is one turn by default")
     if not (settings[f"{prefix}.enable"] or settings[f"{prefix}.tool_config_path"]):
         return Meaning("implied", {}, "an answer is one turn")
-    why = "write the tools as typed functions in rollout.environment (megatron_rl/environments/README.md)"
+    why = "write the tools as typed functions in rollout.environment (docs/environments.md)"
     return Meaning("not expressible", {}, why)
 
 

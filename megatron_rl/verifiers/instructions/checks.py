@@ -1,7 +1,7 @@
 """Verifiable instructions: the share of a row's instructions that an answer follows.
 
 `CHECKERS` is the table of all kinds: the 25 of IFEval (arXiv:2311.07911) and the 29 training kinds of IF-RLVR
-(arXiv:2507.02833), by their public names. `instruction_kinds.py` defines them, and lists how they differ from the
+(arXiv:2507.02833), by their public names. `kinds.py` defines them, and lists how they differ from the
 published checkers.
 
 Invariants: the same text and the same instructions have the same verdict in every process; an unknown kind, or

@@ -2,7 +2,7 @@
 
 The 25 kinds of IFEval are defined by Zhou et al., "Instruction-Following Evaluation for Large Language Models",
 arXiv:2311.07911, and its published checkers; the 29 kinds of IFTrain by Pyatkin et al., "Generalizing Verifiable
-Instruction Following", arXiv:2507.02833, table 9, and the checkers in open-instruct. `instructions.py` has the table of
+Instruction Following", arXiv:2507.02833, table 9, and the checkers in open-instruct. `checks.py` has the table of
 their names.
 
 Invariants: a function's result depends on its arguments alone; its annotations say which arguments a row must give, and
@@ -22,8 +22,8 @@ definition here. These are all differences:
   `english_lowercase`.
 - Accents are composed, and quotation marks, apostrophes, hyphens and spaces have one form on both sides
   (`truth.composed`), so `café`, `don't` and `well-known` are found however they are written.
-- Sentences are split by the rules of `instruction_text.sentences`, without trained data.
-- Words in capitals or lower case, and the words of all IFTrain kinds, follow `instruction_text.words`:
+- Sentences are split by the rules of `text.sentences`, without trained data.
+- Words in capitals or lower case, and the words of all IFTrain kinds, follow `text.words`:
   punctuation is never a word, `don't` is one word. Only `number_words` counts runs of word characters, as published.
 - Dividers `***` and `* * *` mean the same, and stand between white space; `***bold***` is no divider. Six asterisks are
   exactly six.

@@ -89,8 +89,8 @@ def test_the_table(name, mode):
     check(case.outcomes[mode], tokens.ids[4:].tolist(), tokens.action_mask[4:].tolist(), sample, len(PROMPT))
 
 
-def test_the_readme_has_the_table():
-    text = Path(program_module.__file__).with_name("README.md").read_text()
+def test_the_page_has_the_table():
+    text = (Path(__file__).parents[3] / "docs/thinking_rules.md").read_text()
     rows = re.findall(r"^\| ([^:|`]+): `[^|]*\| `([^`]+)`[^|]*\| (.+) \|$", text, re.MULTILINE)
     assert [name for name, *_ in rows] == list(CASES)
     for name, closed, truncated in rows:
