@@ -134,7 +134,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "Time and machines": {
         "time/total_s": "seconds of the step",
-        "time/{phase}_s": "seconds of a phase: sync, generate, plan, prefix_values, logprobs, update, evaluate, checkpoint, recover",
+        "time/{phase}_s": "seconds of a phase, such as sync, generate, plan, logprobs, update, evaluate, checkpoint",
         "time/other_s": "seconds outside all phases",
         "perf/tokens_per_s": "trained tokens for each second of the updates, on all ranks together",
         "perf/mfu": "model FLOPs utilisation (Chowdhery et al. 2022) by the H100's peak; only on GPUs",

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from budget_cases import CASES, EOS, MODES, D, M, N, O, check, x, y
 
-import megatron_rl.rollout.program as program_module
 from megatron_rl.rollout.program import (
     Call,
     Completion,
