@@ -3,10 +3,20 @@ message reads and writes.
 
 A message is what one trainer rank sends to one engine rank at once. A stretch is a run of messages that has one answer.
 All ranks send and receive their stretches in one global order, so two buffers a rank are enough and the ranks cannot
-wait for each other in a circle. Invariants (tests/unit/bridge): the messages of a route hold its copies in their order
-and each byte once; a message exceeds the bucket only if it is a single row; what an end packs in a stretch exceeds the
-bucket only if it is a single message; the stretches that two ranks have in common are the same at both, and stand in
-the same order.
+wait for each other in a circle.
+
+The proof: look at the first stretch of this order that is not acknowledged on its whole way. Before its sender posts
+it, the sender waits only for acknowledgements of earlier stretches, and has all of them. Before a receiver is ready for
+it, the receiver waits only until it has written earlier stretches, and until the next engine of its chain has
+acknowledged these; it has all of that too. So the stretch is posted, passed on to the end of its chain, and written. A
+layer that all ranks of an engine repack together is a point of the same order, so none waits there for a later stretch.
+Each receiver acknowledges what it has written without asking the next engine: an engine that acknowledged only after
+the next one would make an acknowledgement depend on a later stretch. In a push with late engines their stretches come
+last (`late_last`), with all ranks of an engine, and in the same sequence for each engine.
+
+Invariants (tests/unit/bridge): the messages of a route hold its copies in their order and each byte once; a message
+exceeds the bucket only if it is a single row; what an end packs in a stretch exceeds the bucket only if it is a single
+message; the stretches that two ranks have in common are the same at both, and stand in the same order.
 """
 
 from __future__ import annotations
