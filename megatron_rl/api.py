@@ -81,7 +81,7 @@ def grpo(
         ValueError: the configuration is refused, or a function cannot be sent to the verifiers' processes.
         RuntimeError: the run has failed. Its error has been printed, and the message has the log's path.
     """
-    return start("grpo", model, Inputs(data, eval_data, rewards), name, files, _with_steps(sections, steps))
+    return start("grpo", Inputs(model, data, eval_data, rewards), name, files, _with_steps(sections, steps))
 
 
 def ppo(
@@ -96,7 +96,7 @@ def ppo(
     **sections: Any,
 ) -> Run:
     """The same with a critic (section `critic`); see `grpo`."""
-    return start("ppo", model, Inputs(data, eval_data, rewards), name, files, _with_steps(sections, steps))
+    return start("ppo", Inputs(model, data, eval_data, rewards), name, files, _with_steps(sections, steps))
 
 
 def sft(
@@ -109,7 +109,7 @@ def sft(
     **sections: Any,
 ) -> Run:
     """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`."""
-    return start("sft", model, Inputs(data), name, files, _with_steps(sections, steps))
+    return start("sft", Inputs(model, data), name, files, _with_steps(sections, steps))
 
 
 @dataclass(frozen=True)
@@ -218,8 +218,9 @@ def plan(
 
 
 class Inputs(NamedTuple):
-    """What a run learns from."""
+    """The model of a run, and what it learns from."""
 
+    model: str | os.PathLike[str]
     data: Rows
     eval_data: Rows | None = None
     rewards: Reward | Sequence[Reward] = ()
@@ -227,8 +228,7 @@ class Inputs(NamedTuple):
 
 def start(
     kind: str,
-    model: str | os.PathLike[str],
-    learnt: Inputs,
+    inputs: Inputs,
     name: str | None,
     files: Sequence[str | os.PathLike[str]],
     sections: Mapping[str, Any],
@@ -239,22 +239,22 @@ def start(
 
     Args:
         watch: see `_run`.
-        continued: the folder may have a run, which goes on from its newest checkpoint with these inputs. It refuses
-            those that change its meaning.
+        continued: the folder may have a run, which goes on from its newest checkpoint with these inputs. A change of
+            its meaning is refused.
     """
     own: dict[str, Any] = {
         "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"},
-        "model": {"path": os.fspath(model)},
+        "model": {"path": os.fspath(inputs.model)},
     }
     given = _merged(files, own, sections)
     folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
-    inputs = folder / INPUTS
-    if inputs.exists() and (folder / METRICS).exists() and not continued:
+    written = folder / INPUTS
+    if written.exists() and (folder / METRICS).exists() and not continued:
         raise ValueError(
             f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
         )
-    rows, rewards = _Rows(learnt.data, inputs / "train"), learnt.rewards
-    heldout = None if learnt.eval_data is None else _Rows(learnt.eval_data, inputs / "eval")
+    rows, rewards = _Rows(inputs.data, written / "train"), inputs.rewards
+    heldout = None if inputs.eval_data is None else _Rows(inputs.eval_data, written / "eval")
     if kind == "sft":
         merge(given, {"sft": {"rows": rows.path}})
     else:
@@ -262,15 +262,15 @@ def start(
     entries = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
     if entries:
         given["rewards"] = [_entry(reward) for reward in entries]
-    functions = Functions(inputs / f"functions{VALUES}")
+    functions = Functions(written / f"functions{VALUES}")
     given = functions.named(given)
     validate(KINDS[kind], given)
-    rmtree(inputs, ignore_errors=True)
-    inputs.mkdir(parents=True)
+    rmtree(written, ignore_errors=True)
+    written.mkdir(parents=True)
     for part in (rows, heldout, functions):
         if part is not None:
             part.save()
-    path = inputs / f"{kind}.yaml"
+    path = written / f"{kind}.yaml"
     path.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
     return _run(path, Run(folder), watch)
 

@@ -168,9 +168,7 @@ def launch(
             that are done.
     """
     shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
-    parser = argparse.ArgumentParser(
-        shown, description=f"See README.md. Example: {shown} configs/run/tiny_grpo.yaml run.steps=10"
-    )
+    parser = argparse.ArgumentParser(shown, description=f"Example: {shown} configs/run/tiny_grpo.yaml run.steps=10")
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
     parser.add_argument(
         "--dry-run",

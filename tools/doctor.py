@@ -158,7 +158,7 @@ def judge(machine: Machine) -> Judgement:
     ]
     if versions["torch"] and machine.cuda is None:
         wrong += [
-            f"{name} is installed beside the CPU build of torch, so that `import transformers` fails; remove it."
+            f"{name} is installed together with the CPU build of torch, so that `import transformers` fails; remove it."
             for name in HARMFUL
             if versions[name]
         ]

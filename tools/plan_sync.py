@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.bridge.replay import Costs, all_stretches, most_incomplete_bytes, replay
-from megatron_rl.config.shipped import PACKAGE
+from megatron_rl.config.shipped import PACKAGE, find_shipped
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic
@@ -234,7 +234,9 @@ def shown(rows: list[dict[str, Any]]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder or a config.json")
+    parser.add_argument(
+        "--model", type=lambda text: find_shipped(Path(text)), help="a Hugging Face folder or a config.json"
+    )
     parser.add_argument("--train", default="", help="the trainer's mesh; keys: tp, pp, vpp, ep, etp, dp, cp, layers")
     parser.add_argument("--rollout", default="", help="the engines; keys: tp, pp, ep, replicas, chains")
     parser.add_argument(

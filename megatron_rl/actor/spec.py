@@ -99,7 +99,7 @@ def _check_replay(experts: Experts, switches: Mapping[str, Switch]) -> None:
     if isinstance(modules, str | tuple) and "moe" in modules:
         raise ValueError(
             "policy.megatron.transformer.recompute_modules has moe, with which Megatron computes a layer's experts "
-            "anew without its row, so that policy.routing_replay cannot replay the same choice; use model.recompute: "
+            "again without its row, so that policy.routing_replay cannot replay the same choice; use model.recompute: "
             "full, or remove moe"
         )
 

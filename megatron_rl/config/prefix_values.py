@@ -109,13 +109,13 @@ class PrefixValues(Section):
                 "rollout.max_lag or rollout.active_sampling groups are chosen and kept before that; set it to engine"
             )
         if rollout.beams:
-            yield "rollout.prefix_values are those of one thought and one answer, and rollout.beams has others"
+            yield "rollout.prefix_values reward one thought and its answer, and rollout.beams has several answers"
         if rollout.environment and rollout.environment.kind == "agent":
-            yield "rollout.prefix_values are those of turns or of a thought, and an agent's calls may be neither"
+            yield "rollout.prefix_values reward turns or a thought, and an agent's calls may be neither"
         if self.rollouts and rollout.environment:
             yield (
                 "rollout.prefix_values.rollouts begin in the middle of an answer, where no environment can begin; "
                 "remove one of the two"
             )
         if not (rollout.delimiter or rollout.environment):
-            yield "rollout.prefix_values are those of thoughts, and with an empty rollout.delimiter there are none"
+            yield "rollout.prefix_values reward thoughts, and with an empty rollout.delimiter there are none"

@@ -30,15 +30,12 @@ from megatron_rl.loop.checkpoints import due, find_checkpoints
 from megatron_rl.loop.evaluation import describe_heldout, right_answers
 from megatron_rl.loop.generation_metrics import NUM_HELD, GenerationMetrics
 from megatron_rl.loop.pass_rates import PassRates
-from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.rollouts import (
-    SilentRewards,
-    UnscoredPrompts,
+    StepWarnings,
     batch_of,
     describe_unscored,
     describe_verified,
     rewards_of,
-    tell_common_reason,
     verdicts_of,
 )
 from megatron_rl.loop.source import Rollouts
@@ -73,8 +70,7 @@ class EngineSource:
         self._max_lag = rollout.max_lag
         self._checkpoints = config.run_folder / "checkpoints"
         self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "wait")
-        self._silence, self._unscored = SilentRewards(config.rewards), UnscoredPrompts()
-        self._unsplit = UnsplitThoughts()
+        self._warnings = StepWarnings(config.rewards)
         self._budgets = ThoughtBudgets(config)
         self._given: dict[int, tuple[int, ...]] = {}
         """The thinking budgets of the requested groups that are not complete, by their numbers: a repeated request has
@@ -126,11 +122,8 @@ class EngineSource:
             self._hold(step, taken)
             self._budgets.record(groups)
             num_late = self._give_up_late(step)
-            self._unscored.count(groups, self._sink)
             metrics = self._describe(groups, step, num_late)
-            self._silence.count(groups, metrics, self._sink)
-            self._unsplit.count(metrics, self._sink)
-            tell_common_reason(groups, self._sink)
+            self._warnings.count(groups, metrics, self._sink)
             return Rollouts(groups, batch_of(self._config, groups, step, self._greedy_rewards(groups, step)), metrics)
 
     def _greedy_rewards(self, groups: Sequence[Group], step: int) -> np.ndarray | None:

@@ -12,7 +12,7 @@ from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
-from megatron_rl.loop.passages import describe_passages
+from megatron_rl.loop.passages import UnsplitThoughts, describe_passages
 from megatron_rl.ports import Sink
 from megatron_rl.types import Group, Metrics, StepBatch, Verdict
 from megatron_rl.types.step import numbers
@@ -176,6 +176,25 @@ def common_reason(verdicts: Sequence[Verdict]) -> str:
     """The most frequent reason of some verdicts as the end of a message; empty if most have none."""
     [(reason, count)] = Counter(verdict.reason for verdict in verdicts).most_common(1)
     return f"; the most frequent reason ({count / len(verdicts):.0%}) is: {reason}" if reason else ""
+
+
+class StepWarnings:
+    """Warns about the answers of each step: rewards that score nothing, reasons that all answers share, thoughts that
+    are not divided."""
+
+    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
+        self._silent, self._unscored, self._unsplit = SilentRewards(rewards), UnscoredPrompts(), UnsplitThoughts()
+
+    def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
+        """Count a step.
+
+        Raises:
+            ValueError: see `SilentRewards` and `UnscoredPrompts`.
+        """
+        self._unscored.count(groups, sink)
+        self._silent.count(groups, metrics, sink)
+        self._unsplit.count(metrics, sink)
+        tell_common_reason(groups, sink)
 
 
 class UntrainedSteps:

@@ -99,7 +99,7 @@ def _stage_memory(
         "KV cache": MemoryPart(always(cache), SMALLER),
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
         "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
-        "a layer's experts, made anew to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
+        "a layer's experts, made again to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
         "NCCL communicators of the bridge": MemoryPart(
             always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
         ),

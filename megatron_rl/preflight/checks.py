@@ -238,7 +238,7 @@ def _compare_products(config: BaseConfig, tell: Tell) -> None:
     if times[0] > MUCH_SLOWER * times[1]:
         speeds = [2e-9 * 256**3 / time_s for time_s in times]
         tell(
-            f"model.dtype is bfloat16, in which this CPU multiplies matrices at {speeds[0]:.1f} GFLOP/s, and at "
+            f"model.dtype is bfloat16. This CPU multiplies such matrices at {speeds[0]:.1f} GFLOP/s, and at "
             f"{speeds[1]:.0f} in float32: each step will take many times as long; remove model.dtype, or set float32"
         )
 

@@ -16,6 +16,7 @@ HEAD = """# Coming from TRL
 
 A script that trains with TRL's `GRPOTrainer` needs another import, and `python` in the place of `accelerate launch`:
 
+<!-- run -->
 ```python
 from megatron_rl.trl import GRPOConfig, GRPOTrainer
 
@@ -26,8 +27,8 @@ def reward_len(completions, **kwargs):
     return [-abs(20 - len(completion)) for completion in completions]
 
 
-args = GRPOConfig(output_dir="short-answers", per_device_train_batch_size=16, max_steps=20)
-trainer = GRPOTrainer(model="models/Qwen2.5-0.5B-Instruct", reward_funcs=reward_len, args=args, train_dataset=rows)
+args = GRPOConfig(output_dir="short-answers", per_device_train_batch_size=16, max_completion_length=32, max_steps=2)
+trainer = GRPOTrainer(model="models/tiny", reward_funcs=reward_len, args=args, train_dataset=rows)
 run = trainer.train()
 ```
 

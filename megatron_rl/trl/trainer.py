@@ -104,8 +104,8 @@ class GRPOTrainer:
 
         Args:
             resume_from_checkpoint: continues the run of `output_dir` from its newest checkpoint, with the arguments
-                and rows of this trainer; those that change the meaning of the run are refused. If there is no
-                checkpoint, the run begins.
+                and rows of this trainer; a change of the run's meaning is refused. If there is no checkpoint, the run
+                begins.
         """
         folder = Path(self.args.output_dir or "trainer_output").absolute()
         continued = bool(resume_from_checkpoint or self.args.resume_from_checkpoint)
@@ -115,8 +115,7 @@ class GRPOTrainer:
         self._tell("on_train_begin")
         self.run = start(
             "grpo",
-            self._model_folder(folder),
-            Inputs(self._train, self._eval, self._entries()),
+            Inputs(self._model_folder(folder), self._train, self._eval, self._entries()),
             folder.name,
             (),
             sections,

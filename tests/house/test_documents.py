@@ -59,7 +59,7 @@ def test_a_fragment_of_a_configuration_is_valid(block: Block):
 def test_the_site_builds_without_a_warning(tmp_path):
     """Strictly: a link to nowhere, a page that the navigation lacks, and a docstring that cannot be read are errors."""
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import cover
 import pytest
+from pages import blocks
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
@@ -200,7 +201,7 @@ YAMLS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "recipes").rglob("
 
 
 def commands(path: Path) -> list[tuple[str, ...]]:
-    """The `$` lines that a YAML's head, or the README, tells a person to type."""
+    """The `$` lines that a YAML's head tells a person to type."""
     return [tuple(match.split()) for match in re.findall(r"^(?:# )?\$ (.+)$", path.read_text(), flags=re.MULTILINE)]
 
 
@@ -290,20 +291,20 @@ def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here):
     ]
 
 
-def test_the_readme_shows_the_plan_that_its_last_command_prints(run_here):
-    given, shown = commands(ROOT / "README.md"), (ROOT / "README.md").read_text()
-    assert ("make", "demo") in given and ("make", "test") in given
-    lines = [line for line in run_here(given[-1], width=100).splitlines() if line.startswith("│")]
-    assert lines and [line for line in lines if line.strip() not in shown] == [], "the README's dry run is an old one"
-
-
-@pytest.mark.deep
-def test_the_readmes_commands_work(folder):
-    """Typed as they stand there, so each in a process; `make demo` is what it calls, `make test` is this run."""
-    for words in commands(ROOT / "README.md"):
-        if words[0] == "python":
-            done = subprocess.run([sys.executable, *planned(words)], cwd=folder, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
+def test_the_plans_on_the_page_of_sizes_are_what_the_commands_print(run_here):
+    """Each block of output is a part of what the command above it prints."""
+    command, compared = "", 0
+    for block in blocks(ROOT / "docs/sizing.md"):
+        if block.mark == "run":
+            command = block.commands
+        elif block.mark == "shows" and "│" in block.text:
+            kind, *arguments = command.split()[1:]
+            module = {"grpo": "recipes/grpo.py", "size-run": "tools/size_run.py"}[kind]
+            printed = run_here(("python", module, *arguments), width=100).replace("┃", "│")
+            lines = [line.strip() for line in block.text.splitlines() if line.startswith("│")]
+            assert [line for line in lines if line not in printed] == [], f"{block.where}: {command} prints others"
+            compared += len(lines)
+    assert compared
 
 
 def test_no_file_speaks_of_a_machine_or_an_index():

@@ -51,7 +51,7 @@ CONFLICTS = [
         "all rows have the same arguments",
     ),
     ([*VALUES, "rollout.prefix_values.by=trainer", "rollout.max_lag=1"], "set it to engine"),
-    ([*VALUES, "rollout.beams={width: 2, catalogue: items.json}", THINKING], "rollout.beams has others"),
+    ([*VALUES, "rollout.beams={width: 2, catalogue: items.json}", THINKING], "rollout.beams has several answers"),
     ([*VALUES, "rollout.environment={kind: agent, path: 'agents:agent'}"], "an agent's calls may be neither"),
     ([*VALUES, "rollout.prefix_values.rollouts=2", TURNS], "in the middle of an answer"),
     ([*VALUES, "rollout.delimiter=''"], "with an empty rollout.delimiter there are none"),

@@ -261,6 +261,9 @@ def test_rollout_nodes_are_the_engines_pool(job):
     job.run("a.yaml", script="train.sbatch", STATUS="0", MEGATRON_RL_TRAIN_NODES="1")
     words = (job.record / "driver").read_text().splitlines()
     assert {"cluster.pools.trainer=train", "cluster.pools.engine=rollout"} <= set(words)
+    job.run("ppo", "a.yaml", script="train.sbatch", STATUS="0", MEGATRON_RL_TRAIN_NODES="1")
+    of_ppo = (job.record / "driver").read_text().splitlines()
+    assert of_ppo[2] == "ppo" and set(of_ppo) - set(words) == {"ppo", "cluster.pools.critic=train"}
 
 
 def test_each_task_of_an_array_has_its_own_seed_and_name(job):

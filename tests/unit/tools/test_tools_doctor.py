@@ -79,7 +79,7 @@ def test_what_is_needed_and_missing_is_wrong(name):
 
 def test_torchvision_is_wrong_beside_the_cpu_build_of_torch_only():
     [sentence] = judge(replace(LAPTOP, versions=LAPTOP.versions | {"torchvision": "0.28.0"})).wrong
-    assert sentence.startswith("torchvision is installed beside the CPU build of torch")
+    assert sentence.startswith("torchvision is installed together with the CPU build of torch")
 
 
 def test_this_machine_is_told_as_json_and_as_tables(capsys):
