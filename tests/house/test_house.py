@@ -300,8 +300,9 @@ def test_the_plans_on_the_page_of_sizes_are_what_the_commands_print(run_here):
         elif block.mark == "shows" and "│" in block.text:
             kind, *arguments = command.split()[1:]
             module = {"grpo": "recipes/grpo.py", "size-run": "tools/size_run.py"}[kind]
-            printed = run_here(("python", module, *arguments), width=100).replace("┃", "│")
-            lines = [line.strip() for line in block.text.splitlines() if line.startswith("│")]
+            printed = run_here(("python", module, *arguments), width=100)
+            printed = re.sub(" +", " ", printed.replace("┃", "│"))
+            lines = [re.sub(" +", " ", line) for line in block.text.splitlines() if line.startswith("│")]
             assert [line for line in lines if line not in printed] == [], f"{block.where}: {command} prints others"
             compared += len(lines)
     assert compared
