@@ -44,6 +44,8 @@ Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """A path of rows as in `data.train`, a list of rows, or a data set of the library `datasets`."""
 Watch = Callable[["Run"], bool]
 INPUTS = "inputs"
+OF_STEPS = {"loss", "rollout/num_samples"}
+"""Of these metrics each step has at least one, also if it trained nothing."""
 KINDS: Mapping[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
 
 
@@ -126,8 +128,13 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One record for each step, by the names of metrics.jsonl."""
-        return read_metrics(self.folder)
+        """One record for each step, by the names of docs/metrics.md."""
+        return [record for record in read_metrics(self.folder) if record.keys() & OF_STEPS]
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]:
+        """The records with an evaluation. The last one belongs to no step: it has the weights after all of them."""
+        return [record for record in read_metrics(self.folder) if "eval/reward_mean" in record]
 
     @property
     def report(self) -> Path:

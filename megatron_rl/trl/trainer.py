@@ -20,6 +20,7 @@ from megatron_rl.api import Inputs, Run, start
 from megatron_rl.config.load import merge
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.loop.checkpoints import find_checkpoints
+from megatron_rl.observe.records import read_metrics
 from megatron_rl.trl.arguments import GRPOConfig
 from megatron_rl.trl.mapping import StepSizes, configuration
 
@@ -132,8 +133,7 @@ class GRPOTrainer:
         Raises:
             ValueError: there is none.
         """
-        records = [] if self.run is None else self.run.metrics
-        found = [record for record in records if "eval/reward_mean" in record]
+        found = [] if self.run is None else self.run.evaluations
         if not found:
             raise ValueError("nothing was evaluated: give an eval_dataset, and call train first")
         return {name: value for name, value in _named(found[-1]).items() if name.startswith("eval")}
@@ -203,7 +203,7 @@ class GRPOTrainer:
     def _recall(self, folder: Path | None) -> None:
         """Take the state of the newest checkpoint of a run, which the callbacks have seen; None if there is no run."""
         checkpoints = [] if folder is None else list(find_checkpoints(folder / "checkpoints"))
-        records = [] if folder is None else Run(folder).metrics
+        records = [] if folder is None else read_metrics(folder)
         self._saved = self.state.global_step = max(checkpoints, default=0)
         self._seen = sum(record["step"] < self._saved for record in records)
         self._lost = records[self._seen :]
@@ -211,7 +211,7 @@ class GRPOTrainer:
 
     def _watch(self, run: Run) -> bool:
         """Tell the callbacks about new steps and checkpoints; True if one of them wants to stop."""
-        records = run.metrics[self._seen :]
+        records = read_metrics(run.folder)[self._seen :]
         if records != self._lost:
             self._lost = []
         for record in () if self._lost else records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,7 +23,9 @@ def reader(tmp_path) -> tuple[Path, dict[str, str]]:
     folder, programs = tmp_path / "work", tmp_path / "programs"
     (folder / "models").mkdir(parents=True)
     write_model(tmp_path / "written")
-    (tmp_path / "written" / "model").rename(folder / "models" / "tiny")
+    config = tmp_path / "written" / "model" / "config.json"  # with the positions of a usual model
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 4096}))
+    config.parent.rename(folder / "models" / "tiny")
     programs.mkdir()
     for name, module in (("megatron-rl", "-m megatron_rl"), ("python", "")):
         program = programs / name
