@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from megatron_rl.api import Inputs, Run, start
+from megatron_rl.api import OF_STEPS, Inputs, Run, start
 from megatron_rl.config.load import merge
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.loop.checkpoints import find_checkpoints
@@ -222,7 +222,8 @@ class GRPOTrainer:
             self._tell("on_log", logs=logs)
             if "eval_reward" in logs:
                 self._tell("on_evaluate", metrics={k: v for k, v in logs.items() if k.startswith("eval")})
-            self._tell("on_step_end")
+            if record.keys() & OF_STEPS:
+                self._tell("on_step_end")
         steps = list(find_checkpoints(run.folder / "checkpoints"))
         if steps and max(steps) > self._saved:
             self._saved = max(steps)
@@ -236,8 +237,8 @@ class GRPOTrainer:
 
 
 def _global_step(record: Mapping[str, float]) -> int:
-    """The number of steps after a record, which has no loss if the run was only evaluated."""
-    return int(record["step"]) + ("loss" in record)
+    """The number of steps after a record, which may have an evaluation alone."""
+    return int(record["step"]) + bool(record.keys() & OF_STEPS)
 
 
 def _named(record: Mapping[str, float]) -> dict[str, float]:
