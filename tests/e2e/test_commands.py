@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+from pathlib import Path
 
 import cover
 import pytest
+from safetensors import safe_open
 
 
 def test_supervised_training_learns_though_nobody_reads_its_output_any_more(recipe, run_here, task):
@@ -115,3 +118,31 @@ def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe,
     said = " ".join((recipe.folder / "out.txt").read_text().split())
     assert "stopping" in said and "No step was done, so there was nothing to save." in said, said
     assert "Traceback" not in said and not (folder / "metrics.jsonl").exists()
+
+
+@pytest.mark.deep
+def test_the_demo_begins_with_a_model_of_its_task_and_what_it_tells_to_try_works(recipe, run_here, task, capsys):
+    """The weights that the package ships have the form of the task's model. The commands are planned here."""
+    before = dict(os.environ)
+    from megatron_rl.recipes.tiny.demo import WARM_START, tell_more  # which sets variables
+
+    os.environ.clear()
+    os.environ.update(before)
+    shipped, made = WARM_START, task / "model"
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        ours, theirs = (json.loads((folder / name).read_text()) for folder in (shipped, made))
+        assert {**ours, "dtype": None} == {**theirs, "dtype": None}, f"{name}: make demo --from-scratch, and copy"
+    with safe_open(shipped / "model.safetensors", "pt") as ours, safe_open(made / "model.safetensors", "pt") as theirs:
+        assert {name: ours.get_slice(name).get_shape() for name in ours.keys()} == {
+            name: theirs.get_slice(name).get_shape() for name in theirs.keys()
+        }
+    given = ["configs/run/tiny_grpo.yaml", f"model.path={shipped}", f"data.train={task}/train.jsonl"]
+    capsys.readouterr()
+    tell_more([*given, f"data.eval={task}/eval.jsonl"], Path("runs/tiny/seed_0/grpo"))
+    told = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("     ")]
+    names = [words[words.index("megatron_rl") + 1 if "-m" in words else 1] for words in told]
+    assert names == ["grpo", "report", "demo-real", "grpo"]
+    for words in (told[0], told[3]):
+        arguments = [word for word in words[words.index("grpo") + 1 :] if word != "--dry-run"]
+        done = run_here("recipes/grpo.py", *arguments, "--dry-run")
+        assert done.returncode == 0 and "parameters" in done.stdout, done.stdout
