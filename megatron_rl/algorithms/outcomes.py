@@ -19,8 +19,10 @@ from megatron_rl.algorithms.equality import all_equal, differ
 STD_EPS = 1e-6
 """This is added to a standard deviation, so that almost equal rewards give finite advantages. It is far below the
 standard deviation of any real rewards."""
-SMALLEST_SHARE = 0.01
-"""`rloo` with `std: others` does not divide by a standard deviation below this share of the group's."""
+SMALLEST_SHARE = 0.1
+"""`rloo` with `std: others` does not divide by a standard deviation below this share of the group's. So no
+advantage of N samples that is divided is above 10 sqrt(N): no reward is farther from the mean than (N - 1) / sqrt(N)
+standard deviations."""
 
 
 def grpo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
@@ -56,7 +58,7 @@ def rloo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
 
     Args:
         std: `others` divides by the standard deviation of the other samples' rewards + 1e-6 (divisor N - 2). It does
-            not divide if this is below a hundredth of the group's, or if there is only one other sample: the sample
+            not divide if this is below a tenth of the group's, or if there is only one other sample: the sample
             that alone differs from the others must keep its advantage, and rounding, also of float16, must not grow
             into one. `none` never divides.
 

@@ -17,11 +17,16 @@ from megatron_rl.verifiers.truth import composed, texts_of
 
 MAX_CHARACTERS = 400
 """The number of characters of an answer that are kept to count majorities."""
-# A minus sign belongs to a number if no digit is before it (the last number of 7-3 is 3), a comma or another sign if it
-# separates thousands, and a full stop before the digits if no word or other full stop ends there. Unreadable are a
-# decimal comma, which may as well separate two numbers (3,5), powers, 0x1F and 5e3x.
+# A minus sign belongs to a number if no digit and no letter is before it (the last number of 7-3 is 3, and of COVID-19
+# 19), a comma or another sign if it separates thousands, and a full stop before the digits if no word or other full
+# stop ends there. The digits of units (km2, m^2) are no numbers. Unreadable are a decimal comma, which may as well
+# separate two numbers (3,5), full stops between thousands, powers, 0x1F, 5e3x, and what a letter or a word multiplies
+# (5M, 5 dozen).
 NUMBER = re.compile(
-    r"(?<![0-9])(?P<sign>-\$?|\$-)?(?:(?P<unreadable>(?<!\w)0[xXbBoO][0-9a-fA-F]+"
+    r"(?<![0-9])(?:(?<!\w)(?P<sign>-[$€£¥₹]?|[$€£¥₹]-))?(?<![a-z])(?<![A-Za-z]\^)(?<![A-Za-z]\^\{)"
+    r"(?:(?P<unreadable>(?<!\w)0[xXbBoO][0-9a-fA-F]+"
+    r"|[0-9]+\*\*[0-9]+|(?<![,.])[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9])"
+    r"|[0-9][0-9,.]*+(?:(?:[kKMB]|bn|mn)(?!\w)|\s?[万億亿千]|\s(?i:dozens?|and (?:a|one) half)\b)"
     r"|(?<![,.])[0-9]+(?:[. \u00a0\u2009\u202f][0-9]{3})*,(?!(?:[0-9]{3},)*[0-9]{3}(?![0-9]))[0-9]+(?![0-9,])"
     r"|[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]++(?=\w)|(?!10\^)[0-9]+(?:\.[0-9]+)?\^\{?-?[0-9]+)"
     r"|(?P<power>10\^\{?(?P<ten>-?[0-9]+)\}?)"
@@ -43,6 +48,8 @@ def last_number(text: str) -> Decimal | None:
     """The last number of a text, read as a whole; None if there is none, or if it cannot be read. It may have the forms
     72, 72.0, .5, 1,234, 1 234, 1_234, $1,234.50, 6.02e23, 6.02 x 10^23, 2 million, 3½ and -3. The last number of a
     fraction is its denominator."""
+    for spelling, plain in (("{,}", ","), (",\\!", ","), ("\\,", " "), ("\\$", "$")):  # LaTeX's
+        text = text.replace(spelling, plain)
     text = _RAISED.sub(lambda run: f"^{'-' if run[1] else ''}{unicodedata.normalize('NFKC', run[2])}", text)
     match = None
     for match in NUMBER.finditer(text.translate(_ASCII).replace("⁻", "-")):  # noqa: B007

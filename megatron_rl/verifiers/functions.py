@@ -95,7 +95,8 @@ class FunctionVerifier:
 
 
 def _conversation(prompt: Prompt) -> str | list[Mapping[str, str]]:
-    return prompt.messages if isinstance(prompt.messages, str) else [dict(turn) for turn in prompt.messages]
+    """A copy, like `_columns`."""
+    return prompt.messages if isinstance(prompt.messages, str) else deepcopy([dict(turn) for turn in prompt.messages])
 
 
 def _columns(answers: Sequence[Answer]) -> dict[str, list[Any]]:

@@ -28,7 +28,8 @@ def texts_of(truth: Any, reward: str) -> list[str]:
     if not all(isinstance(one, str | int | float) for one in truths):
         needs = "a `ground_truth` that is text or a number, or a list of these"
         raise ValueError(f"the {reward} reward needs {needs}, but it is {truth!r}")
-    texts = [str(one) for one in truths]
+    # pandas makes floats of whole numbers in a column that lacks one: 72.0.
+    texts = [str(int(one)) if isinstance(one, float) and one.is_integer() else str(one) for one in truths]
     if not all(composed(text).strip() for text in texts):  # else an empty answer would be right
         raise ValueError("the row has no ground truth: it is empty")
     return texts

@@ -86,6 +86,10 @@ KINDS: dict[str, Callable[..., bool]] = {name: validate_call(checker) for name, 
 annotations."""
 
 
+AS_SAMPLED = {"detectable_format:json_format"}
+"""The kinds that judge the text as it was sampled: in JSON a typographic quotation mark is no straight one."""
+
+
 def verify(text: str, truth: object, score: Literal["share", "all"]) -> Verdict:
     """The verdict on an answer to a prompt with verifiable instructions. The reason names the instructions that are not
     followed.
@@ -98,8 +102,10 @@ def verify(text: str, truth: object, score: Literal["share", "all"]) -> Verdict:
         score: `share` is the share of the instructions that are followed; `all` is 1 if all are followed, else 0.
     """
     try:
-        text = composed(text)
-        results = [(name, _follows(text, name, _composed(arguments))) for name, arguments in _instructions(truth)]
+        results = [
+            (name, _follows(text if name in AS_SAMPLED else composed(text), name, _composed(arguments)))
+            for name, arguments in _instructions(truth)
+        ]
     except ValueError as error:
         return Verdict(None, str(error), failed=True)
     if not text.strip():

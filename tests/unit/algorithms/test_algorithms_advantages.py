@@ -200,7 +200,7 @@ def slow_rloo(rewards, group_of, std):
         others = [r for j, r in enumerate(rewards) if j != i and group_of[j] == group_of[i] and not math.isnan(r)]
         result.append(0.0 if math.isnan(reward) or not others else reward - sum(others) / len(others))
         group = [r for j, r in enumerate(rewards) if group_of[j] == group_of[i] and not math.isnan(r)]
-        if std == "others" and len(others) > 1 and statistics.stdev(others) > 0.01 * statistics.stdev(group):
+        if std == "others" and len(others) > 1 and statistics.stdev(others) > 0.1 * statistics.stdev(group):
             result[-1] /= statistics.stdev(others) + EPS
     return result
 

@@ -131,6 +131,23 @@ def test_without_a_delimiter_all_is_answer():
         ("3, 5", "5"),
         ("0x1F", None),
         ("2 million people", "2000000"),
+        # LaTeX's separators and signs
+        ("1{,}000", "1000"),
+        (r"1\,000", "1000"),
+        (r"\boxed{12{,}345}", "12345"),
+        (r"1,\!000", "1000"),
+        (r"-\$5", "-5"),
+        ("-€5", "-5"),
+        # what multiplies a number is a part of it
+        *((text, None) for text in ("5M", "5bn", "5万", "5 dozen", "5 and a half", "2**5", "1.234.567")),
+        ("**5**", "5"),
+        ("5!", "5"),
+        # units and names
+        ("5 km2", "5"),
+        ("5 m^2", "5"),
+        ("5 m^{2}", "5"),
+        ("COVID-19", "19"),
+        ("USD5", "5"),
         *((f"it is {minus}7", "-7") for minus in "‐‑‒–−﹣－⁻"),
         ("—7", "7"),
     ],

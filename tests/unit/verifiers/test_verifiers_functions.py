@@ -407,27 +407,32 @@ class RaisesItsOwn:
         raise Own("no licence")
 
 
-async def takes_away(completion_ids, nested, **_):
+async def takes_away(prompts, completion_ids, nested, **_):
     await asyncio.sleep(0)
-    for ids, values in zip(completion_ids, nested, strict=True):
+    for turns, ids, values in zip(prompts, completion_ids, nested, strict=True):
         ids.clear()
         values.append(100.0)
+        turns[0]["tool_calls"].clear()
     return [0.0 for _ in completion_ids]
 
 
-async def counts(completion_ids, nested, **_):
+async def counts(prompts, completion_ids, nested, **_):
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    return [float(len(ids) + sum(values)) for ids, values in zip(completion_ids, nested, strict=True)]
+    columns = zip(prompts, completion_ids, nested, strict=True)
+    return [float(len(turns[0]["tool_calls"]) + len(ids) + sum(values)) for turns, ids, values in columns]
 
 
 def test_functions_of_one_call_do_not_see_what_another_one_writes():
-    answers = [replace(one, prompt=replace(one.prompt, columns={"nested": [3.0]})) for one in TWO]
+    turns = [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]
+    given = {"columns": {"nested": [3.0]}, "messages": turns}
+    answers = [replace(one, prompt=replace(one.prompt, **given)) for one in TWO]
     together = RewardSet([trl("takes_away"), trl("counts")], Letters(), "")
     alone = RewardSet([trl("counts")], Letters(), "")
     [expected] = alone.score([0], answers, STATE)
     assert together.score([0, 1], answers, STATE)[1].verdicts == expected.verdicts
-    assert all(verdict.score >= 3 for verdict in expected.verdicts)
+    assert all(verdict.score >= 4 for verdict in expected.verdicts)
+    assert turns[0]["tool_calls"]
 
 
 def logs_too_much(completions, log_metric, **_):

@@ -131,9 +131,11 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
                 "\n```\n{}\n```\n",
                 "[" * 200 + "]" * 200,
                 '```JSON {"a":1}```',
+                '{"a": "he said “hi”"}',
             ],
             [
                 "{'a': 1}",
+                "{“a”: 1}",
                 '{"a": 1,}',
                 'Here: {"a": 1}',
                 "[NaN]",

@@ -69,6 +69,9 @@ THE = {"the": 1.0, "'The'": 1.0, "": 0.0, "a": 0.0, "!": 0.0}
             )
         ),
         ("regex", "cafe\u0301", "caf\u00e9", 1.0),
+        ("exact", "72", 72.0, 1.0),  # pandas writes whole numbers so if the column lacks one
+        ("f1", "72", [72.0], 1.0),
+        ("exact", "72.5", 72.5, 1.0),
         ("regex", " 2024-05-06\n", r"\d{4}-\d\d-\d\d", 1.0),
         ("regex", "on 2024-05-06", r"\d{4}-\d\d-\d\d", 0.0),
         ("regex", "yes", ["no", "(?i)YES"], 1.0),
