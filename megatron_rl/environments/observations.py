@@ -26,8 +26,8 @@ Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 """The text of chat turns, and whether it ends where the assistant's answer begins -> the text."""
 QUESTION = {"role": "user", "content": "question"}
 OBSERVED = "observation"
-NUM_ROUNDS = 3
-"""A thought may be dropped only when a second observation follows, or a third one."""
+NUM_ROUNDS = 6
+"""A thought may be dropped only when a second observation follows, or a later one."""
 SHOWN = 40
 
 
@@ -66,8 +66,8 @@ class Continuation:
             )
         self.end = found
         """The text of the token that ends a turn."""
-        others = _others(self._answer["content"])
-        self.rewrites = [told for answer in others if (told := self._rewrite(answer, observation))]
+        forms = _forms(self._answer["content"]).items()
+        self.rewrites = [told for form, answer in forms if (told := self._rewrite(form, answer, observation))]
         """How the template rewrites answers of other forms in the history, a sentence each."""
 
     def text(self, messages: Sequence[Mapping[str, str]]) -> str:
@@ -76,13 +76,16 @@ class Continuation:
         _require_beginning(self._before + self.end, whole)
         return whole[len(self._before) :]
 
-    def _rewrite(self, answer: str, observation: Mapping[str, str]) -> str | None:
+    def _rewrite(self, form: str, answer: str, observation: Mapping[str, str]) -> str | None:
         written = self._render([QUESTION], True)
         text = self._render([QUESTION, {"role": "assistant", "content": answer}, observation], True)
         if text.startswith(written + answer + self.end):
             return None
-        found = text[len(written) : len(written) + len(answer) + SHOWN].partition(self.end)[0]
-        return f"in the history the chat template writes the answer {answer!r} as {found!r}"
+        found = text[len(written) :].partition(self.end)[0]
+        place = next((i for i, (a, b) in enumerate(zip(answer, found, strict=False)) if a != b), len(found))
+        start = max(0, place - SHOWN // 2)
+        shown = answer[start : start + SHOWN], found[start : start + SHOWN]
+        return f"in the history the chat template rewrites answers {form}: {shown[0]!r} becomes {shown[1]!r}"
 
 
 class Observations:
@@ -165,10 +168,22 @@ def _answer_with_a_thought(prompt: str, delimiter: str) -> str:
     return f"{'' if begun else opening + chr(10)}thought\n{delimiter}\n\nanswer"
 
 
-def _others(answer: str) -> list[str]:
-    """Answers of other forms: with white space at the ends, with capital letters, and without a thought."""
+def _forms(answer: str) -> dict[str, str]:
+    """Answers of the forms that templates are known to rewrite, by what is special in them."""
+    call = '<tool_call>\n{"name": "f", "arguments": {"a":  1}}\n</tool_call>'
+    forms = {
+        "with white space at their ends": f"{answer} \n",
+        "that begin with line feeds": f"\n\n{answer}",
+        "with blank lines, tabs or CRLF": answer.replace("answer", "a  b\tc\r\n\n\nd"),
+        "with capital letters": answer.replace("answer", "Answer: A"),
+        "with marks and other scripts": answer.replace("answer", '<b> & **bold** "é" 你'),
+        "of many words": answer + " word" * 1000,
+        "with text before the call of a tool": answer.replace("answer", f"text\n\n{call}"),
+        "without text": "",
+        "of white space": " \n",
+    }
     without = answer.rpartition("\n")[2]
-    return list(dict.fromkeys([f"{answer} \n", answer.replace("answer", "Answer: A"), without]))
+    return forms | ({"without a thought": without} if without != answer else {})
 
 
 def _require_beginning(expected: str, text: str) -> None:

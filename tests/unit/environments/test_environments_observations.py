@@ -105,24 +105,40 @@ def test_a_template_that_drops_thoughts_before_a_turn_of_the_user_can_have_tools
 
 
 @pytest.mark.parametrize(
-    "template, delimiter, answers",
+    "content, delimiter, forms",
     [
-        (KEEPS, "</think>", []),
-        (KEEPS, "", []),
-        (TRIMS, "", ["answer \n"]),
-        (KEEPS.replace("= m.content", "= m.content | lower"), "", ["Answer: A"]),
+        ("m.content", "</think>", []),
+        ("m.content", "", []),
+        ("m.content | trim", "", ["white space at", "begin with line feeds", "of white space"]),
+        ("m.content.lstrip('\\n')", "", ["begin with line feeds"]),
+        ("m.content.replace('\\r\\n', '\\n')", "", ["CRLF"]),
+        ("m.content.replace('  ', ' ')", "", ["CRLF", "call of a tool"]),
+        ("m.content | lower", "", ["capital letters"]),
+        ("m.content | e", "", ["marks", "call of a tool"]),
+        ("m.content.replace('**', '')", "", ["marks"]),
+        ("m.content.encode('ascii', 'ignore').decode()", "", ["marks"]),
+        ("m.content[:2000]", "", ["many words"]),
+        ("m.content or '...'", "", ["without text"]),
+        ("('<tool_call>' + m.content.split('<tool_call>')[1]) if '<tool' in m.content else m.content", "", ["call of"]),
         (
-            KEEPS.replace("= m.content", "= m.content if '</' in m.content or m.role != 'assistant' else '<think>'"),
+            "(m.content if '</' in m.content else '<think>') if m.role == 'assistant' else m.content",
             "</think>",
-            ["answer"],
+            ["without text", "of white space", "without a thought"],
         ),
     ],
 )
-def test_answers_that_a_template_rewrites_in_the_history_are_told(template, delimiter, answers):
+def test_answers_that_a_template_rewrites_in_the_history_are_told(content, delimiter, forms):
+    template = KEEPS.replace("= m.content", f"= {content}")
     told = Continuation(renderer(template), ["<end>"], "tool", delimiter).rewrites
-    assert [one.partition(" as ")[0] for one in told] == [
-        f"in the history the chat template writes the answer {answer!r}" for answer in answers
-    ]
+    assert len(told) == len(forms) and all(form in one for form, one in zip(forms, told, strict=True)), told
+
+
+def test_how_an_answer_is_rewritten_is_shown_at_the_place():
+    [told] = Continuation(renderer(KEEPS.replace("= m.content", "= m.content[:2000]")), ["<end>"], "user", "").rewrites
+    assert told == (
+        "in the history the chat template rewrites answers of many words: 'd word word word word word word word wor' "
+        "becomes 'd word word word wor'"
+    )
 
 
 def test_a_thought_that_the_prompt_opens_is_continued():
