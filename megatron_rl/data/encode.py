@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MAX_WORDS = 50
+"""The number of words of a turn that are looked for in the text that a template writes."""
+
+
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return batch_ids(tokenizer, [encodable(text)])[0]
 
@@ -54,7 +58,7 @@ def chat_text(
 
     Raises:
         ValueError: the tokenizer has no chat template.
-        BadRow: the template refuses the turns, or raises any other error.
+        BadRow: the template refuses the turns, raises any other error, or leaves one out.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -62,7 +66,7 @@ def chat_text(
             f"`prompt` (plain text), or a model folder with chat_template.jinja"
         )
     try:
-        return str(
+        text = str(
             tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns],
                 **arguments,
@@ -74,6 +78,25 @@ def chat_text(
         raise BadRow(f"the chat template refuses `messages`: {error}") from error
     except Exception as error:  # a template is a program: it adds texts to numbers, and asks texts for their items
         raise template_fault(error, turns) from error
+    _require_written(turns, text)
+    return text
+
+
+def _require_written(turns: Sequence[Mapping[str, Any]], text: str) -> None:
+    """
+    Raises:
+        BadRow: a turn of somebody else than the model is not in the text: no word of it occurs there. Templates leave
+            out roles that they do not know, such as `human`.
+    """
+    text = text.casefold()
+    for number, turn in enumerate(turns, start=1):
+        content = turn.get("content")
+        words = content.casefold().split(maxsplit=MAX_WORDS)[:MAX_WORDS] if isinstance(content, str) else []
+        if words and turn.get("role") != "assistant" and not any(word in text for word in words):
+            raise BadRow(
+                f"the chat template writes nothing of turn {number}, whose role is {turn.get('role')!r}; use a role "
+                "that it knows, or correct the template"
+            )
 
 
 def template_fault(error: Exception, turns: Sequence[Mapping[str, Any]]) -> BadRow:

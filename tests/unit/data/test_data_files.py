@@ -112,6 +112,18 @@ def test_a_right_answer_that_no_prefix_can_be_valued_by_is_refused_with_its_line
         load_prompts(path, tokenizer, rules)
 
 
+@pytest.mark.parametrize("role", ["human", "User", "developer"])
+def test_a_turn_that_the_template_leaves_out_is_refused(tokenizer, write, role):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.content | upper }} {% endif %}{% endfor %}<a>"
+    )
+    turns = [{"role": "system", "content": "hi"}, {"role": role, "content": "Question seven"}]
+    with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*writes nothing of turn 2, whose role is '{role}'"):
+        load_prompts(write({"messages": turns}), tokenizer, Rules(100))
+    [prompt] = load_prompts(write({"messages": [turns[0], turns[1] | {"role": "user"}]}), tokenizer, Rules(100))
+    assert len(prompt.token_ids) > 3
+
+
 def test_bad_prompts_are_skipped_and_counted(tokenizer, write):
     path = write({"prompt": "good"}, *[bad for bad, _ in BAD_PROMPTS[:-1]], {"prompt": "too"})
     prompts = load_prompts(path, tokenizer, Rules(10, "skip"))
