@@ -96,7 +96,9 @@ class FunctionVerifier:
 
 def _conversation(prompt: Prompt) -> str | list[Mapping[str, str]]:
     """A copy, like `_columns`."""
-    return prompt.messages if isinstance(prompt.messages, str) else deepcopy([dict(turn) for turn in prompt.messages])
+    if isinstance(prompt.messages, str):
+        return prompt.messages
+    return [deepcopy(dict(turn)) for turn in prompt.messages]
 
 
 def _columns(answers: Sequence[Answer]) -> dict[str, list[Any]]:

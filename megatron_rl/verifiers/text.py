@@ -12,22 +12,25 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import regex  # type: ignore[import-untyped]
+
 from megatron_rl.config.rewards import TextReward
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.truth import composed, texts_of
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
+# ASCII's, and the punctuation of all scripts.
+_PUNCTUATION = regex.compile(rf"[\p{{P}}{re.escape(string.punctuation)}]")
 
 
 def normalised(text: str) -> str:
-    """The text in lower case, without ASCII punctuation and English articles, with single spaces between words. The
-    order of these steps is the same as in SQuAD's evaluation: `U.S.` becomes `us`."""
+    """The text in lower case, without punctuation and English articles, with single spaces between words. The order of
+    these steps is the same as in SQuAD's evaluation, which knows ASCII punctuation alone: `U.S.` becomes `us`."""
     return " ".join(_ARTICLES.sub(" ", _without_punctuation(text)).split())
 
 
 def _without_punctuation(text: str) -> str:
-    return " ".join(text.lower().translate(_PUNCTUATION).split())
+    return " ".join(_PUNCTUATION.sub("", text.lower()).split())
 
 
 def _lower(text: str) -> str:

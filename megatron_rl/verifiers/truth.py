@@ -16,6 +16,10 @@ _TYPOGRAPHIC = str.maketrans(
 )
 
 
+PANDAS_MISSING = {"nan", "NaN", "<NA>", "NaT"}
+"""What `astype(str)` makes of a missing value."""
+
+
 def texts_of(truth: Any, reward: str) -> list[str]:
     """The ground truth, or the several that are right, as texts.
 
@@ -30,6 +34,8 @@ def texts_of(truth: Any, reward: str) -> list[str]:
         raise ValueError(f"the {reward} reward needs {needs}, but it is {truth!r}")
     # pandas makes floats of whole numbers in a column that lacks one: 72.0.
     texts = [str(int(one)) if isinstance(one, float) and one.is_integer() else str(one) for one in truths]
+    if found := next((text for text in texts if text.strip() in PANDAS_MISSING), None):
+        raise ValueError(f"the row has no ground truth: it is {found!r}, which pandas writes for a missing value")
     if not all(composed(text).strip() for text in texts):  # else an empty answer would be right
         raise ValueError("the row has no ground truth: it is empty")
     return texts

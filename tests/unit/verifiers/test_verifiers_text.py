@@ -69,6 +69,11 @@ THE = {"the": 1.0, "'The'": 1.0, "": 0.0, "a": 0.0, "!": 0.0}
             )
         ),
         ("regex", "cafe\u0301", "caf\u00e9", 1.0),
+        *(
+            ("normalised", text, truth, 1.0)
+            for text, truth in (("北京。", "北京"), ("«oui»", "oui"), ("¿Qué?", "qué"), ("1939–1945", "1939-1945"))
+        ),
+        ("f1", "wait…", "wait...", 1.0),
         ("exact", "72", 72.0, 1.0),  # pandas writes whole numbers so if the column lacks one
         ("f1", "72", [72.0], 1.0),
         ("exact", "72.5", 72.5, 1.0),
@@ -95,6 +100,8 @@ def test_f1_is_symmetric_and_1_for_equal_words_alone(one, other):
         ("f1", [], "the text reward needs"),
         ("exact", ["a", None], "the text reward needs"),
         ("exact", math.nan, "the row has no ground truth: it is NaN"),
+        ("exact", "nan", "the row has no ground truth: it is 'nan', which pandas writes"),
+        ("f1", "<NA>", "the row has no ground truth: it is '<NA>'"),
         ("f1", ["a", math.nan], "the row has no ground truth: it is NaN"),
         *(
             (compare, "", "the row has no ground truth: it is empty")
