@@ -78,8 +78,7 @@ COLUMNS = {
     "left out": "samples/abstained",
 }
 print("\nstep" + "".join(f"{title:>11}" for title in COLUMNS))
-# The record after the last step has only what was measured with the final weights, and here nothing was evaluated.
-for record in run.metrics[:-1]:
+for record in run.metrics:
     values = (f"{record[name]:.3f}" if name in record else "no score" for name in COLUMNS.values())
     print(f"{record['step']:>4}" + "".join(f"{value:>11}" for value in values))
 

@@ -110,8 +110,7 @@ run = grpo(
         "updates_per_step": 2,
     },
 )
-# 6. The column `pull` has become a metric: its mean over the sampled tokens. The record after the last step is left
-# out, because it has only what was measured with the final weights.
+# 6. The column `pull` has become a metric: its mean over the sampled tokens.
 print("\nstep     reward       loss  grad_norm       pull")
-for record in run.metrics[:-1]:
+for record in run.metrics:
     print(f"{record['step']:>4}" + "".join(f"{record[n]:11.5f}" for n in ("reward/mean", "loss", "grad_norm", "pull")))

@@ -93,10 +93,9 @@ run = grpo(
     },
 )
 
-# 6. What the run tells about its episodes, and the whole conversation of a few of them. The record after the last step
-# is left out, because it has only what was measured with the final weights.
+# 6. What the run tells about its episodes, and the whole conversation of a few of them.
 names = ("reward/mean", "reward/environment/abstained", "environment/turns_mean", "environment/turns_max")
-for record in run.metrics[:-1]:
+for record in run.metrics:
     print(f"\nstep {record['step']}: " + ", ".join(f"{name} {record[name]:.2f}" for name in names))
 for sample in map(json.loads, (run.folder / "samples.jsonl").read_text().splitlines()):
     reward = sample["reason"] if sample["reward"] is None else f"{sample['reward']:.1f}"

@@ -50,9 +50,9 @@ else:
 run = runs[-1]
 
 # 2. metrics.jsonl has one record for each step, and `run.metrics` has them as rows. A DataFrame takes them as they are.
-# One more record follows the last step, for what was measured with the final weights, such as `eval/accuracy` if there
-# are held-out rows. docs/metrics.md explains the names; a prefix says where a number comes from.
-steps = [record for record in run.metrics if "reward/mean" in record]
+# `run.evaluations` has the ones with held-out rows. docs/metrics.md explains the names; a prefix says where a number
+# comes from.
+steps = run.metrics
 print(f"\n{run.folder}\n{len(steps)} steps, {len(steps[0])} numbers in the first one, by their prefixes:")
 prefixes = [name.partition("/")[0] for name in steps[0] if "/" in name]
 print("  " + ", ".join(f"{prefix} ({prefixes.count(prefix)})" for prefix in dict.fromkeys(prefixes)))
@@ -73,7 +73,7 @@ print(f"\nlargest mean mismatch of a step: {worst:.1e} nats a token")
 
 # 5. Where does the time go? The phases of a step do not overlap, and together with `other` they add up to its total.
 seconds: dict[str, float] = {}
-for record in run.metrics:
+for record in steps:
     for name, value in record.items():
         if name.startswith("time/") and name != "time/total_s":
             phase = name.removeprefix("time/").removesuffix("_s")
