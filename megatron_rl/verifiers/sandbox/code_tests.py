@@ -6,6 +6,7 @@
 | a list of mappings with `input` and `output`, for a program that reads and prints | Codeforces, verl |
 | the same with `testtype: functional` and `fn_name`; each line of `input`, and `output`, is JSON | LiveCodeBench |
 | a mapping with the lists `inputs` and `outputs`, and maybe `fn_name` | APPS, TACO, verl |
+| a mapping whose `input` and `output` are lists, with an item for each case | code_contests |
 | one of these as a text of JSON | all of them |
 
 Invariant (tests/unit/verifiers): what is in no such form is a fault that names it, and is never run as something else.
@@ -59,7 +60,7 @@ def cases_of(truth: Any) -> list[Case]:
         # A text of JSON that is no form of tests, such as a number, is a Python text, which asserts nothing.
         truth = read if isinstance(read, list | Mapping) else [truth]
     if isinstance(truth, Mapping):
-        truth = _of_lists(truth) if {"inputs", "outputs"} <= truth.keys() else [truth]
+        truth = _of_mapping(truth)
     if not isinstance(truth, Sequence) or not truth:
         raise ValueError(f"they must be a list with at least one test, but they are {str(truth)[:100]!r}")
     kinds = {"text" if isinstance(case, str) else "mapping" for case in truth}
@@ -68,12 +69,37 @@ def cases_of(truth: Any) -> list[Case]:
     return [_case(case, f"case {number}") for number, case in enumerate(truth, 1)]
 
 
-def _of_lists(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    inputs, outputs = truth["inputs"], truth["outputs"]
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("`inputs` and `outputs` must be lists of the same length")
-    others = {key: value for key, value in truth.items() if key not in ("inputs", "outputs")}
-    return [{**others, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+def _of_mapping(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The cases of a mapping: the items of its lists, or itself."""
+    for keys in (("inputs", "outputs"), ("input", "output")):
+        inputs, outputs = (truth.get(key) for key in keys)
+        if not set(keys) <= truth.keys() or keys[0] == "input" and not _are_cases(truth):
+            continue
+        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+            raise ValueError(f"`{keys[0]}` and `{keys[1]}` must be lists of the same length")
+        others = {key: value for key, value in truth.items() if key not in keys}
+        return [{**others, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+    return [truth]
+
+
+def _are_cases(truth: Mapping[str, Any]) -> bool:
+    """Whether the lists `input` and `output` have an item for each case. Those of a function may also be its arguments
+    and its result; lists of different lengths can be nothing else."""
+    if not (isinstance(truth["input"], list) and isinstance(truth["output"], list)):
+        return False
+    if not _function_of(truth):
+        return True
+    items = truth["input"]
+    if len(items) == len(truth["output"]) and (len(items) > 1 or items and isinstance(items[0], str | list | Mapping)):
+        raise ValueError("`input` and `output` may be one case or many; name them `inputs` and `outputs`")
+    return False
+
+
+def _function_of(case: Mapping[str, Any]) -> Any:
+    """The function that a case calls; None if it is for a program that reads and prints."""
+    metadata = case.get("metadata")
+    named = {**metadata, **case} if isinstance(metadata, Mapping) else case
+    return None if case.get("testtype") in STANDARD else next((named[key] for key in NAMES if named.get(key)), None)
 
 
 def _case(case: Any, place: str) -> Case:
@@ -84,14 +110,12 @@ def _case(case: Any, place: str) -> Case:
     if not isinstance(case, Mapping) or not {"input", "output"} <= case.keys():
         has = f"it has {', '.join(map(str, case)) or 'nothing'}" if isinstance(case, Mapping) else "it has neither"
         raise ValueError(f"{place} must be a Python text, or have `input` and `output`; {has}")
-    kind, metadata = case.get("testtype"), case.get("metadata")
-    named = {**metadata, **case} if isinstance(metadata, Mapping) else case
-    name = next((named[key] for key in NAMES if named.get(key)), None)
+    kind, name = case.get("testtype"), _function_of(case)
     if kind is not None and kind not in STANDARD + FUNCTIONAL:
         raise ValueError(f"{place} has the testtype {kind!r}, which is neither stdin nor functional")
     if kind in FUNCTIONAL and not name:
         raise ValueError(f"{place} is functional, and names no function; add `fn_name`")
-    if name and kind not in STANDARD:
+    if name:
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"{place} has the fn_name {name!r}, which is no name of Python")
         return _call(name, case["input"], case["output"], place)

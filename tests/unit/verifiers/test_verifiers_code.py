@@ -97,6 +97,9 @@ def test_an_answer_without_a_block_scores_0():
         ([{"input": 1, "output": "2"}], "the input of case 1 must be a text, or a list of its lines, but it is '1'"),
         ([7], "case 1 must be a Python text, or have `input` and `output`; it has neither"),
         ('{"tests": ["assert f()"]}', "case 1 must be a Python text, or have `input` and `output`; it has tests"),
+        ({"input": ["1", "2"], "output": ["1"]}, "`input` and `output` must be lists of the same length"),
+        ({"input": [[1]], "output": [[1]], "fn_name": "f"}, "`input` and `output` may be one case or many"),
+        ({"input": [], "output": []}, "they must be a list with at least one test, but they are '[]'"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "`inputs` and `outputs` must be lists of the same length"),
         ({"inputs": [], "outputs": []}, "they must be a list with at least one test, but they are '[]'"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "case 1 is functional, and names no function"),
@@ -124,6 +127,8 @@ READS = "print(sum(map(int, input().split())))"
         ({"inputs": [["1 2"]], "outputs": [["3"]], "fn_name": None}, READS, "print(4)"),
         ([{"input": "1 2", "output": "3", "testtype": "stdin", "fn_name": "add"}], READS, "print(4)"),
         ({"input": "1 2", "output": "3"}, READS, "print(4)"),
+        ({"input": ["1 2\n", "3 4\n"], "output": ["3\n", "7\n"]}, READS, "print(3, 7)"),
+        ({"input": [1, 2], "output": [3], "fn_name": "add"}, ADDS, "def add(a, b): return 4"),
         ({"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}, ADDS, "def add(a, b): return 3"),
         ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, METHOD, METHOD.replace("a + b", "a - b")),
         (
