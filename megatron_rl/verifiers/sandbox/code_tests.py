@@ -25,6 +25,12 @@ from megatron_rl.verifiers.truth import is_missing
 Case = str | Mapping[str, str]
 """A Python text that calls the program's functions, or the `input` and the `output` of the program."""
 
+
+class Call(str):
+    """A Python text that calls one function, whose program may use usual modules without an import (`run_tests`): the
+    graders of LeetCode and LiveCodeBench import them before the program."""
+
+
 STANDARD = ("stdin", "stdin_stdout", "standard_input")
 FUNCTIONAL = ("functional", "function_call", "call_based")
 NAMES = ("fn_name", "func_name")
@@ -131,7 +137,7 @@ def _lines(value: Any, place: str) -> str:
     return value
 
 
-def _call(name: str, given: Any, output: Any, place: str) -> str:
+def _call(name: str, given: Any, output: Any, place: str) -> Call:
     """The Python text that calls a function. A function may return a tuple where a list is expected. Where the
     arguments are no text, the expected output may be the only item of a list, as in APPS."""
     try:
@@ -145,7 +151,7 @@ def _call(name: str, given: Any, output: Any, place: str) -> str:
         raise ValueError(f"{place} calls {name}, and its input or output is no JSON: {error}") from error
     expected += [tuple(one) for one in expected if isinstance(one, list)]
     literals = (_literal(arguments, place), _literal(tuple(expected), place))
-    return CALL.format(name=name, arguments=literals[0], expected=literals[1])
+    return Call(CALL.format(name=name, arguments=literals[0], expected=literals[1]))
 
 
 def _literal(value: Any, place: str) -> str:

@@ -19,7 +19,7 @@ import os
 import sys
 from types import CodeType
 
-from megatron_rl.verifiers.sandbox.confined import compiled, module_of
+from megatron_rl.verifiers.sandbox.confined import compiled, imported, module_of
 from megatron_rl.verifiers.sandbox.messages import (
     MAX_REASON_CHARACTERS,
     Line,
@@ -65,11 +65,13 @@ class Served:
         """Every object that the tests refer to; it is kept, so that its id stays its own."""
         self._numbers: dict[int, int] = {}
 
-    def serve(self, program: str) -> None:
-        """Load the program, and answer the tests until they end."""
+    def serve(self, program: str, imports: bool) -> None:
+        """Load the program, if asked with what it uses of IMPORTED, and answer the tests until they end."""
         module = module_of("program")
         try:
-            exec(compiled(program, "program.py"), module.__dict__)
+            code = compiled(program, "program.py")
+            module.__dict__.update(imported(names_of(code)) if imports else {})
+            exec(code, module.__dict__)
         except SystemExit:  # as at the end of a script: what it has defined before can be judged
             pass
         except BaseException as error:
@@ -133,12 +135,16 @@ class Served:
             self._line.send(*self._answer(kind, rest))
 
 
-def serve_program(program: str, receive: int, send: int) -> None:
+def serve_program(program: str, receive: int, send: int, imports: bool = False) -> None:
     """Answer the tests through two pipes, whose numbers are given, until they end."""
     try:
-        Served(Line(receive, send)).serve(program)
+        Served(Line(receive, send)).serve(program, imports)
     except (EOFError, BrokenPipeError):  # the tests have ended
         pass
+
+
+def serve_solution(program: str, receive: int, send: int) -> None:
+    serve_program(program, receive, send, imports=True)
 
 
 class Callback:

@@ -32,6 +32,7 @@ from patience import deadline
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox import process as sandbox
 from megatron_rl.verifiers.sandbox.code import last_block, verify
+from megatron_rl.verifiers.sandbox.confined import IMPORTED
 from megatron_rl.verifiers.sandbox.messages import STANDARD, VIEWS, decode, encode
 from megatron_rl.verifiers.sandbox.process import Limits
 
@@ -151,6 +152,24 @@ def test_the_forms_in_which_data_sets_have_their_tests(truth, right, wrong, as_t
     assert judge(right, given) == Verdict(1.0)
     verdict = judge(wrong, given, "all")
     assert verdict.score == 0.0 and not verdict.failed
+
+
+def test_a_functional_program_may_use_what_leetcode_imports():
+    program = (
+        "def cache(f): return f\nclass Solution:\n    @cache\n"
+        "    def f(self, a: List[int]) -> Optional[int]:\n"
+        "        q = deque(a)\n        return math.gcd(*q) + gcd(*a) + bisect.bisect_left([1], 2) + sqrt(1)\n"
+        "def sqrt(x): return 5\n"
+    )
+    assert judge(program, {"inputs": [[[4, 6]]], "outputs": [10], "fn_name": "f"}) == Verdict(1.0)
+    verdict = judge("def f(a): return gcd(*a)", ["assert f([4, 6]) == 2"])
+    assert verdict.score == 0.0 and "name 'gcd' is not defined" in verdict.reason
+
+
+def test_all_that_is_imported_exists():
+    for module, names in IMPORTED.items():
+        for name in names.split():
+            assert hasattr(import_module(module), name) or name == "batched", (module, name)  # since Python 3.12
 
 
 LARGE = 7**6000
