@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 from typing import Any
 
 from megatron_rl.verifiers.sandbox.unfit_tests import fault_of_test
@@ -35,15 +37,31 @@ STANDARD = ("stdin", "stdin_stdout", "standard_input")
 FUNCTIONAL = ("functional", "function_call", "call_based")
 NAMES = ("fn_name", "func_name")
 CALL = """
+list_, tuple_, dict_, int_ = [].__class__, ().__class__, {{}}.__class__, (0).__class__
+def key_(key):
+    match key:
+        case int_():
+            return f"{{key}}"
+    return key
+def plain_(value):
+    match value:
+        case list_() | tuple_():
+            return [plain_(item) for item in value]
+        case dict_():
+            return {{key_(key): plain_(value[key]) for key in value}}
+    return value
 try:
     tested_ = Solution().{name}
 except (NameError, AttributeError):
     tested_ = {name}
-given_ = tested_(*{arguments})
-assert given_ in {expected}
+expected_ = {expected}
 """
-"""Calls the function, or the method of a class `Solution`, as the sites of these tasks have it. It uses no builtin,
-because a program that is tested by a builtin's name could replace others."""
+JUDGE = """given_ = tested_({arguments})
+assert given_ in expected_ or plain_(given_) in expected_
+"""
+"""Calls the function, or the method of a class `Solution`, as the sites of these tasks have it. A tuple is a
+list and a whole number as a key is its text, as in JSON. It uses no builtin, because a program that is tested by a
+builtin's name could replace others."""
 
 
 def cases_of(truth: Any) -> list[Case]:
@@ -138,8 +156,12 @@ def _lines(value: Any, place: str) -> str:
 
 
 def _call(name: str, given: Any, output: Any, place: str) -> Call:
-    """The Python text that calls a function. A function may return a tuple where a list is expected. Where the
-    arguments are no text, the expected output may be the only item of a list, as in APPS."""
+    """The Python text that calls a function.
+
+    Where the arguments are no text, the expected output may be the only item of a list, as in APPS, and a mapping in
+    the place of a list has the arguments by their names, or else is the only one. Keys that are whole numbers as text
+    may be numbers, because JSON has no such keys.
+    """
     try:
         if isinstance(given, str):
             arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
@@ -149,9 +171,35 @@ def _call(name: str, given: Any, output: Any, place: str) -> Call:
             expected = [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} calls {name}, and its input or output is no JSON: {error}") from error
-    expected += [tuple(one) for one in expected if isinstance(one, list)]
-    literals = (_literal(arguments, place), _literal(tuple(expected), place))
-    return Call(CALL.format(name=name, arguments=literals[0], expected=literals[1]))
+    ways = [f"*{_literal(arguments, place)}"]
+    if isinstance(given, Mapping) and given and all(isinstance(key, str) and key.isidentifier() for key in given):
+        ways.insert(0, f"**{_literal(given, place)}")
+    if (numbered := _with_numbers(arguments)) != arguments:
+        ways.append(f"*{_literal(numbered, place)}")
+    text = JUDGE.format(arguments=ways.pop())
+    for way in reversed(ways):
+        text = f"try:\n{indent(JUDGE.format(arguments=way), '    ')}except Exception:\n{indent(text, '    ')}"
+    literal = _literal(tuple(_plain(one) for one in expected), place)
+    return Call(CALL.format(name=name, expected=literal) + text)
+
+
+def _with_numbers(value: Any) -> Any:
+    """The value with numbers as the keys of each mapping whose keys are all whole numbers as text."""
+    if isinstance(value, list | tuple):
+        return [_with_numbers(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    are_numbers = all(isinstance(key, str) and re.fullmatch(r"0|-?[1-9]\d{0,17}", key, re.ASCII) for key in value)
+    return {int(key) if are_numbers else key: _with_numbers(item) for key, item in value.items()}
+
+
+def _plain(value: Any) -> Any:
+    """What `plain_` of CALL makes of the value."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key) if isinstance(key, int) else key: _plain(item) for key, item in value.items()}
+    return value
 
 
 def _literal(value: Any, place: str) -> str:

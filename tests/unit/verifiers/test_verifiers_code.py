@@ -143,6 +143,13 @@ READS = "print(sum(map(int, input().split())))"
             "def g(d): return ['a' in d]",
             "g = len",
         ),
+        ({"inputs": [{"a": 1, "b": 2}], "outputs": [-1], "fn_name": "f"}, "def f(b, a): return a - b", "def f(a): 1"),
+        ({"inputs": [{"a": 1}], "outputs": [1], "fn_name": "f"}, "def f(d): return d['a']", "def f(d): return 2"),
+        (
+            {"inputs": [[{"1": [{"2": 3}]}]], "outputs": [{"1": [[2, 3]]}], "fn_name": "f"},
+            "def f(d): return {1: [(2, d[1][0][2])]}",
+            "def f(d): return {1: {2, 3}, 2: 3}",
+        ),
         ({"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "sum"}, "def sum(x): return x[0] + x[1]", "sum = max"),
     ],
 )
