@@ -94,7 +94,7 @@ class BrokenCase(ValueError):
 def last_block(text: str) -> str | None:
     """The program in a Markdown text; None if there is none: the last fenced block that is labelled as Python, or else
     the last one whose label does not say something else. A block goes up to the end of the text if it is not closed,
-    and an empty one is none.
+    and one without a line of code is none, nor is a session with the prompts `>>>`, which shows a use of the program.
 
     As in CommonMark, a fence has three or more backticks or tildes, and one of at least as many closes it. The
     indentation of the fence is taken from the lines. In a list item it may be deep.
@@ -113,8 +113,15 @@ def last_block(text: str) -> str | None:
             label = LABEL.match(match[3])[1]  # type: ignore[index]  # it matches any text
             if label.lower() not in OTHERS:
                 blocks.append((bool(PYTHON.fullmatch(label)), block))
-    programs = [(is_python, block) for is_python, block in blocks if any(line.strip() for line in block)]
+    programs = [(is_python, block) for is_python, block in blocks if _is_program(block)]
     return "\n".join(max(reversed(programs), key=itemgetter(0))[1]) + "\n" if programs else None
+
+
+def _is_program(block: list[str]) -> bool:
+    """Whether the first line that is no comment is there, and is no input of a session."""
+    code = (line.strip() for line in block)
+    first = next((line for line in code if line and not line.startswith("#")), "")
+    return bool(first) and not first.startswith(">>>")
 
 
 def outcomes(

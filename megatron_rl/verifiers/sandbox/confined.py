@@ -4,6 +4,8 @@ cannot import this package, and little of it, because every import costs each pr
 from __future__ import annotations
 
 import builtins
+import io
+import os
 import sys
 from types import CodeType, ModuleType
 
@@ -42,8 +44,19 @@ IMPORTED = {
 """What the graders of LeetCode and LiveCodeBench import before a program: the modules, and names in them."""
 
 
+STREAMS = {f"/dev/{name}": number for number, name in enumerate(("stdin", "stdout", "stderr"))}
+
+
 def run_script(program: str) -> None:
-    """Run the program as `python program.py` would: with its standard input and output."""
+    """Run the program as `python program.py` would: with its standard input and output, also under their paths in
+    /dev, which the sandbox does not have."""
+    system_open = open
+
+    def open_stream(file: Any, *arguments: Any, **options: Any) -> Any:
+        number = STREAMS.get(os.fspath(file)) if isinstance(file, str | os.PathLike) else None
+        return system_open(file if number is None else os.dup(number), *arguments, **options)
+
+    vars(builtins)["open"] = vars(io)["open"] = open_stream
     exec(compiled(program, "program.py"), module_of("__main__").__dict__)
 
 

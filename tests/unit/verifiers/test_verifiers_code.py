@@ -73,6 +73,9 @@ def judge(program: str, cases, score="share", **limits) -> Verdict:
         ("```\nx = 1\n```\n```JSON\n{}\n```", "x = 1\n"),
         ("```c++\nint x;\n```", None),
         ("```python\n```", None),
+        ("```python\nx = 1\n```\nUse it:\n```python\n>>> f(1)\n2\n```\n```py\n# 2\n```", "x = 1\n"),
+        ('```python\n"""\n>>> f(1)\n"""\n```', '"""\n>>> f(1)\n"""\n'),
+        ("```\nx = 1\n```\n```pycon\n# A use:\n>>> f(1)\n```", "x = 1\n"),
     ],
 )
 def test_the_program_is_the_last_block_that_may_be_one(text, block):
@@ -192,6 +195,13 @@ LARGE = 7**6000
 )
 def test_a_program_may_call_exit_and_print_large_numbers(program, output):
     assert judge(program, [{"input": "", "output": output}]) == Verdict(1.0)
+
+
+def test_a_program_may_open_its_streams_by_their_paths():
+    program = "import sys\nfrom pathlib import Path\nsys.stdin = open('/dev/stdin')\na = input()\n" + (
+        "b = Path('/dev/stdin').read_text()\nprint(a, b, sep='', end='', file=open('/dev/stdout', 'w', buffering=1))"
+    )
+    assert judge(program, [{"input": "1\n", "output": "1"}]) == Verdict(1.0)
 
 
 SURROUNDS = {
