@@ -10,9 +10,11 @@ expected value from its arguments after the call (`f(x) == sorted(x)`) lets the 
 by a name that only the program defines or imports (`isclose`) asks the program, so tests should import what they need.
 If the tested function has the name of a builtin, other builtins can be replaced too.
 
-Tests cannot use `with`, `await`, or operators other than `==` on a program's own objects: such a test fails. `in` goes
-through the items of an object, and never asks its `__contains__`, which would judge itself. Third-party packages are
-not available.
+Tests use the program's own objects with all operators, with `with` and with `await`, except: a value of the test is
+compared by `==` alone, and equals none; it is an operand (`a * 2`) only of an object that the test has made by a class
+with a name like `Vector`; `in` goes through the items, and never asks `__contains__`, which would judge itself; no
+object ends an error in a `with`; what is awaited runs to its end, so that no time limit of the test cuts it. A test
+that needs more fails, and is refused where reading it shows that. Third-party packages are not available.
 """
 
 from __future__ import annotations

@@ -95,15 +95,15 @@ def cases_of(truth: Any) -> list[Case]:
 
 def _of_mapping(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The cases of a mapping: the items of its lists, or itself."""
-    for keys in (("inputs", "outputs"), ("input", "output")):
-        inputs, outputs = (truth.get(key) for key in keys)
-        if not set(keys) <= truth.keys() or keys[0] == "input" and not _are_cases(truth):
-            continue
-        if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-            raise ValueError(f"`{keys[0]}` and `{keys[1]}` must be lists of the same length")
-        others = {key: value for key, value in truth.items() if key not in keys}
-        return [{**others, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
-    return [truth]
+    many = {"inputs", "outputs"} <= truth.keys()
+    if not many and not ({"input", "output"} <= truth.keys() and _are_cases(truth)):
+        return [truth]
+    keys = ("inputs", "outputs") if many else ("input", "output")
+    inputs, outputs = truth[keys[0]], truth[keys[1]]
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError(f"`{keys[0]}` and `{keys[1]}` must be lists of the same length")
+    others = {key: value for key, value in truth.items() if key not in keys}
+    return [{**others, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
 
 
 def _are_cases(truth: Mapping[str, Any]) -> bool:

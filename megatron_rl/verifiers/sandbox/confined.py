@@ -77,8 +77,22 @@ def module_of(name: str) -> ModuleType:
 def imported(names: set[str]) -> dict[str, Any]:
     """The modules in IMPORTED, and the names in them, that a program uses. As in LiveCodeBench, a module wins over a
     function of the same name."""
-    found = {}
+    found: dict[str, Any] = {}
     for module, its in IMPORTED.items():
         used = names.intersection(its.split())
         found.update((name, getattr(__import__(module), name)) for name in used if hasattr(__import__(module), name))
     return found | {module: __import__(module) for module in names & IMPORTED.keys()}
+
+
+def names_of(code: CodeType) -> set[str]:
+    """The names of globals and attributes that a test uses, without the names that Python itself defines."""
+    inner = (item for item in code.co_consts if isinstance(item, CodeType))
+    return {name for name in code.co_names if not name.startswith("__")}.union(*map(names_of, inner))
+
+
+def sets_globals(code: CodeType) -> bool:
+    """Whether a function in the code sets a global name."""
+    from opcode import opmap
+
+    inner = (item for item in code.co_consts if isinstance(item, CodeType))
+    return opmap["STORE_GLOBAL"] in code.co_code[::2] or any(map(sets_globals, inner))

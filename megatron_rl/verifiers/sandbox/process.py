@@ -321,7 +321,7 @@ def _confined(
         numbers = [end.fileno() for end in (file, ready, *files)]
         role_module, _ = role.split(".")
         start = START.format(
-            modules=MODULES[role_module],
+            modules=MODULES[role_module].split(),
             folder=str(Path(__file__).parent),
             confinement=vars(confinement),
             role=role,
@@ -423,7 +423,7 @@ def _read(files: Sequence[io.FileIO], limits: Sequence[int], deadline: float) ->
     return list(texts.values())
 
 
-MODULES = {"confined": ("confinement", "confined"), "tested": ("confinement", "messages", "confined", "tested")}
+MODULES = {"confined": "confinement confined", "tested": "confinement messages confined operations remote tested"}
 """For the module of a role, the modules to load, in order."""
 
 START = """

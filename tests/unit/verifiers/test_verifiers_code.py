@@ -266,6 +266,16 @@ UNFIT = {
 }
 
 
+UNFIT |= {
+    "import inspect\nassert len(inspect.signature(f).parameters) == 1": (
+        "it looks at an object of the program by signature"
+    ),
+    "with f(1):\n    raise ValueError\nassert f(1)": (
+        "it raises an error that an object of the program would have to end"
+    ),
+}
+
+
 @pytest.mark.parametrize("test", UNFIT)
 def test_a_test_that_reading_shows_to_judge_nothing_is_told_without_a_program(test):
     for verdict in (judge("def f(x): return 1", [test]), verify("", test, Limits(), "share")):
@@ -283,6 +293,7 @@ FIT = [
     "def is_close(a, b): return abs(a - b) < 1e-6\nassert is_close(f(1), 2)",
     "import random\nrandom.seed(1)\nn = random.randint(1, 9)\nassert f(n) == n + 1",
     "import io, contextlib as c\nwith c.redirect_stdout(io.StringIO()):\n    a = f(1)\nassert a == 2",
+    "import inspect\ndef own(): pass\nassert not inspect.signature(own).parameters and f(1) == 2",
 ]
 
 
@@ -508,6 +519,48 @@ SEEN = {
         "for kind in Own, Exception:\n    try:\n        f()\n    except kind as e:\n"
         "        assert e.code == 3 and str(e) == 'no 3'\n    else:\n        assert False",
     ),
+    "operators": (
+        "import functools\n@functools.total_ordering\nclass Vec:\n    def __init__(self, v): self.v = v\n"
+        "    def __add__(self, o): return Vec(self.v + o.v)\n    def __mul__(self, k): return Vec(self.v * k)\n"
+        "    __rmul__ = __mul__\n    def __neg__(self): return Vec(-self.v)\n"
+        "    def __abs__(self): return abs(self.v)\n"
+        "    def __iadd__(self, o):\n        self.v += o.v\n        return self\n"
+        "    def __lt__(self, o): return self.v < o.v\n    def __eq__(self, o): return self.v == o.v\n"
+        "    def __hash__(self): return hash(self.v)\n    def __float__(self): return self.v / 2\n"
+        "    def __delitem__(self, i): self.v = i\nclass Sub(Vec): pass",
+        "a, b = Vec(1), Vec(2)\n"
+        "assert a < b and b >= a and not a > b and sorted([b, a])[0].v == 1 and max(a, b).v == 2\n"
+        "assert (a + b).v == 3 and (2 * b * 3).v == 12 and (-a).v == -1 and abs(Vec(-4)) == 4 and float(b) == 1.0\n"
+        "c = a\na += b\nassert c.v == 3 and len({a, c, Vec(3)}) == 1 and {b: 5}[Vec(2)] == 5\n"
+        "del a[7]\nassert c.v == 7 and issubclass(Sub, Vec) and not issubclass(Vec, Sub)",
+    ),
+    "with": (
+        "from contextlib import contextmanager\nlog = []\nclass Pool:\n    def __enter__(self): return self\n"
+        "    def __exit__(self, kind, error, trace): log.append(kind and (kind.__name__, str(error)))\n"
+        "@contextmanager\ndef opened(x):\n    yield x\n    log.append('closed')",
+        "with Pool() as p, opened(3) as x:\n    assert x == 3 and isinstance(p, Pool)\n"
+        "try:\n    with Pool():\n        raise ValueError('no')\nexcept ValueError:\n    pass\n"
+        "else:\n    assert False\n"
+        "assert log == ['closed', None, ('ValueError', 'no')]",
+    ),
+    "asyncio": (
+        "import asyncio\nasync def f(n):\n    await asyncio.sleep(0)\n"
+        "    if n < 0: raise KeyError(n)\n    return n + 1\n"
+        "async def g(n):\n    for i in range(n): yield i\nasync def both(tasks): return await asyncio.gather(*tasks)\n"
+        "class Pool:\n    def __init__(self): self.queue = asyncio.Queue()\n"
+        "    async def __aenter__(self): return self\n"
+        "    async def __aexit__(self, *_): await self.queue.put(5)",
+        "import asyncio\nasync def main():\n    assert [x async for x in g(3)] == [0, 1, 2]\n"
+        "    assert await asyncio.wait_for(f(1), 5) == 2\n    async with Pool() as p:\n        await p.queue.put(4)\n"
+        "    assert await p.queue.get() == 4 and await p.queue.get() == 5\n    try:\n        await f(-1)\n"
+        "    except KeyError:\n        return await asyncio.gather(f(1), f(2))\n"
+        "assert asyncio.run(main()) == [2, 3] and asyncio.run(f(5)) == 6 and asyncio.run(both([f(1), f(2)])) == [2, 3]",
+    ),
+    "variables that change": (
+        "n, seen = 0, []\ndef f():\n    global n\n    n += 1\n    seen.append(n)",
+        "def check():\n    assert n == 2\nassert n == 0\nf()\nassert n == 1 and seen == [1]\nf()\ncheck()\nn = 7\nf()\n"
+        "assert n == 7 and seen == [1, 2, 3]",
+    ),
     "no main block": ("def f(): return __name__\nif __name__ == '__main__': input()", "assert f() == 'program'"),
 }
 
@@ -713,6 +766,58 @@ ESSENTIAL_FORGERIES = [  # of each kind
 def test_no_forgery_passes(name):
     verdict = judge(FORGERIES[name], [FORGED_TEST], cpu_s=1, memory_bytes=1 << 29)
     assert verdict.score == 0.0 and not verdict.failed and verdict.reason
+
+
+SLY = """
+class Sly:
+    def __init__(self, *_): pass
+    def __getattr__(self, name): return lambda *_: True
+    def __enter__(self): return self
+    def __exit__(self, *error):
+        if error[0] and quick: raise KeyError
+        return True
+    def __lt__(self, other): return True
+    __gt__ = __le__ = __ge__ = __eq__ = __lt__
+    def __sub__(self, other): return 0.0
+    __rsub__ = __truediv__ = __mod__ = __xor__ = __isub__ = __sub__
+    def __hash__(self): return hash(5)
+    def __await__(self):
+        return self
+        yield
+quick, passed = True, 0
+async def later(x): return Sly()
+def answer(x):
+    global passed
+    passed = 1
+    return Sly()
+class Circle(Sly):
+    def area(self): return Sly()
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert abs(answer(1) - 5) < 1e-6", "assert abs(5 - answer(1)) < 1e-6", "assert answer(1) < 5"],
+        ["assert abs(Circle(1).area() - 5) < 1e-6", "assert 1 <= answer(1) <= 5", "assert 5 in {answer(1)}"],
+        ["a = answer(1)\na -= 5\nassert a == 0.0", "assert answer(1) % 5 == 0.0", "assert not answer(1) ^ 5"],
+        [
+            "with answer(1) as x:\n    assert x == 5",
+            "try:\n    with answer(1) as x:\n        assert x == 5\nexcept KeyError: 0",
+        ],
+        [
+            "import asyncio\nassert asyncio.run(later(1)) == 5",
+            "passed = 0\nif answer(1) == 5: passed += 1\nassert passed",
+        ],
+        [
+            "def check():\n    global passed\n    passed = 0\n    if answer(1) == 5: passed += 1\n"
+            "    assert passed\ncheck()"
+        ],
+    ],
+)
+def test_no_operator_of_the_program_judges_it(tests):
+    for verdict in (judge(SLY, tests), judge(SLY.replace("quick, passed = True", "quick, passed = False"), tests)):
+        assert verdict.score == 0.0 and not verdict.failed, verdict
 
 
 @pytest.mark.deep
