@@ -10,9 +10,11 @@ expected value from its arguments after the call (`f(x) == sorted(x)`) lets the 
 by a name that only the program defines or imports (`isclose`) asks the program, so tests should import what they need.
 If the tested function has the name of a builtin, other builtins can be replaced too.
 
-Tests cannot use `with`, `await`, or operators other than `==` on a program's own objects: such a test fails. `in` goes
-through the items of an object, and never asks its `__contains__`, which would judge itself. Third-party packages are
-not available.
+Tests use the program's own objects with all operators, with `with` and with `await`, except: a value of the test is
+compared by `==` alone, and equals none; it is an operand (`a * 2`) only of an object that the test has made by a class
+with a name like `Vector`; `in` goes through the items, and never asks `__contains__`, which would judge itself; no
+object ends an error in a `with`; what is awaited runs to its end, so that no time limit of the test cuts it. A test
+that needs more fails, and is refused where reading it shows that. Third-party packages are not available.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.sandbox.code_tests import Case, cases_of
+from megatron_rl.verifiers.sandbox.code_tests import Call, Case, cases_of
 from megatron_rl.verifiers.sandbox.process import Limits, SandboxError, run_script, run_tests
 from megatron_rl.verifiers.sandbox.unfit_tests import suspicion
 
@@ -94,7 +96,7 @@ class BrokenCase(ValueError):
 def last_block(text: str) -> str | None:
     """The program in a Markdown text; None if there is none: the last fenced block that is labelled as Python, or else
     the last one whose label does not say something else. A block goes up to the end of the text if it is not closed,
-    and an empty one is none.
+    and one without a line of code is none, nor is a session with the prompts `>>>`, which shows a use of the program.
 
     As in CommonMark, a fence has three or more backticks or tildes, and one of at least as many closes it. The
     indentation of the fence is taken from the lines. In a list item it may be deep.
@@ -113,8 +115,15 @@ def last_block(text: str) -> str | None:
             label = LABEL.match(match[3])[1]  # type: ignore[index]  # it matches any text
             if label.lower() not in OTHERS:
                 blocks.append((bool(PYTHON.fullmatch(label)), block))
-    programs = [(is_python, block) for is_python, block in blocks if any(line.strip() for line in block)]
+    programs = [(is_python, block) for is_python, block in blocks if _is_program(block)]
     return "\n".join(max(reversed(programs), key=itemgetter(0))[1]) + "\n" if programs else None
+
+
+def _is_program(block: list[str]) -> bool:
+    """Whether the first line that is no comment is there, and is no input of a session."""
+    code = (line.strip() for line in block)
+    first = next((line for line in code if line and not line.startswith("#")), "")
+    return bool(first) and not first.startswith(">>>")
 
 
 def outcomes(
@@ -141,7 +150,8 @@ def outcomes(
         if (rest_s := deadline - time.monotonic()) <= 0:
             yield from [too_late] * len(tests)
             return
-        run = run_tests(program, tests, replace(limits, wall_s=min(limits.wall_s, rest_s)))
+        is_call = isinstance(tests[0], Call)
+        run = run_tests(program, tests, replace(limits, wall_s=min(limits.wall_s, rest_s)), imports=is_call)
         for test, (verdict, reason) in zip(tests, run.verdicts, strict=False):
             if verdict == "raised" and (doubt := suspicion(test)):
                 raise BrokenCase(f"a test of the row cannot be run: {doubt}: {reason}")

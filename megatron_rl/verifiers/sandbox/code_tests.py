@@ -6,6 +6,7 @@
 | a list of mappings with `input` and `output`, for a program that reads and prints | Codeforces, verl |
 | the same with `testtype: functional` and `fn_name`; each line of `input`, and `output`, is JSON | LiveCodeBench |
 | a mapping with the lists `inputs` and `outputs`, and maybe `fn_name` | APPS, TACO, verl |
+| a mapping whose `input` and `output` are lists, with an item for each case | code_contests |
 | one of these as a text of JSON | all of them |
 
 Invariant (tests/unit/verifiers): what is in no such form is a fault that names it, and is never run as something else.
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from textwrap import indent
 from typing import Any
 
 from megatron_rl.verifiers.sandbox.unfit_tests import fault_of_test
@@ -24,19 +27,41 @@ from megatron_rl.verifiers.truth import is_missing
 Case = str | Mapping[str, str]
 """A Python text that calls the program's functions, or the `input` and the `output` of the program."""
 
+
+class Call(str):
+    """A Python text that calls one function, whose program may use usual modules without an import (`run_tests`): the
+    graders of LeetCode and LiveCodeBench import them before the program."""
+
+
 STANDARD = ("stdin", "stdin_stdout", "standard_input")
 FUNCTIONAL = ("functional", "function_call", "call_based")
 NAMES = ("fn_name", "func_name")
 CALL = """
+list_, tuple_, dict_, int_ = [].__class__, ().__class__, {{}}.__class__, (0).__class__
+def key_(key):
+    match key:
+        case int_():
+            return f"{{key}}"
+    return key
+def plain_(value):
+    match value:
+        case list_() | tuple_():
+            return [plain_(item) for item in value]
+        case dict_():
+            return {{key_(key): plain_(value[key]) for key in value}}
+    return value
 try:
     tested_ = Solution().{name}
 except (NameError, AttributeError):
     tested_ = {name}
-given_ = tested_(*{arguments})
-assert given_ in {expected}
+expected_ = {expected}
 """
-"""Calls the function, or the method of a class `Solution`, as the sites of these tasks have it. It uses no builtin,
-because a program that is tested by a builtin's name could replace others."""
+JUDGE = """given_ = tested_({arguments})
+assert given_ in expected_ or plain_(given_) in expected_
+"""
+"""Calls the function, or the method of a class `Solution`, as the sites of these tasks have it. A tuple is a
+list and a whole number as a key is its text, as in JSON. It uses no builtin, because a program that is tested by a
+builtin's name could replace others."""
 
 
 def cases_of(truth: Any) -> list[Case]:
@@ -59,7 +84,7 @@ def cases_of(truth: Any) -> list[Case]:
         # A text of JSON that is no form of tests, such as a number, is a Python text, which asserts nothing.
         truth = read if isinstance(read, list | Mapping) else [truth]
     if isinstance(truth, Mapping):
-        truth = _of_lists(truth) if {"inputs", "outputs"} <= truth.keys() else [truth]
+        truth = _of_mapping(truth)
     if not isinstance(truth, Sequence) or not truth:
         raise ValueError(f"they must be a list with at least one test, but they are {str(truth)[:100]!r}")
     kinds = {"text" if isinstance(case, str) else "mapping" for case in truth}
@@ -68,12 +93,37 @@ def cases_of(truth: Any) -> list[Case]:
     return [_case(case, f"case {number}") for number, case in enumerate(truth, 1)]
 
 
-def _of_lists(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    inputs, outputs = truth["inputs"], truth["outputs"]
+def _of_mapping(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The cases of a mapping: the items of its lists, or itself."""
+    many = {"inputs", "outputs"} <= truth.keys()
+    if not many and not ({"input", "output"} <= truth.keys() and _are_cases(truth)):
+        return [truth]
+    keys = ("inputs", "outputs") if many else ("input", "output")
+    inputs, outputs = truth[keys[0]], truth[keys[1]]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("`inputs` and `outputs` must be lists of the same length")
-    others = {key: value for key, value in truth.items() if key not in ("inputs", "outputs")}
+        raise ValueError(f"`{keys[0]}` and `{keys[1]}` must be lists of the same length")
+    others = {key: value for key, value in truth.items() if key not in keys}
     return [{**others, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+
+
+def _are_cases(truth: Mapping[str, Any]) -> bool:
+    """Whether the lists `input` and `output` have an item for each case. Those of a function may also be its arguments
+    and its result; lists of different lengths can be nothing else."""
+    if not (isinstance(truth["input"], list) and isinstance(truth["output"], list)):
+        return False
+    if not _function_of(truth):
+        return True
+    items = truth["input"]
+    if len(items) == len(truth["output"]) and (len(items) > 1 or items and isinstance(items[0], str | list | Mapping)):
+        raise ValueError("`input` and `output` may be one case or many; name them `inputs` and `outputs`")
+    return False
+
+
+def _function_of(case: Mapping[str, Any]) -> Any:
+    """The function that a case calls; None if it is for a program that reads and prints."""
+    metadata = case.get("metadata")
+    named = {**metadata, **case} if isinstance(metadata, Mapping) else case
+    return None if case.get("testtype") in STANDARD else next((named[key] for key in NAMES if named.get(key)), None)
 
 
 def _case(case: Any, place: str) -> Case:
@@ -84,14 +134,12 @@ def _case(case: Any, place: str) -> Case:
     if not isinstance(case, Mapping) or not {"input", "output"} <= case.keys():
         has = f"it has {', '.join(map(str, case)) or 'nothing'}" if isinstance(case, Mapping) else "it has neither"
         raise ValueError(f"{place} must be a Python text, or have `input` and `output`; {has}")
-    kind, metadata = case.get("testtype"), case.get("metadata")
-    named = {**metadata, **case} if isinstance(metadata, Mapping) else case
-    name = next((named[key] for key in NAMES if named.get(key)), None)
+    kind, name = case.get("testtype"), _function_of(case)
     if kind is not None and kind not in STANDARD + FUNCTIONAL:
         raise ValueError(f"{place} has the testtype {kind!r}, which is neither stdin nor functional")
     if kind in FUNCTIONAL and not name:
         raise ValueError(f"{place} is functional, and names no function; add `fn_name`")
-    if name and kind not in STANDARD:
+    if name:
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"{place} has the fn_name {name!r}, which is no name of Python")
         return _call(name, case["input"], case["output"], place)
@@ -107,9 +155,13 @@ def _lines(value: Any, place: str) -> str:
     return value
 
 
-def _call(name: str, given: Any, output: Any, place: str) -> str:
-    """The Python text that calls a function. A function may return a tuple where a list is expected. Where the
-    arguments are no text, the expected output may be the only item of a list, as in APPS."""
+def _call(name: str, given: Any, output: Any, place: str) -> Call:
+    """The Python text that calls a function.
+
+    Where the arguments are no text, the expected output may be the only item of a list, as in APPS, and a mapping in
+    the place of a list has the arguments by their names, or else is the only one. Keys that are whole numbers as text
+    may be numbers, because JSON has no such keys.
+    """
     try:
         if isinstance(given, str):
             arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
@@ -119,9 +171,35 @@ def _call(name: str, given: Any, output: Any, place: str) -> str:
             expected = [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} calls {name}, and its input or output is no JSON: {error}") from error
-    expected += [tuple(one) for one in expected if isinstance(one, list)]
-    literals = (_literal(arguments, place), _literal(tuple(expected), place))
-    return CALL.format(name=name, arguments=literals[0], expected=literals[1])
+    ways = [f"*{_literal(arguments, place)}"]
+    if isinstance(given, Mapping) and given and all(isinstance(key, str) and key.isidentifier() for key in given):
+        ways.insert(0, f"**{_literal(given, place)}")
+    if (numbered := _with_numbers(arguments)) != arguments:
+        ways.append(f"*{_literal(numbered, place)}")
+    text = JUDGE.format(arguments=ways.pop())
+    for way in reversed(ways):
+        text = f"try:\n{indent(JUDGE.format(arguments=way), '    ')}except Exception:\n{indent(text, '    ')}"
+    literal = _literal(tuple(_plain(one) for one in expected), place)
+    return Call(CALL.format(name=name, expected=literal) + text)
+
+
+def _with_numbers(value: Any) -> Any:
+    """The value with numbers as the keys of each mapping whose keys are all whole numbers as text."""
+    if isinstance(value, list | tuple):
+        return [_with_numbers(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    are_numbers = all(isinstance(key, str) and re.fullmatch(r"0|-?[1-9]\d{0,17}", key, re.ASCII) for key in value)
+    return {int(key) if are_numbers else key: _with_numbers(item) for key, item in value.items()}
+
+
+def _plain(value: Any) -> Any:
+    """What `plain_` of CALL makes of the value."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key) if isinstance(key, int) else key: _plain(item) for key, item in value.items()}
+    return value
 
 
 def _literal(value: Any, place: str) -> str:

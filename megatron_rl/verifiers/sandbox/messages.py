@@ -207,6 +207,23 @@ def reason_of(error: BaseException) -> str:
         return type(error).__name__
 
 
+def line_of(error: BaseException) -> int:
+    """The last line of the test through which the error went."""
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "test":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def sent_error(error: BaseException) -> list[str]:
+    """An error of the tests as JSON: the name of its nearest builtin class, and its text. What an assert says is kept
+    from the program, which could learn from it."""
+    name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return [name, "" if isinstance(error, AssertionError) else str(error)]
+
+
 class ProgramError(Exception):
     """The program raised what is no Exception, such as SystemExit."""
 
@@ -262,7 +279,7 @@ def exception_of(
         # StopIteration would end a loop of the test, with the asserts that are still to come.
         if kind is None:
             continue
-        if operation == "next" or not issubclass(kind, StopIteration | StopAsyncIteration):
+        if operation in ("next", "anext") or not issubclass(kind, StopIteration | StopAsyncIteration):
             try:
                 error: Exception = kind(*arguments)
             except TypeError:  # it needs other arguments than it keeps

@@ -195,11 +195,12 @@ def _run_script(means: Isolation, program: str, text: str, limits: Limits) -> En
         return Ended(printed, f"{reason}: {message[:300]}" if reason and message else reason)
 
 
-def run_tests(program: str, tests: Sequence[str], limits: Limits) -> TestRun:
+def run_tests(program: str, tests: Sequence[str], limits: Limits, imports: bool = False) -> TestRun:
     """Run tests one after the other on one instance of a program, until one of them ends its process.
 
     Args:
         tests: Python texts, which call the functions of the program and judge the results with `assert`.
+        imports: whether the program may use `confined.IMPORTED` without an import.
 
     Raises:
         SandboxError: the program or its tests could not be run.
@@ -209,8 +210,8 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> TestRun:
         requests, ask = stack.enter_context(_pipe())
         replies, reply = stack.enter_context(_pipe())
         report, results = stack.enter_context(_pipe())
-        text = json.dumps(list(tests))
-        runner = stack.enter_context(_confined(means, limits, "tested.serve_program", program, requests, reply))
+        role, text = f"tested.serve_{'solution' if imports else 'program'}", json.dumps(list(tests))
+        runner = stack.enter_context(_confined(means, limits, role, program, requests, reply))
         judge = stack.enter_context(_confined(means, limits, "tested.run_tests", text, replies, ask, results))
         for end in (requests, ask, replies, reply, results):
             end.close()
@@ -224,8 +225,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> TestRun:
         if verdicts and verdicts[-1][0] == "ended":
             # The program's process ends a moment after its pipes; what ended it says more than the tests can know.
             runner.ends_before(min(deadline, time.monotonic() + 1.0))
-            _, reason = verdicts.pop()
-            return TestRun(verdicts, runner.reason() or f"the program stopped answering: {reason}")
+            return TestRun(verdicts[:-1], runner.reason() or f"the program stopped answering: {verdicts[-1][1]}")
         if len(verdicts) == len(tests):
             return TestRun(verdicts)
         if not judge.ends_before(deadline):
@@ -321,7 +321,7 @@ def _confined(
         numbers = [end.fileno() for end in (file, ready, *files)]
         role_module, _ = role.split(".")
         start = START.format(
-            modules=MODULES[role_module],
+            modules=MODULES[role_module].split(),
             folder=str(Path(__file__).parent),
             confinement=vars(confinement),
             role=role,
@@ -423,7 +423,7 @@ def _read(files: Sequence[io.FileIO], limits: Sequence[int], deadline: float) ->
     return list(texts.values())
 
 
-MODULES = {"confined": ("confinement", "confined"), "tested": ("confinement", "messages", "confined", "tested")}
+MODULES = {"confined": "confinement confined", "tested": "confinement messages confined operations remote tested"}
 """For the module of a role, the modules to load, in order."""
 
 START = """

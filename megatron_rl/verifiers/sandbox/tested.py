@@ -17,9 +17,9 @@ import builtins
 import json
 import os
 import sys
-from types import CodeType
+from types import CodeType, CoroutineType
 
-from megatron_rl.verifiers.sandbox.confined import compiled, module_of
+from megatron_rl.verifiers.sandbox.confined import compiled, imported, module_of, names_of, sets_globals
 from megatron_rl.verifiers.sandbox.messages import (
     MAX_REASON_CHARACTERS,
     Line,
@@ -28,13 +28,17 @@ from megatron_rl.verifiers.sandbox.messages import (
     encode,
     exception_class,
     exception_of,
+    line_of,
     reason_of,
+    sent_error,
     sent_exception,
 )
+from megatron_rl.verifiers.sandbox.operations import OPERATIONS, error_of
+from megatron_rl.verifiers.sandbox.remote import Names, Remote, replace
 
 TYPE_CHECKING = False  # the module typing needs 5 ms for its import
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any
 
 # --- the program's side ---
@@ -43,33 +47,19 @@ if TYPE_CHECKING:
 class Served:
     """Runs the program's functions for the tests. It trusts nothing of its own process, and nobody trusts it."""
 
-    OPERATIONS: dict[str, Callable[..., Any]] = {
-        "call": lambda function, arguments, options: function(*arguments, **options),
-        "getattr": getattr,
-        "setattr": setattr,
-        "getitem": lambda container, key: container[key],
-        "setitem": lambda container, key, value: container.__setitem__(key, value),
-        "iter": iter,
-        "next": next,
-        "len": len,
-        "bool": bool,
-        "str": str,
-        "repr": repr,
-        "eq": lambda one, other: bool(one == other),
-        "isinstance": isinstance,
-    }
-
     def __init__(self, line: Line) -> None:
         self._line = line
         self._objects: list[Any] = []
         """Every object that the tests refer to; it is kept, so that its id stays its own."""
         self._numbers: dict[int, int] = {}
 
-    def serve(self, program: str) -> None:
-        """Load the program, and answer the tests until they end."""
+    def serve(self, program: str, imports: bool) -> None:
+        """Load the program, if asked with what it uses of IMPORTED, and answer the tests until they end."""
         module = module_of("program")
         try:
-            exec(compiled(program, "program.py"), module.__dict__)
+            code = compiled(program, "program.py")
+            module.__dict__.update(imported(names_of(code)) if imports else {})
+            exec(code, module.__dict__)
         except SystemExit:  # as at the end of a script: what it has defined before can be judged
             pass
         except BaseException as error:
@@ -87,7 +77,7 @@ class Served:
     def _answer(self, operation: str, data: list[Any]) -> list[Any]:
         try:
             arguments = [self._decode(item) for item in data]
-            result = self._encode(self.OPERATIONS[operation](*arguments))
+            result = self._encode(OPERATIONS[operation](*arguments))
             # A function may change its arguments: the tests then expect to see that.
             after = [self._encode(item) for item in arguments[1]] if operation == "call" else []
             changed = [[i, new] for i, new in enumerate(after) if new != data[1][1 + i]]
@@ -112,7 +102,7 @@ class Served:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
-        return ["object", number]
+        return ["coroutine" if type(value) is CoroutineType else "object", number]
 
     def _decode(self, data: Any) -> Any:
         return decode(data, self._resolve)
@@ -129,16 +119,20 @@ class Served:
             if kind == "returned":
                 return self._decode(rest[0])
             if kind == "callback raised":
-                raise getattr(builtins, rest[0])(rest[1])
+                raise error_of(rest)[1]
             self._line.send(*self._answer(kind, rest))
 
 
-def serve_program(program: str, receive: int, send: int) -> None:
+def serve_program(program: str, receive: int, send: int, imports: bool = False) -> None:
     """Answer the tests through two pipes, whose numbers are given, until they end."""
     try:
-        Served(Line(receive, send)).serve(program)
+        Served(Line(receive, send)).serve(program, imports)
     except (EOFError, BrokenPipeError):  # the tests have ended
         pass
+
+
+def serve_solution(program: str, receive: int, send: int) -> None:
+    serve_program(program, receive, send, imports=True)
 
 
 class Callback:
@@ -168,6 +162,9 @@ class TestedProgram:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._callbacks: list[Callable[..., Any]] = []
+        self._coroutines: dict[int, tuple[Any, int]] = {}
+        """For the id of each coroutine that stands for one of the program: itself, so that the id stays its own, and
+        the program's number."""
         self._exceptions: dict[str, type[Exception]] = {}
         """A class for each of the program's exceptions that a test names, so that the test can catch it."""
         self._names: set[str] = set()
@@ -185,24 +182,32 @@ class TestedProgram:
                 return f"the program could not be loaded: {reason[:MAX_REASON_CHARACTERS]}"
         raise self._ended("it sent no answer")
 
-    def globals_for(self, names: set[str]) -> dict[str, Any]:
+    def globals_for(self, code: CodeType) -> dict[str, Any]:
         """The names that a test uses and the program defines.
 
         A builtin and a module of the standard library are the tests' own. Otherwise a program could define an `abs`
         that always returns 0. Only if the program defines none of the other names, its `sum` must be what is tested.
         """
-        self._names = names
+        self._names = names_of(code)
+        found = self.data_of(self._names)
+        own = {name for name in found if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
+        if not own:
+            return {name: self.decode(data) for name, data in found.items()}
+        modules = {name: __import__(name) for name in found if name in sys.stdlib_module_names}
+        values = Names(self, {name: found[name] for name in own})
+        for name, value in values.items():
+            if type(value) is Remote and name[0].isupper() and not name.isupper():
+                object.__setattr__(value, "_remote_kind", "class")
+        values.update(modules)
+        return dict(values) if sets_globals(code) else values
+
+    def data_of(self, names: set[str]) -> dict[str, Any]:
+        """What the program says of its names."""
         self._send("names", sorted(names))
         match self._receive():
             case ["names", dict(answer)]:
-                found = {name: data for name, data in answer.items() if name in names}
-            case _:
-                raise self._ended("it sent no answer")
-        own = {name for name in found if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
-        if not own:
-            return {name: self._decode(data) for name, data in found.items()}
-        modules = {name: __import__(name) for name in found if name in sys.stdlib_module_names}
-        return modules | {name: self._decode(found[name]) for name in own}
+                return {name: data for name, data in answer.items() if name in names}
+        raise self._ended("it sent no answer")
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         """The result of an operation on the program's objects. Raises what the program raised."""
@@ -211,28 +216,30 @@ class TestedProgram:
         while True:
             match self._receive():
                 case ["result", data, [*changes]]:
-                    result = self._decode(data)
+                    result = self.decode(data)
                     for change in changes:
                         match change:
                             case [int(index), new] if 0 <= index < len(arguments[1]):
-                                replace(arguments[1][index], self._decode(new))
+                                replace(arguments[1][index], self.decode(new))
                     return result
                 case ["raised", [*classes], [*parts], dict(attributes), str(reason)]:
-                    given = [self._decode(part) for part in parts]
-                    found = {name: self._decode(part) for name, part in attributes.items()}
+                    given = [self.decode(part) for part in parts]
+                    found = {name: self.decode(part) for name, part in attributes.items()}
                     kinds = [self._exception(kind) for kind in classes]
                     raise exception_of(operation, kinds, given, found, reason)
                 case ["callback", int(number), data] if 0 <= number < len(self._callbacks):
-                    self._call_back(self._callbacks[number], self._decode(data))
+                    self._call_back(self._callbacks[number], self.decode(data))
                 case _:
                     raise self._ended("it sent no answer")
+
+    async def _await(self, coroutine: Remote) -> Any:
+        return self.ask("await", coroutine)
 
     def _call_back(self, function: Callable[..., Any], arguments: Any) -> None:
         try:
             self._send("returned", self._encode(function(*arguments)))
         except Exception as error:
-            known = getattr(builtins, type(error).__name__, None) is type(error)
-            self._send("callback raised", type(error).__name__ if known else "RuntimeError", str(error))
+            self._send("callback raised", *sent_error(error))
 
     def _exception(self, kind: Any) -> Any:
         match kind:
@@ -268,13 +275,15 @@ class TestedProgram:
     def _refer(self, value: Any, does: str = "gives the program") -> list[Any]:
         if type(value) is Remote:
             return ["object", object.__getattribute__(value, "_number")]
+        if id(value) in self._coroutines:
+            return ["object", self._coroutines[id(value)][1]]
         if callable(value):
             self._callbacks.append(value)
             return ["callback", len(self._callbacks) - 1]
         self.fault = CannotCarry(f"the test {does} an object of type {type(value).__name__}")
         raise self.fault
 
-    def _decode(self, data: Any) -> Any:
+    def decode(self, data: Any) -> Any:
         try:
             return decode(data, self._resolve)
         except Exception as error:
@@ -286,6 +295,10 @@ class TestedProgram:
                 return self._callbacks[number]
             case ["object", int(number)]:
                 return Remote(self, number)
+            case ["coroutine", int(number)]:
+                coroutine = self._await(Remote(self, number))
+                self._coroutines[id(coroutine)] = coroutine, number
+                return coroutine
             case ["exception", str(module), str(name), str(nearest)] if issubclass(
                 getattr(builtins, nearest), Exception
             ):
@@ -293,76 +306,6 @@ class TestedProgram:
                 own = known or type(name, (getattr(builtins, nearest),), {})
                 return self._exceptions.setdefault(name, own)
         raise ValueError(f"no value is of the kind {reference[0]!r}")
-
-
-class Remote:
-    """An object in the program's process: a function, a class, or an object of a type that does not travel."""
-
-    __slots__ = ("_number", "_program")
-    _number: int
-    _program: TestedProgram
-
-    def __init__(self, program: TestedProgram, number: int) -> None:
-        object.__setattr__(self, "_program", program)
-        object.__setattr__(self, "_number", number)
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._program.ask("call", self, list(arguments), options)
-
-    def __getattr__(self, name: str) -> Any:
-        return self._program.ask("getattr", self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._program.ask("setattr", self, name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._program.ask("getitem", self, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._program.ask("setitem", self, key, value)
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = self._program.ask("iter", self)
-        while True:
-            try:
-                yield self._program.ask("next", iterator)
-            except StopIteration:
-                return
-
-    def __next__(self) -> Any:
-        return self._program.ask("next", self)
-
-    def __len__(self) -> int:
-        return int(self._program.ask("len", self))
-
-    def __bool__(self) -> bool:
-        return self._program.ask("bool", self) is True
-
-    def __str__(self) -> str:
-        return str(self._program.ask("str", self))
-
-    def __repr__(self) -> str:
-        return str(self._program.ask("repr", self))
-
-    def __eq__(self, other: object) -> bool:
-        """Two of the program's own objects are compared by the program; nothing else equals one. An object that does
-        not travel could never equal the program's result."""
-        if type(other) is not Remote and not callable(other):
-            self._program.require_that_it_travels(other)
-        return type(other) is Remote and self._program.ask("eq", self, other) is True
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def __instancecheck__(self, value: Any) -> bool:
-        return type(value) is Remote and self._program.ask("isinstance", value, self) is True
-
-
-def replace(old: Any, new: Any) -> None:
-    """Give a container of the tests the contents that it has in the program."""
-    if type(old) is type(new) and hasattr(old, "clear"):
-        old.clear()
-        (old.update if hasattr(old, "update") else old.extend)(new)
 
 
 def run_tests(tests: str, receive: int, send: int, results: int) -> None:
@@ -400,7 +343,9 @@ def run_tests(tests: str, receive: int, send: int, results: int) -> None:
 def run_test(program: TestedProgram, code: CodeType) -> tuple[str, str]:
     failure, before = "", program.num_requests
     try:
-        exec(code, {"__name__": "__main__", **program.globals_for(names_of(code))})
+        found = program.globals_for(code)
+        found["__name__"] = "__main__"
+        exec(code, found)
     except BaseException as error:
         failure = f"line {line_of(error)} of the test: {reason_of(error)}"
     if isinstance(program.fault, CannotCarry):
@@ -436,19 +381,3 @@ def calls_the_program(code: CodeType) -> bool:
     except BaseException:  # as in the test itself
         pass
     return bool(uses)
-
-
-def line_of(error: BaseException) -> int:
-    """The last line of the test through which the error went."""
-    trace, line = error.__traceback__, 0
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "test":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def names_of(code: CodeType) -> set[str]:
-    """The names of globals and attributes that a test uses, without the names that Python itself defines."""
-    inner = (item for item in code.co_consts if isinstance(item, CodeType))
-    return {name for name in code.co_names if not name.startswith("__")}.union(*map(names_of, inner))

@@ -43,6 +43,11 @@ CAPTURES = frozenset(
 )
 """Names of a failed test that captures what the program prints, feeds it, or changes its surroundings. Its row says
 so; the test can be written as an `input` and an `output`."""
+INSPECTS = frozenset(
+    "signature getfullargspec getsource getsourcelines getmembers isclass isfunction ismethod isgeneratorfunction"
+    " iscoroutinefunction isasyncgenfunction".split()
+)
+"""Functions of the module `inspect` that see what stands for an object of the program, and not the object."""
 ELSEWHERE = "but the program runs in another process"
 
 
@@ -58,7 +63,8 @@ def fault_of_test(text: str) -> str | None:
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{text.strip()[:80]!r} is no Python: {reason_of(error)}"
-    return _fault_of_imports(tree) or _fault_of_names(tree) or _fault_of_asserts(tree) or _fault_of_setting(tree)
+    rules = _fault_of_imports, _fault_of_names, _fault_of_asserts, _fault_of_setting, _fault_of_objects
+    return next((fault for rule in rules if (fault := rule(tree))), None)
 
 
 @lru_cache(maxsize=256)
@@ -177,6 +183,34 @@ def _fault_of_setting(tree: ast.Module) -> str | None:
             if path.rpartition(".")[2] == "patch" and fed:
                 return f"it replaces {replaced}, {ELSEWHERE}; write an `input` and an `output`"
     return None
+
+
+def _fault_of_objects(tree: ast.Module) -> str | None:
+    """What a test cannot do with an object of the program: look into it, and have it end an error."""
+    bound = _bound(tree)
+
+    def is_own(node: ast.expr) -> bool:
+        while isinstance(node, ast.Call | ast.Attribute):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        return isinstance(node, ast.Name) and node.id not in bound and not hasattr(builtins, node.id)
+
+    for node in _all(tree, ast.Call):
+        name = _path(node.func).rpartition(".")[2]
+        if name in INSPECTS and node.args and is_own(node.args[0]):
+            return f"it looks at an object of the program by {name}, {ELSEWHERE}; judge what it returns"
+    for block in _unguarded(tree):
+        if isinstance(block, ast.With | ast.AsyncWith) and any(is_own(item.context_expr) for item in block.items):
+            if any(isinstance(node, ast.Raise) for node in _unguarded(block)):
+                return "it raises an error that an object of the program would have to end, which none can do in a test"
+    return None
+
+
+def _unguarded(node: ast.AST) -> Iterator[ast.AST]:
+    """What stands under no `try`."""
+    for inner in ast.iter_child_nodes(node):
+        yield inner
+        if not isinstance(inner, ast.Try | ast.expr):
+            yield from _unguarded(inner)
 
 
 def _path(node: ast.expr) -> str:

@@ -32,6 +32,7 @@ from patience import deadline
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox import process as sandbox
 from megatron_rl.verifiers.sandbox.code import last_block, verify
+from megatron_rl.verifiers.sandbox.confined import IMPORTED
 from megatron_rl.verifiers.sandbox.messages import STANDARD, VIEWS, decode, encode
 from megatron_rl.verifiers.sandbox.process import Limits
 
@@ -72,6 +73,9 @@ def judge(program: str, cases, score="share", **limits) -> Verdict:
         ("```\nx = 1\n```\n```JSON\n{}\n```", "x = 1\n"),
         ("```c++\nint x;\n```", None),
         ("```python\n```", None),
+        ("```python\nx = 1\n```\nUse it:\n```python\n>>> f(1)\n2\n```\n```py\n# 2\n```", "x = 1\n"),
+        ('```python\n"""\n>>> f(1)\n"""\n```', '"""\n>>> f(1)\n"""\n'),
+        ("```\nx = 1\n```\n```pycon\n# A use:\n>>> f(1)\n```", "x = 1\n"),
     ],
 )
 def test_the_program_is_the_last_block_that_may_be_one(text, block):
@@ -97,6 +101,9 @@ def test_an_answer_without_a_block_scores_0():
         ([{"input": 1, "output": "2"}], "the input of case 1 must be a text, or a list of its lines, but it is '1'"),
         ([7], "case 1 must be a Python text, or have `input` and `output`; it has neither"),
         ('{"tests": ["assert f()"]}', "case 1 must be a Python text, or have `input` and `output`; it has tests"),
+        ({"input": ["1", "2"], "output": ["1"]}, "`input` and `output` must be lists of the same length"),
+        ({"input": [[1]], "output": [[1]], "fn_name": "f"}, "`input` and `output` may be one case or many"),
+        ({"input": [], "output": []}, "they must be a list with at least one test, but they are '[]'"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "`inputs` and `outputs` must be lists of the same length"),
         ({"inputs": [], "outputs": []}, "they must be a list with at least one test, but they are '[]'"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "case 1 is functional, and names no function"),
@@ -124,6 +131,8 @@ READS = "print(sum(map(int, input().split())))"
         ({"inputs": [["1 2"]], "outputs": [["3"]], "fn_name": None}, READS, "print(4)"),
         ([{"input": "1 2", "output": "3", "testtype": "stdin", "fn_name": "add"}], READS, "print(4)"),
         ({"input": "1 2", "output": "3"}, READS, "print(4)"),
+        ({"input": ["1 2\n", "3 4\n"], "output": ["3\n", "7\n"]}, READS, "print(3, 7)"),
+        ({"input": [1, 2], "output": [3], "fn_name": "add"}, ADDS, "def add(a, b): return 4"),
         ({"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}, ADDS, "def add(a, b): return 3"),
         ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, METHOD, METHOD.replace("a + b", "a - b")),
         (
@@ -137,6 +146,13 @@ READS = "print(sum(map(int, input().split())))"
             "def g(d): return ['a' in d]",
             "g = len",
         ),
+        ({"inputs": [{"a": 1, "b": 2}], "outputs": [-1], "fn_name": "f"}, "def f(b, a): return a - b", "def f(a): 1"),
+        ({"inputs": [{"a": 1}], "outputs": [1], "fn_name": "f"}, "def f(d): return d['a']", "def f(d): return 2"),
+        (
+            {"inputs": [[{"1": [{"2": 3}]}]], "outputs": [{"1": [[2, 3]]}], "fn_name": "f"},
+            "def f(d): return {1: [(2, d[1][0][2])]}",
+            "def f(d): return {1: {2, 3}, 2: 3}",
+        ),
         ({"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "sum"}, "def sum(x): return x[0] + x[1]", "sum = max"),
     ],
 )
@@ -146,6 +162,24 @@ def test_the_forms_in_which_data_sets_have_their_tests(truth, right, wrong, as_t
     assert judge(right, given) == Verdict(1.0)
     verdict = judge(wrong, given, "all")
     assert verdict.score == 0.0 and not verdict.failed
+
+
+def test_a_functional_program_may_use_what_leetcode_imports():
+    program = (
+        "def cache(f): return f\nclass Solution:\n    @cache\n"
+        "    def f(self, a: List[int]) -> Optional[int]:\n"
+        "        q = deque(a)\n        return math.gcd(*q) + gcd(*a) + bisect.bisect_left([1], 2) + sqrt(1)\n"
+        "def sqrt(x): return 5\n"
+    )
+    assert judge(program, {"inputs": [[[4, 6]]], "outputs": [10], "fn_name": "f"}) == Verdict(1.0)
+    verdict = judge("def f(a): return gcd(*a)", ["assert f([4, 6]) == 2"])
+    assert verdict.score == 0.0 and "name 'gcd' is not defined" in verdict.reason
+
+
+def test_all_that_is_imported_exists():
+    for module, names in IMPORTED.items():
+        for name in names.split():
+            assert hasattr(import_module(module), name) or name == "batched", (module, name)  # since Python 3.12
 
 
 LARGE = 7**6000
@@ -161,6 +195,13 @@ LARGE = 7**6000
 )
 def test_a_program_may_call_exit_and_print_large_numbers(program, output):
     assert judge(program, [{"input": "", "output": output}]) == Verdict(1.0)
+
+
+def test_a_program_may_open_its_streams_by_their_paths():
+    program = "import sys\nfrom pathlib import Path\nsys.stdin = open('/dev/stdin')\na = input()\n" + (
+        "b = Path('/dev/stdin').read_text()\nprint(a, b, sep='', end='', file=open('/dev/stdout', 'w', buffering=1))"
+    )
+    assert judge(program, [{"input": "1\n", "output": "1"}]) == Verdict(1.0)
 
 
 SURROUNDS = {
@@ -225,6 +266,16 @@ UNFIT = {
 }
 
 
+UNFIT |= {
+    "import inspect\nassert len(inspect.signature(f).parameters) == 1": (
+        "it looks at an object of the program by signature"
+    ),
+    "with f(1):\n    raise ValueError\nassert f(1)": (
+        "it raises an error that an object of the program would have to end"
+    ),
+}
+
+
 @pytest.mark.parametrize("test", UNFIT)
 def test_a_test_that_reading_shows_to_judge_nothing_is_told_without_a_program(test):
     for verdict in (judge("def f(x): return 1", [test]), verify("", test, Limits(), "share")):
@@ -242,6 +293,7 @@ FIT = [
     "def is_close(a, b): return abs(a - b) < 1e-6\nassert is_close(f(1), 2)",
     "import random\nrandom.seed(1)\nn = random.randint(1, 9)\nassert f(n) == n + 1",
     "import io, contextlib as c\nwith c.redirect_stdout(io.StringIO()):\n    a = f(1)\nassert a == 2",
+    "import inspect\ndef own(): pass\nassert not inspect.signature(own).parameters and f(1) == 2",
 ]
 
 
@@ -467,6 +519,48 @@ SEEN = {
         "for kind in Own, Exception:\n    try:\n        f()\n    except kind as e:\n"
         "        assert e.code == 3 and str(e) == 'no 3'\n    else:\n        assert False",
     ),
+    "operators": (
+        "import functools\n@functools.total_ordering\nclass Vec:\n    def __init__(self, v): self.v = v\n"
+        "    def __add__(self, o): return Vec(self.v + o.v)\n    def __mul__(self, k): return Vec(self.v * k)\n"
+        "    __rmul__ = __mul__\n    def __neg__(self): return Vec(-self.v)\n"
+        "    def __abs__(self): return abs(self.v)\n"
+        "    def __iadd__(self, o):\n        self.v += o.v\n        return self\n"
+        "    def __lt__(self, o): return self.v < o.v\n    def __eq__(self, o): return self.v == o.v\n"
+        "    def __hash__(self): return hash(self.v)\n    def __float__(self): return self.v / 2\n"
+        "    def __delitem__(self, i): self.v = i\nclass Sub(Vec): pass",
+        "a, b = Vec(1), Vec(2)\n"
+        "assert a < b and b >= a and not a > b and sorted([b, a])[0].v == 1 and max(a, b).v == 2\n"
+        "assert (a + b).v == 3 and (2 * b * 3).v == 12 and (-a).v == -1 and abs(Vec(-4)) == 4 and float(b) == 1.0\n"
+        "c = a\na += b\nassert c.v == 3 and len({a, c, Vec(3)}) == 1 and {b: 5}[Vec(2)] == 5\n"
+        "del a[7]\nassert c.v == 7 and issubclass(Sub, Vec) and not issubclass(Vec, Sub)",
+    ),
+    "with": (
+        "from contextlib import contextmanager\nlog = []\nclass Pool:\n    def __enter__(self): return self\n"
+        "    def __exit__(self, kind, error, trace): log.append(kind and (kind.__name__, str(error)))\n"
+        "@contextmanager\ndef opened(x):\n    yield x\n    log.append('closed')",
+        "with Pool() as p, opened(3) as x:\n    assert x == 3 and isinstance(p, Pool)\n"
+        "try:\n    with Pool():\n        raise ValueError('no')\nexcept ValueError:\n    pass\n"
+        "else:\n    assert False\n"
+        "assert log == ['closed', None, ('ValueError', 'no')]",
+    ),
+    "asyncio": (
+        "import asyncio\nasync def f(n):\n    await asyncio.sleep(0)\n"
+        "    if n < 0: raise KeyError(n)\n    return n + 1\n"
+        "async def g(n):\n    for i in range(n): yield i\nasync def both(tasks): return await asyncio.gather(*tasks)\n"
+        "class Pool:\n    def __init__(self): self.queue = asyncio.Queue()\n"
+        "    async def __aenter__(self): return self\n"
+        "    async def __aexit__(self, *_): await self.queue.put(5)",
+        "import asyncio\nasync def main():\n    assert [x async for x in g(3)] == [0, 1, 2]\n"
+        "    assert await asyncio.wait_for(f(1), 5) == 2\n    async with Pool() as p:\n        await p.queue.put(4)\n"
+        "    assert await p.queue.get() == 4 and await p.queue.get() == 5\n    try:\n        await f(-1)\n"
+        "    except KeyError:\n        return await asyncio.gather(f(1), f(2))\n"
+        "assert asyncio.run(main()) == [2, 3] and asyncio.run(f(5)) == 6 and asyncio.run(both([f(1), f(2)])) == [2, 3]",
+    ),
+    "variables that change": (
+        "n, seen = 0, []\ndef f():\n    global n\n    n += 1\n    seen.append(n)",
+        "def check():\n    assert n == 2\nassert n == 0\nf()\nassert n == 1 and seen == [1]\nf()\ncheck()\nn = 7\nf()\n"
+        "assert n == 7 and seen == [1, 2, 3]",
+    ),
     "no main block": ("def f(): return __name__\nif __name__ == '__main__': input()", "assert f() == 'program'"),
 }
 
@@ -672,6 +766,58 @@ ESSENTIAL_FORGERIES = [  # of each kind
 def test_no_forgery_passes(name):
     verdict = judge(FORGERIES[name], [FORGED_TEST], cpu_s=1, memory_bytes=1 << 29)
     assert verdict.score == 0.0 and not verdict.failed and verdict.reason
+
+
+SLY = """
+class Sly:
+    def __init__(self, *_): pass
+    def __getattr__(self, name): return lambda *_: True
+    def __enter__(self): return self
+    def __exit__(self, *error):
+        if error[0] and quick: raise KeyError
+        return True
+    def __lt__(self, other): return True
+    __gt__ = __le__ = __ge__ = __eq__ = __lt__
+    def __sub__(self, other): return 0.0
+    __rsub__ = __truediv__ = __mod__ = __xor__ = __isub__ = __sub__
+    def __hash__(self): return hash(5)
+    def __await__(self):
+        return self
+        yield
+quick, passed = True, 0
+async def later(x): return Sly()
+def answer(x):
+    global passed
+    passed = 1
+    return Sly()
+class Circle(Sly):
+    def area(self): return Sly()
+"""
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert abs(answer(1) - 5) < 1e-6", "assert abs(5 - answer(1)) < 1e-6", "assert answer(1) < 5"],
+        ["assert abs(Circle(1).area() - 5) < 1e-6", "assert 1 <= answer(1) <= 5", "assert 5 in {answer(1)}"],
+        ["a = answer(1)\na -= 5\nassert a == 0.0", "assert answer(1) % 5 == 0.0", "assert not answer(1) ^ 5"],
+        [
+            "with answer(1) as x:\n    assert x == 5",
+            "try:\n    with answer(1) as x:\n        assert x == 5\nexcept KeyError: 0",
+        ],
+        [
+            "import asyncio\nassert asyncio.run(later(1)) == 5",
+            "passed = 0\nif answer(1) == 5: passed += 1\nassert passed",
+        ],
+        [
+            "def check():\n    global passed\n    passed = 0\n    if answer(1) == 5: passed += 1\n"
+            "    assert passed\ncheck()"
+        ],
+    ],
+)
+def test_no_operator_of_the_program_judges_it(tests):
+    for verdict in (judge(SLY, tests), judge(SLY.replace("quick, passed = True", "quick, passed = False"), tests)):
+        assert verdict.score == 0.0 and not verdict.failed, verdict
 
 
 @pytest.mark.deep
