@@ -33,8 +33,8 @@ _ORDINAL = r"(?:st|nd|rd|th)(?![A-Za-z])"
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Words that multiply the number before them by a power of ten."""
 NOT_A_UNIT = (
-    "dozen half halves third quarter fourth fifth and or to plus minus times over mod choose squared cubed factorial "
-    "pair couple gross lakh crore bn mn mio"
+    "dozen half halves third quarter fourth fifth sixth seventh eighth ninth tenth hundredth and or to plus minus "
+    "times over mod choose squared cubed factorial pair couple gross lakh crore bn mn mio"
 ).split() + list(SCALES)
 """Words that follow a number and make it another one."""
 

@@ -253,6 +253,90 @@ BOXED = {
         (r"13\phantom{0}", "13", 1),
         ("5 lakh", "5", 0),
     ],
+    "words after a number": [
+        *(
+            (f"{number}\\text{{{words}}}", number, 0)
+            for number, texts in {
+                "5": (
+                    " dozen",
+                    " Dozen",
+                    " and a half",
+                    " half",
+                    " squared",
+                    " factorial",
+                    " plus 3",
+                    " or more",
+                    " to 6",
+                    " pairs",
+                    " couples",
+                    " times 2",
+                    " choose 2",
+                    " apples, 3 pears",
+                    " tenths",
+                ),
+                r"\pi": (" over 2", " squared"),
+                r"\frac32": (" million", " lakh"),
+                "n": (" factorial", " choose 2", " squared"),
+            }.items()
+            for words in texts
+        ),
+        *(
+            (rf"\frac12\text{{{unit}}}", "1/2", 1)
+            for unit in (" cm", " cm2", " m s^-1", " oranges", " toads", " (about 0.5)", " cups of flour")
+        ),
+        (r"5\text{ dozen}", r"5 \text{dozen}", 1),
+        (r"3 \text{ or } 4", "3, 4", 1),
+        (r"3 \text{ or 4}", "3", 0),
+    ],
+    "primes": [
+        *(
+            (primed, plain, 0)
+            for primed, plain in (
+                ("f'(x)", "f(x)"),
+                ("f''(x)", "f'(x)"),
+                ("A'", "A"),
+                ("x_1'", "x_1"),
+                ("x'_1", "x_1"),
+                ("y'=2x", "y=2x"),
+                ("y''+y=0", "y+y=0"),
+                (r"\alpha'", r"\alpha"),
+                (r"\overline{A}'", r"\overline{A}"),
+                ("(x+1)'", "x+1"),
+                ("g'(1)", "g(1)"),
+            )
+        ),
+        ("y' = 2 x", "y'=2x", 1),
+        ("y''+ y = 0", r"y + y^{\prime\prime} = 0", 1),
+        ("f'(x) = x + x", r"f^{\prime}(x) = 2x", 1),
+        ("f'(x) = 2x", "2x", 1),
+        ("A'B'", "B'A'", 1),
+        ("x'_1", "x_1'", 1),
+        ("5'", "5", 1),
+        ("'x+1'", "1+x", 1),
+    ],
+    "notations of olympiads": [
+        (r"{5 \choose 2}", "10", 1),
+        (r"5 \choose 2", "10", 1),
+        (r"2{n+1 \choose k}", r"2\binom{n+1}{k}", 1),
+        (r"{5 \choose 2}", "5", 0),
+        (r"0.\dot{3}", "1/3", 1),
+        (r"0.\dot3", "1/3", 1),
+        (r"0.1\dot{6}", "1/6", 1),
+        (r"0.\dot{1}4285\dot{7}", "1/7", 1),
+        ("0.(3)", "1/3", 1),
+        ("0.1(6)", "1/6", 1),
+        ("0.(3)", "3", 0),
+        (r"0.\dot{3}", "0.3", 0),
+        ("5!!", "15", 1),
+        (r"\frac{6!!}{2}", "24", 1),
+        ("5!!", "120", 0),
+        (r"\sqrt[3]{-8}", "-2", 1),
+        ("-2", r"\sqrt[3]{-8}", 1),
+        (r"\sqrt[3]{-\frac{1}{8}}", "-1/2", 1),
+        (r"x\sqrt[3]{-8}", "-2x", 1),
+        (r"\sqrt[3]{-x}", r"-\sqrt[3]{x}", 1),
+        (r"\sqrt[3]{-8}", "2", 0),
+    ],
     "sets by their names": [
         ("A∩B", r"A \cap B", 1),
         (r"B \cap A", r"A \cap B", 1),
