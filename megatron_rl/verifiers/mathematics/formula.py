@@ -41,7 +41,9 @@ class Unreadable(ValueError):
 
 def clean(text: str) -> str:
     """Without what only changes how a formula looks, and in the characters that the parser knows."""
-    text = _NAMED_SPACING.sub(lambda name: _SPACES.get(name[1], r"\ "), in_latex(text.strip()))
+    text = _CIRCLED_ALONE.sub(
+        r"\1", _NAMED_SPACING.sub(lambda name: _SPACES.get(name[1], r"\ "), in_latex(text.strip()))
+    )
     text = _THOUSANDS.sub("", _TIMES_TEN.sub(r"\\times ", text))
     text = _LOOK.sub("", _PYTHON_POWER.sub("^", text)).replace("**", "")  # the other ** are bold type
     text = _SPACING.sub(" ", _FIRST_TEXT.sub("", text)).strip('"` ').rstrip(".").strip()
@@ -52,6 +54,7 @@ def clean(text: str) -> str:
     return text
 
 
+_CIRCLED_ALONE = re.compile(r"^\$?\\textcircled\{([0-9]+)\}\.?\$?$")
 _PYTHON_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
 _TIMES_TEN = re.compile(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)")
 _SPACES = {"thinspace": r"\,", "negthinspace": r"\!"}
