@@ -5,8 +5,9 @@ Texts that differ in type, case and white space alone are equivalent. Otherwise 
 1. A plain number (72, 1,234.50, $5, 12.5%, 3 \times 10^4, 72 clips) is compared exactly with another plain number,
    without sympy: see `same_number`.
 2. A ground truth that is no mathematics (Monday, \text{yes}) is equivalent to no other text.
-3. A time of day (2:30 p.m.), a number with its base (101_2), the letter of a choice, or a formula of sets by their
-   names (A \cap B), is compared with another one of its kind. A time is equal to no ratio, quotient or number.
+3. A time of day (2:30 p.m.), a number with its base (101_2), the letters or circled numbers of a choice, or a formula
+   of sets by their names (A \cap B), is compared with another one of its kind. A time is equal to no ratio, quotient
+   or number.
 4. Everything else is read by latex2sympy2-extended and compared by Math-Verify (https://github.com/huggingface/Math-Verify).
 
 Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
@@ -35,12 +36,14 @@ from megatron_rl.verifiers.mathematics.final_answer import Mode, final_answer
 from megatron_rl.verifiers.mathematics.formula import MAX_CHARACTERS, UNEVALUATED, Unreadable, clean, has, parse
 from megatron_rl.verifiers.mathematics.notations import (
     choice,
+    circled,
     clock,
     digits_and_base,
     is_words,
     plain_text,
     region,
     right_side,
+    same_choices,
     set_names,
 )
 from megatron_rl.verifiers.mathematics.plain_number import PlainNumber, plain_number, same_number
@@ -94,7 +97,8 @@ class _Reference:
     text: str
     number: PlainNumber | None
     expression: Any | None
-    """None if the ground truth is a plain number, a time of day, sets by their names (A \\cap B) or no mathematics."""
+    """None if the ground truth is a plain number, a time of day, sets by their names (A \\cap B), circled numbers or no
+    mathematics."""
 
     @classmethod
     def read(cls, text: str) -> _Reference:
@@ -103,7 +107,7 @@ class _Reference:
             raise Unreadable("is empty")
         number = plain_number(text)
         is_read = number is not None or is_words(text) or (":" in text and clock(text) is not None)
-        is_read = is_read or region(text, set_names(text)) is not None
+        is_read = is_read or region(text, set_names(text)) is not None or circled(text) is not None
         expression = None if is_read else parse(text)
         try:
             refuse_unsolvable(expression)
@@ -117,6 +121,8 @@ class _Reference:
             return True
         if ":" in found:  # a:b = 1:2
             found = right_side(found)
+        if (are_same := same_choices(self.text, found)) is not None:
+            return are_same
         time, other_time = clock(self.text), clock(found)
         if time is not None and (other_time is not None or ":" in self.text):
             return other_time is not None and time.is_same(other_time)

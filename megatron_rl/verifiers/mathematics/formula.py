@@ -5,6 +5,7 @@ latex2sympy2-extended reads it, after the spellings that it does not know or mis
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -40,7 +41,10 @@ class Unreadable(ValueError):
 
 def clean(text: str) -> str:
     """Without what only changes how a formula looks, and in the characters that the parser knows."""
-    text = _NAMED_SPACING.sub(lambda name: _SPACES.get(name[1], r"\ "), in_latex(text.strip()))
+    text = _CIRCLED_ALONE.sub(
+        r"\1", _NAMED_SPACING.sub(lambda name: _SPACES.get(name[1], r"\ "), in_latex(text.strip()))
+    )
+    text = _MINUS.sub(lambda word: ("" if word[2] else word[1] or "") + "-", text)
     text = _THOUSANDS.sub("", _TIMES_TEN.sub(r"\\times ", text))
     text = _LOOK.sub("", _PYTHON_POWER.sub("^", text)).replace("**", "")  # the other ** are bold type
     text = _SPACING.sub(" ", _FIRST_TEXT.sub("", text)).strip('"` ').rstrip(".").strip()
@@ -51,6 +55,8 @@ def clean(text: str) -> str:
     return text
 
 
+_CIRCLED_ALONE = re.compile(r"^\$?\\textcircled\{([0-9]+)\}\.?\$?$")
+_MINUS = re.compile(r"^(\\text\s*\{)?\s*(?:minus|negative)(?![A-Za-z])(\s*\})?\s*(?=[0-9.\\])", re.IGNORECASE)
 _PYTHON_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
 _TIMES_TEN = re.compile(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)")
 _SPACES = {"thinspace": r"\,", "negthinspace": r"\!"}
@@ -76,20 +82,42 @@ _LOOK = re.compile(
 _SPACING = re.compile(r"(?<!\\)\\(?:[,;:! ]|$)|\\q?quad(?![A-Za-z])|~|\s+")
 _FIRST_TEXT = re.compile(rf"^\\(?:{TYPE_NAMES})\s*\{{[^{{}}]*(?:\b(?:is|are|be|equals?)|[:=])\s*\}}(?=.*\S)", re.DOTALL)
 
-_REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
+_REPEATING = re.compile(
+    r"(?<![0-9])([0-9]*)\.([0-9]*)(?:\\(?:overline|bar)\s*\{([0-9]+)\}|\(([0-9]+)\)"
+    r"|\\dot\s*\{?\s*([0-9])\s*\}?(?:([0-9]*)\\dot\s*\{?\s*([0-9])\s*\}?)?)"
+)
+# A text at the end is a unit, unless it begins with a word that makes the value another one, or has a number of its own
+# (digits that do not follow a letter as in cm2, outside of brackets). Such a text stays as a symbol.
 _LAST_TEXT = re.compile(
     r"(?<=\S)(?:\s*(?:\\cdot\s*|/\s*)?\\(?:(?:text[a-z]{0,6}|mathrm|mbox)\s*\{|math[a-z]{2,6}\s*\{(?=[a-z]{3}))"
-    rf"\s*(?!(?:{'|'.join(NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?-?[0-9]\}}?)?)+$"
+    rf"\s*+(?!(?i:{'|'.join(NOT_A_UNIT)})s?\b)(?:[^{{}}0-9(]|(?<=[A-Za-z^-])[0-9]|\([^{{}}()]*\))*+\}}"
+    r"(?:\^\{?-?[0-9]\}?)?)+$"
+)
+_CHANGING_TEXT = re.compile(
+    r"(?<=\S)\s*\\(?:text[a-z]{0,6}|mathrm|mbox|math[a-z]{2,6})\s*\{([^{}]*[a-z]{2}[^{}]*)\}\s*$"
 )
 _LAST_UNIT = re.compile(rf"(?<=[0-9)}}i])\s*{UNIT}(?:[\s.]|\^\{{?[23]\}}?|/|per\b|{UNIT})*$", re.IGNORECASE)
 _BARE_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(FUNCTION_NAMES)})(?![A-Za-z])")
 _MIXED_NUMBER = re.compile(r"(?<![0-9.,/^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9])")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![A-Za-z0-9])")
+_DOUBLE_FACTORIAL = re.compile(r"(?<![0-9.!^])([0-9]{1,3})!!(?!!)")
+_QUOTED = re.compile(r"'([^']+)'")
+_ONE_PRIME = re.compile(r"\\prime(?![A-Za-z])|'")
+_PRIME_COMMAND = re.compile(r"\^\s*(?:\{(?:\s*(?:\\prime(?![A-Za-z])|'))+\s*\}|\\prime(?![A-Za-z]))")
+_PRIMED = re.compile(
+    r"(\\[A-Za-z]+|[A-Za-z])\s*(?:_\s*\{?\s*([A-Za-z0-9]+)\s*\}?\s*)?('+)(?:\s*_\s*\{?\s*([A-Za-z0-9]+)\s*\}?)?"
+)
+_PRIMED_GROUP = re.compile(r"([)}\]])\s*('+)")
+_ONE_TERM = r"(?:[^{}+-]|\{[^{}]*\})+"
 # What the parser does not know or misreads, and how it is written for the parser.
 _SPELLINGS = (
     (re.compile(r"\\varnothing|\\O(?![A-Za-z])"), r"\\emptyset"),
     (re.compile(r"\\(?:nice|[sx]|flat)frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\?sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"^([^{}]*\\choose(?![A-Za-z])[^{}]*)$"), r"{\1}"),
+    (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    # An odd root of a negative number is negative.
+    (re.compile(rf"\\sqrt\s*\[\s*([0-9]*[13579])\s*\]\s*\{{\s*-\s*({_ONE_TERM})\}}"), r"(-\\sqrt[\1]{\2})"),
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
     (re.compile(r"\^\s*(-[0-9]+)"), r"^{\1}"),
@@ -122,7 +150,10 @@ def parse(text: str) -> Any:
         return _checked(sympy.Tuple(sympy.Symbol(":"), *(part / last for part in parts)))
     whole = TEXT_COMMAND.fullmatch(text)
     text = _LAST_TEXT.sub("", _E_OR_I.sub(r"\1", whole[1] if whole else text))
+    text = _CHANGING_TEXT.sub(_symbol, text)
     text = _REPEATING.sub(_fraction, _LAST_UNIT.sub("", text))
+    text = _DOUBLE_FACTORIAL.sub(lambda number: str(math.prod(range(int(number[1]), 1, -2))), text)
+    text = _own_primes(text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     if r"\pm" in text and r"\mp" not in text:  # the parser knows it only at the top of an expression
@@ -142,9 +173,24 @@ def parse(text: str) -> Any:
     if not isinstance(expression, sympy.Basic | sympy.MatrixBase):  # the parser decides some relations of sets
         raise Unreadable("is not a formula that can be read")
     _checked(expression)
+    if isinstance(expression, sympy.Intersection):
+        expression = expression.doit()
     if _I in expression.free_symbols and not has(expression, UNEVALUATED):
         expression = expression.subs(_I, sympy.I)
     return expression
+
+
+def _symbol(match: re.Match[str]) -> str:
+    r"""The 5 \text{ dozen} of 5\text{ dozen} as the product of 5 and a symbol."""
+    return rf"\cdot u_{{{re.sub('[^A-Za-z0-9]', '', match[1])}}}"
+
+
+def _own_primes(text: str) -> str:
+    """The formula with a name of its own for each letter that has primes, because f'(x) is not f(x)."""
+    quoted = _QUOTED.fullmatch(text)
+    text = _PRIME_COMMAND.sub(lambda run: "'" * len(_ONE_PRIME.findall(run[0])), quoted[1] if quoted else text)
+    text = _PRIMED.sub(lambda name: f"{name[1]}_{{{name[2] or name[4] or ''}prime{len(name[3])}}}", text)
+    return _PRIMED_GROUP.sub(lambda run: rf"{run[1]}\cdot u_{{prime{len(run[2])}}}", text)
 
 
 def _checked(expression: Any) -> Any:
@@ -156,8 +202,9 @@ def _checked(expression: Any) -> Any:
 
 
 def _fraction(match: re.Match[str]) -> str:
-    """0.1(6) as (16 - 1) / 90."""
-    whole, fixed, repeated = match.groups()
+    """0.1(6), also written with a line or dots over the 6, as (16 - 1) / 90."""
+    whole, fixed, *repeated_forms = match.groups(default="")
+    repeated = "".join(repeated_forms)
     numerator = int((whole + fixed + repeated) or "0") - int((whole + fixed) or "0")
     return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
 

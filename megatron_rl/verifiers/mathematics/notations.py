@@ -40,6 +40,37 @@ def choice(text: str) -> str | None:
     return next(letter for letter in match.groups() if letter).upper() if match else None
 
 
+_JOINT = r"(?:[\s,;]|\b(?:and|or)\b)*+"
+_CIRCLED = rf"\\textcircled\s*\{{?\s*([0-9]{{1,2}})(?![0-9])\s*+\}}?+{_JOINT}"
+_IN_BRACKETS = rf"\(([0-9]{{1,2}}|[A-J])\){_JOINT}"
+_NUMBERS = rf"(?<![0-9])([0-9]{{1,2}})(?![0-9]){_JOINT}"
+_LETTERS = rf"([A-J]){_JOINT}"
+
+
+def circled(text: str) -> frozenset[str] | None:
+    """The numbers of several circled ones (①③), in any order; None if the text is anything else, also one alone."""
+    return _labels(text, _CIRCLED)
+
+
+def same_choices(text: str, other: str) -> bool | None:
+    """Whether two lists name the same numbers or letters, as (1)(3) and ①③ do, or A, B, D and ABD; None if this tells
+    nothing: neither has circled numbers, and not both are lists of letters."""
+    has_circles = circled(text) or circled(other)
+    kinds = (_CIRCLED, _IN_BRACKETS, _NUMBERS) if has_circles else (_LETTERS, _IN_BRACKETS)
+    ours, theirs = (next(filter(None, (_labels(one, kind) for kind in kinds)), None) for one in (text, other))
+    if has_circles:
+        return ours == theirs
+    return ours == theirs if ours and theirs and not re.search("[0-9]", text + other) else None
+
+
+def _labels(text: str, label: str) -> frozenset[str] | None:
+    """The two or more different labels that a text consists of, by the pattern of one and what follows it."""
+    text = TEXT_COMMAND.sub(r"\1", text)
+    found = re.findall(label, text)
+    is_list = re.fullmatch(f"(?:{label})+", text) and len(found) == len(set(found)) > 1
+    return frozenset(found) if is_list else None
+
+
 _CLOCK = re.compile(
     r"([0-9]{1,2})(?:\s*:\s*([0-5][0-9]))?(?::([0-5][0-9]))?"
     r"\s*(?:([ap])\.?\s?m\b\.?|(noon|midnight)\b|hours?\b|hrs\b|o'clock)?",

@@ -29,27 +29,44 @@ _UNITS = (
 UNIT = rf"(?:(?:{'|'.join(_UNITS)})(?:e?s)?(?![A-Za-z])|(?<=\s)[mgshL](?![A-Za-z]))"
 """The pattern of a unit after a formula. A single letter is a unit only after a space, because 2m may be a product."""
 _DEGREE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF](?![A-Za-z]))?"
-_ORDINAL = r"(?:st|nd|rd|th)(?![A-Za-z])"
+_ORDINAL = r"(?:(?:st|nd|rd|th)(?![A-Za-z])|\^\s*\{\s*(?:st|nd|rd|th)\s*\})"
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 """Words that multiply the number before them by a power of ten."""
 NOT_A_UNIT = (
-    "dozen half halves third quarter fourth fifth and or to plus minus times over mod choose squared cubed factorial "
-    "pair couple gross lakh crore bn mn mio"
+    "dozen half halves third quarter fourth fifth sixth seventh eighth ninth tenth hundredth and or to plus minus "
+    "times over mod choose squared cubed factorial pair couple gross lakh crore bn mn mio"
 ).split() + list(SCALES)
 """Words that follow a number and make it another one."""
+# The same in German, French, Spanish and Russian, by their beginnings.
+_NOT_A_UNIT_ELSEWHERE = (
+    "dutzend hundert tausend million milliard mille\\b mil\\b docena douzaine und\\b oder\\b drittel viertel "
+    "fünftel achtel zehntel тысяч миллион миллиард млн млрд тыс дюжин десятк сотен сотн половин трети четверти "
+    "или\\b плюс минус"
+).split()
+_CURRENCY = r"(?:[€£¥₹₽¢]|\\(?:pounds|euro)(?![A-Za-z])|(?:Rs|INR|USD|EUR|GBP|CAD|AUD|CHF|JPY|CNY|RMB)\b\.?)"
+# Chinese and Japanese measure words, which stand next to the number. More signs may follow, but none that changes it.
+_MEASURE_WORD = (
+    r"(?:平方(?:厘米|分米|千米|公里|米)|立方(?:厘米|分米|米)|厘米|分米|毫米|千米|公里|千克|公斤|毫升|小时|分钟|[元个個人名只隻条條本支枝张張辆輛棵"
+    r"朵颗粒块塊角分秒时時天日周月年岁歳米克吨升度种種次组組位件台架头頭匹道题页頁层段根把杯瓶袋箱盒份家间座套つ円枚冊羽])"
+    r"(?![^\s]*[半多余餘万萬亿億千百十打倍和或加减減乘除至到])[\u3041-\u30ff\u4e00-\u9fff]*"
+)
 
 _NUMERAL = re.compile(
-    r"\s*(?P<sign>[+-])?\s*[€£¥₹]?\s*"
+    rf"\s*(?P<sign>[+-])?\s*{_CURRENCY}?\s*"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
     r"(?:[eE](?P<exponent>[+-]?[0-9]{1,4})(?![0-9])"
     r"|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(?P<braced>[+-]?[0-9]{1,4})\s*\}|(?P<digit>[0-9])(?![0-9])))?"
     rf"(?:\s*(?P<scale>{'|'.join(SCALES)})\b)?(?P<percent>\s*(?:\\?%|(?:percent|percentage|pct)\b))?",
     re.IGNORECASE,
 )
+_CYRILLIC_UNIT = "(?:см|мм|км|кг|мг|мл|шт|м|г|л|ч)"
+# The letters of Europe's languages.
+_LETTER = "[A-Za-zÀ-ÖØ-öø-ʯЀ-ӿ]"
 # A unit, or any word of three letters after a space; then more words, but no digits and no operators.
 _UNIT_TEXT = re.compile(
-    rf"\s*(?:{UNIT}|{_DEGREE}|{_ORDINAL}|(?<=\s)(?!(?:{'|'.join([*NOT_A_UNIT, *FUNCTION_NAMES])})s?\b)[A-Za-z]{{3,}})"
-    r"(?:[\s.,;:!/()'-]|\^\s*(?:[23]|\{\s*[23]\s*\})|[A-Za-z])*",
+    rf"\s*(?:{UNIT}|{_DEGREE}|{_ORDINAL}|{_CURRENCY}|{_MEASURE_WORD}|{_CYRILLIC_UNIT}(?!{_LETTER})|\\mu\s*[mgsLlAFHV](?![A-Za-z])"
+    rf"|(?<=\s)(?!(?:{'|'.join([*NOT_A_UNIT, *FUNCTION_NAMES])})s?\b|{'|'.join(_NOT_A_UNIT_ELSEWHERE)}){_LETTER}{{3,}})"
+    rf"(?:[\s.,;:!/()'-]|\^\s*(?:[23]|\{{\s*[23]\s*\}})|{_LETTER})*",
     re.IGNORECASE,
 )
 _UNIT_LETTER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[mgshlLVAWJNKCF]\s*\}")

@@ -1,7 +1,7 @@
 r"""One spelling for what looks alike: the characters of Unicode, and HTML's tags, in ASCII and LaTeX.
 
-Invariants: a text in ASCII without HTML's tags stays as it is; a second application changes nothing; a raised or
-lowered character, a fraction or the letter of a number set never becomes an ordinary digit or letter (10⁵ is 10^{5},
+Invariants: a text in ASCII without HTML's tags stays as it is; a second application changes nothing; a raised, lowered
+or circled character, a fraction or the letter of a number set never becomes an ordinary digit or letter (10⁵ is 10^{5},
 not 105).
 """
 
@@ -16,6 +16,8 @@ _RAISED_OR_LOWERED = re.compile(r"<(sup|sub)>([^<>]*)</\1>", re.IGNORECASE)
 _ROOT = re.compile(r"([√∛∜])\s*(?:([0-9]+(?:\.[0-9]+)?)|\(([^()]*)\))")
 _DEGREES = {"√": "", "∛": "[3]", "∜": "[4]"}
 _FRACTION = re.compile(r"[¼-¾⅐-⅞↉]")
+_CIRCLED = re.compile("[①-⑳⑴-⒇❶-❿➀-➓]")
+_SQUARE = re.compile("[㎟-㎦]")
 _RAISED = re.compile("[\u00b2\u00b3\u00b9\u02b0-\u02b8\u02e1-\u02e4\u1d2c-\u1d61\u2070-\u207f]+")
 _LOWERED = re.compile("[\u1d62-\u1d6a\u2080-\u209c]+")
 _RAISED_OVER_LOWERED = re.compile(r"\^\{([0-9]+)\}[/⁄∕]_\{([0-9]+)\}")
@@ -52,6 +54,8 @@ def in_latex(text: str) -> str:
         return text
     text = _ROOT.sub(lambda root: rf"\sqrt{_DEGREES[root[1]]}{{{root[2] or root[3]}}}", text.translate(_BEFORE))
     text = _FRACTION.sub(_fraction, text)
+    text = _CIRCLED.sub(lambda sign: rf"\textcircled{{{unicodedata.numeric(sign[0]):.0f}}}", text)
+    text = _SQUARE.sub(_unit, text)
     text = _RAISED.sub(lambda run: f"^{{{_ascii(run[0])}}}", text)
     text = _LOWERED.sub(lambda run: f"_{{{_ascii(run[0])}}}", text)
     return _ascii(_RAISED_OVER_LOWERED.sub(r"\\frac{\1}{\2}", text))
@@ -60,6 +64,11 @@ def in_latex(text: str) -> str:
 def _fraction(match: re.Match[str]) -> str:
     numerator, _, denominator = unicodedata.normalize("NFKC", match[0]).partition("⁄")
     return rf"\frac{{{numerator}}}{{{denominator}}}"
+
+
+def _unit(match: re.Match[str]) -> str:
+    """A unit of one character, as a word: its digit is a power."""
+    return " " + re.sub("([23])$", r"^{\1}", unicodedata.normalize("NFKC", match[0]))
 
 
 def _ascii(text: str) -> str:

@@ -253,6 +253,174 @@ BOXED = {
         (r"13\phantom{0}", "13", 1),
         ("5 lakh", "5", 0),
     ],
+    "words after a number": [
+        *(
+            (f"{number}\\text{{{words}}}", number, 0)
+            for number, texts in {
+                "5": (
+                    " dozen",
+                    " Dozen",
+                    " and a half",
+                    " half",
+                    " squared",
+                    " factorial",
+                    " plus 3",
+                    " or more",
+                    " to 6",
+                    " pairs",
+                    " couples",
+                    " times 2",
+                    " choose 2",
+                    " apples, 3 pears",
+                    " tenths",
+                ),
+                r"\pi": (" over 2", " squared"),
+                r"\frac32": (" million", " lakh"),
+                "n": (" factorial", " choose 2", " squared"),
+            }.items()
+            for words in texts
+        ),
+        *(
+            (rf"\frac12\text{{{unit}}}", "1/2", 1)
+            for unit in (" cm", " cm2", " m s^-1", " oranges", " toads", " (about 0.5)", " cups of flour")
+        ),
+        (r"5\text{ dozen}", r"5 \text{dozen}", 1),
+        (r"3 \text{ or } 4", "3, 4", 1),
+        (r"3 \text{ or 4}", "3", 0),
+    ],
+    "units and currencies of other languages": [
+        *(
+            (answer, "5", 1)
+            for answer in (
+                "5 €",
+                "5€",
+                "5元",
+                "5 руб.",
+                "5个",
+                "5个苹果",
+                "5 años",
+                "5 Äpfel",
+                "5㎡",
+                "5㎝",
+                "5¢",
+                "5 μm",
+                "Rs. 5",
+                "USD 5",
+                r"\pounds 5",
+                "5 EUR",
+                "5 Stück",
+                "5 яблок",
+                "5 м",
+                "5つ",
+                "5平方米",
+                "5千米",
+                "€5",
+                "5 media files",
+            )
+        ),
+        *(
+            (answer, "5", 0)
+            for answer in (
+                "5万",
+                "5万元",
+                "5个半",
+                "5倍",
+                "5百",
+                "5元5角",
+                "5 Dutzend",
+                "5 Millionen",
+                "5 тысяч",
+                "5 тыс.",
+                "5 или 6",
+                "5 und halb",
+                "5 fünftel",
+                "5 mil",
+                "5 €3",
+            )
+        ),
+        ("20^{th}", "20", 1),
+        (r"20^{\text{th}}", "20", 1),
+        ("1,234 €", "1234", 1),
+        ("5", "5 €", 1),
+    ],
+    "lists of choices": [
+        *(
+            (answer, "①③④", 1)
+            for answer in (
+                "①③④",
+                "③①④",
+                "①, ③, ④",
+                "①、③、④",
+                r"\text{①③④}",
+                "1,3,4",
+                "(1)(3)(4)",
+                "(1), (3) and (4)",
+                r"\textcircled{1}\textcircled{3}\textcircled{4}",
+            )
+        ),
+        *((answer, "①③④", 0) for answer in ("①③", "134", "1,3", "①", "12", "x", "1, 3, 3, 4")),
+        ("①③", "13", 0),
+        ("①③", "3", 0),
+        ("3", "①③", 0),
+        ("②", "2", 1),
+        ("A,B,D", "ABD", 1),
+        ("ABD", "A,B,D", 1),
+        ("B、A、D", "ABD", 1),
+        ("(A), (C)", "A,C", 1),
+        (r"A \text{ and } B", "A,B", 1),
+        ("A,B", "ABD", 0),
+        ("A", "A,B", 0),
+        ("1,1,2", "1,2", 1),
+    ],
+    "primes": [
+        *(
+            (primed, plain, 0)
+            for primed, plain in (
+                ("f'(x)", "f(x)"),
+                ("f''(x)", "f'(x)"),
+                ("A'", "A"),
+                ("x_1'", "x_1"),
+                ("x'_1", "x_1"),
+                ("y'=2x", "y=2x"),
+                ("y''+y=0", "y+y=0"),
+                (r"\alpha'", r"\alpha"),
+                (r"\overline{A}'", r"\overline{A}"),
+                ("(x+1)'", "x+1"),
+                ("g'(1)", "g(1)"),
+            )
+        ),
+        ("y' = 2 x", "y'=2x", 1),
+        ("y''+ y = 0", r"y + y^{\prime\prime} = 0", 1),
+        ("f'(x) = x + x", r"f^{\prime}(x) = 2x", 1),
+        ("f'(x) = 2x", "2x", 1),
+        ("A'B'", "B'A'", 1),
+        ("x'_1", "x_1'", 1),
+        ("5'", "5", 1),
+        ("'x+1'", "1+x", 1),
+    ],
+    "notations of olympiads": [
+        (r"{5 \choose 2}", "10", 1),
+        (r"5 \choose 2", "10", 1),
+        (r"2{n+1 \choose k}", r"2\binom{n+1}{k}", 1),
+        (r"{5 \choose 2}", "5", 0),
+        (r"0.\dot{3}", "1/3", 1),
+        (r"0.\dot3", "1/3", 1),
+        (r"0.1\dot{6}", "1/6", 1),
+        (r"0.\dot{1}4285\dot{7}", "1/7", 1),
+        ("0.(3)", "1/3", 1),
+        ("0.1(6)", "1/6", 1),
+        ("0.(3)", "3", 0),
+        (r"0.\dot{3}", "0.3", 0),
+        ("5!!", "15", 1),
+        (r"\frac{6!!}{2}", "24", 1),
+        ("5!!", "120", 0),
+        (r"\sqrt[3]{-8}", "-2", 1),
+        ("-2", r"\sqrt[3]{-8}", 1),
+        (r"\sqrt[3]{-\frac{1}{8}}", "-1/2", 1),
+        (r"x\sqrt[3]{-8}", "-2x", 1),
+        (r"\sqrt[3]{-x}", r"-\sqrt[3]{x}", 1),
+        (r"\sqrt[3]{-8}", "2", 0),
+    ],
     "sets by their names": [
         ("A∩B", r"A \cap B", 1),
         (r"B \cap A", r"A \cap B", 1),
@@ -428,6 +596,9 @@ TEXTS = {
         (r"$f(2)=\boxed{4}$, $f(3)=\boxed{9}$", "4, 9", 1, 1),
         (r"$\boxed{2}$\hspace{1cm}$\boxed{3}$", "2,3", 1, 1),
         (r"$\boxed{2}$ \enspace $\boxed{3}$", "2,3", 1, 1),
+        ("Part 1: \\boxed{2}\nPart 2: \\boxed{3}", "2,3", 1, 1),
+        ("**Part (a):** $\\boxed{2}$\n\n**Part (b):** $\\boxed{3}$", "2,3", 1, 1),
+        ("Part 1: \\boxed{2}\nIn part 2 we get \\boxed{3}", "3", 1, 1),
     ],
     "formulas between dollar signs": [
         (r"We get $ x = 5 $.", "5", 0, 1),
@@ -620,6 +791,52 @@ TEXTS = {
         ),
         (r"\dfrac{1}{2} \text{ and } 3", "1/2, 3", None, 1),
         ("7 squared", "7", None, 0),
+    ],
+    "names, assumptions and questions": [
+        *(
+            (text, truth, 0, 0)
+            for truth, texts in {
+                "4": (
+                    "Step 4:", "### Step 4", "**Step 4:**", "Now step $4$", "See Figure 4", "(see Figure 4)",
+                    "4. Therefore we", "It is 12.\n4. So", "## 4. Conclusion",
+                ),
+                "2": ("Case 2", "Case 2:", "Part 2", "Method 2", "Option 2"),
+                "2.1": ("by Theorem 2.1",),
+                "3": ("as shown in equation (3)", "by equation $(3)$", "using eq. (3)", "Now go to step 3", "on day 3"),
+                "5": (
+                    "Suppose x = 5", "Let n = 5", "Assume n=5.", "If x = 5", "when x=5", "For n = 5",
+                    "Let me try x = 5", "We try 5", "Now let's check x = 5", "First, suppose that we have x = 5", "So, if $x=5$",
+                    "Consider the case x = 5", "Is it 5?", "Could it be 5?", "Is it $5$?", "Is it $5$ or not?",
+                    "Is the total 5 apples?", "There are 5 cases to consider", "round to 5 digits",
+                    "round to $5$ digits", "modulo 5",
+                ),
+                "2023": ("in 2023", "It was built in 2023."),
+            }.items()
+            for text in texts
+        ),
+        *(
+            (text, "12", 0, 1)
+            for text in (
+                "It holds only for x = 12.", "The maximum occurs when x = 12.", "If x = 5, then y = 12",
+                "Case 2: x = 12", "When she sells all she has $12", "Step 4: 5 + 7 = 12", "**Step 4:** So $x = 12$.",
+                "So in step 4 we get x = 12", "How many are there? 12", "How many? There are 12.", "With this we find $12$", "There are 12 steps",
+                "Using this, we get x = 12", "12.", "1. 12 apples",
+            )
+        ),
+        ("So it is the line y = 2x + 1", "2x+1", 0, 1),
+        ("The answer is 3? No.", "3", 0, 0),
+        ("The answer is $3.5$? No.", "3.5", 0, 0),
+        ("The answer is 3. Is it prime? Yes.", "3", 1, 1),
+        ("The answer is 3. Shall I tell why the answer is 3?", "3", 1, 1),
+    ],
+    "words for a sign": [
+        ("The answer is minus 5", "-5", 1, 1),
+        ("The answer is negative 5.", "-5", 1, 1),
+        ("The answer is minus 5", "5", 0, 0),
+        ("The answer is 6 minus 1", "-1", 0, 0),
+        (r"\boxed{\text{minus }5}", "-5", 1, 1),
+        (r"\boxed{\text{minus 5}}", "-5", 1, 1),
+        (r"\boxed{\text{negative }\frac12}", "-1/2", 1, 1),
     ],
     "forms of numbers": [
         ("The result is -.25", "-0.25", 0, 1),
