@@ -1,9 +1,10 @@
 r"""Finds the last formula or number that stands in a text without signs around it.
 
-Invariant: a number comes with everything that is joined to it: 6 is not found in \frac{17}{6}, 3^6, 5:6, AZ6 or
-`5 or 6`. If a word changes the number (minus 6, 6 dozen, not 6, factorial of 6), if it is unclear what is meant
-(6!, 5-6), or if another number stands in its sentence (1 out of 6; 5 apples and 6 pears), there is no answer. A formula
-with an equals sign may have other numbers around it: it says itself what the result is.
+Invariant: a number comes with everything that is joined to it: 6 is not found in \frac{17}{6}, 3^6, 5:6, AZ6 or `5 or
+6`. If a word changes the number (minus 6, 6 dozen, not 6, factorial of 6), if it is a name (step 6, in 2026), an
+assumption (let x = 6) or a question (is it 6?), if it is unclear what is meant (6!, 5-6), or if another number stands
+in its sentence (1 out of 6; 5 apples and 6 pears), there is no answer. A formula with an equals sign may have other
+numbers around it: it says itself what the result is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _NOT_SEEN = re.compile(r"<<[^<>\n]*>>|\*\*|`|\\?\$(?=\s+[0-9])")
 _FORMULA_SIGN = re.compile(r"[0-9]|\\(?!text|mathrm|mbox|quad|qquad)[A-Za-z]+")
 # What stands between braces may have spaces.
 _WORD = re.compile(r"(?:\\[^A-Za-z\s]|\{(?:[^{}\n]|\{(?:[^{}\n]|\{[^{}\n]*\})*+\})*+\}|\S)++")
+_NUMBERED = re.compile(r"\s*#*+\s*+([0-9]{1,2})[.)]\s+\S")
 _BULLET = re.compile(r"\s*(?:[-*+>#]+|[0-9]{1,2}[.)])\s+")
 _OPERATOR = re.compile(r"(?:[-+*/^=<>|&:!]|\\(?:times|cdot|div|pm|mp|leq?|geq?|neq?|[lg]t|approx|in|mod|c[au]p))+")
 _FUNCTION = re.compile(rf"[^A-Za-z]*(?:{'|'.join(FUNCTION_NAMES)}|sqrt)(?![A-Za-z]).*", re.IGNORECASE)
@@ -33,9 +35,30 @@ _ASSIGNED = re.compile(rf"{NAME_AND_EQUALS}[^=<>]+")
 _RANGE = re.compile(r"\$?[0-9][0-9.,]*(?:-\$?[0-9][0-9.,]*)+")
 _CHANGED_BEFORE = re.compile(
     r"(?:\b(?:minus|negative|plus|times|over|mod|base|choose|twice|than|to the|at (?:most|least)|up to|between|under"
-    r"|above|below|within|nearly|almost|versus|vs\.?|(?<!given )by|from)|[0-9$)}\]] (?:to|in|out of))\s*$",
+    r"|above|below|within|nearly|almost|versus|vs\.?|(?<!given )by|from|modulo"
+    r"|(?:round|accurate|correct)[a-z]* to)|[0-9$)}\]] (?:to|in|out of))\s*$",
     re.IGNORECASE,
 )
+# Words that a number after them names, and a year.
+_NAMES_NUMBER = re.compile(
+    r"\b(?:step|(?:sub)?case|part|fig(?:ure|s?\.)?|eqn?s?\.?|equations?|inequality|theorem|lemma|corollary|proposition"
+    r"|definition|claim|example|exercise|problem|question|chapter|section|page|line|table|row|column|item|method|option"
+    r"|approach|attempt|phase|stage|level|grade|version|day|refer to)\s*+(?:no\.?|number)?+[\s$#(*_]*$",
+    re.IGNORECASE,
+)
+_NAME = re.compile(r"[\s$(]*[0-9]+(?:\.[0-9]+)*[\s$).:,*]*")
+_BEFORE_YEAR = re.compile(r"\b(?:in|since|until|year)\s*$", re.IGNORECASE)
+_YEAR = re.compile(r"(?:1[5-9]|20)[0-9]{2}\W*")
+# A formula after these is assumed or tried. The first ones say so anywhere, the others at a clause's beginning.
+_ASSUMED = re.compile(
+    r"(?:\b(?:let(?:'?s| me| us)?|suppos(?:e|ing)|assum(?:e|ing)|try(?:ing)?|check(?:ing)?|consider(?:ing)?)"
+    r"|(?:^|[,;:(])\W{0,5}(?:(?:and|but|now|so|then|thus|hence|also|again|next|first|therefore)\b,?\s*){0,4}"
+    r"(?:if|when|whenever|for|given|setting|substituting|plugging|taking|putting|using|with|say|test(?:ing)?|verify(?:ing)?))\b"
+    r"(?:\s+(?:that|the|a|an|value|case|now|first|it|is|we|have|had|get|in|for|try|check|consider|say|take|set|instead|there"
+    r"|are|all)){0,8}[\s:$(]*$",
+    re.IGNORECASE,
+)
+_ASKED = re.compile(r"[^.!?\n]*\?")
 _OF = re.compile(r"(\w*) of\s*$", re.IGNORECASE)
 _AMOUNTS = frozenset(
     "total amount number count answer result price cost profit revenue salary balance area perimeter volume length "
@@ -46,6 +69,7 @@ _AMOUNTS = frozenset(
 _CHANGED_AFTER = re.compile(
     rf"\s+(?:(?:{'|'.join({*NOT_A_UNIT} - {'and', 'or', 'to'} - {*SCALES})})s?|divided|out of|if|unless|otherwise"
     r"|and (?:an? )?(?:half|third|quarter)|(?:more|less|fewer|[a-z]+er)(?: [a-z]+)? than"
+    r"|(?:[a-z]+ )?to (?:consider|check|examine|try|analy[sz]e|distinguish)"
     rf"|(?!{UNIT}|pm)[b-df-hj-np-tv-z]{{2,3}})\b",
     re.IGNORECASE,
 )
@@ -75,6 +99,8 @@ def last_bare_formula(text: str) -> tuple[int, str | None]:
     if end < 0:
         return end, None
     line_start, line_end = text.rfind("\n", 0, end) + 1, text.find("\n", end)
+    if (number := _NUMBERED.match(text, line_start)) and number.end(1) == end:  # 2. Then
+        return end, None
     if (bullet := _BULLET.match(text, line_start)) and bullet.end() < end:
         line_start = bullet.end()
     words = list(_WORD.finditer(text, line_start, line_end if line_end >= 0 else len(text)))
@@ -95,8 +121,15 @@ def last_bare_formula(text: str) -> tuple[int, str | None]:
 
 
 def is_changed(text: str, start: int, stop: int) -> bool:
-    """Whether the words next to a formula, or a denial in its sentence or after it, make it something else."""
+    """Whether the words next to a formula, or a denial in its sentence or after it, make it something else: the
+    name of a step, an assumption or a question."""
     before = _sentence_before(text, start)
+    if _ASSUMED.search(before) or "?" in text[start:stop] or _ASKED.match(text, stop):
+        return True
+    if _NAME.fullmatch(text, start, stop) and _NAMES_NUMBER.search(before):
+        return True
+    if _YEAR.fullmatch(text, start, stop) and _BEFORE_YEAR.search(before):
+        return True
     if _CHANGED_BEFORE.search(before) or _CHANGED_AFTER.match(text, stop) or _DENIED.search(before + text[stop:]):
         return True
     of = _OF.search(before)

@@ -38,7 +38,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 _BETWEEN_BOXES = re.compile(
     rf"(?:[\s,;$&*~]|\\\\|\\[()\[\],;:! ]|\\[a-z]*(?:quad|space|skip)(?![A-Za-z])\*?(?:\{{[^{{}}]*\}})?"
     rf"|{NAME_AND_EQUALS}"
-    r"|\b(?:and|or)\b|\([a-z0-9]{1,3}\)|(?<=\n)[ \t]*(?:[-•]|[0-9]{1,2}[.)])\s"
+    r"|\b(?:and|or)\b|\b[Pp]art\s+\(?[A-Za-z0-9]{1,3}\)?\s*:|\([a-z0-9]{1,3}\)|(?<=\n)[ \t]*(?:[-•]|[0-9]{1,2}[.)])\s"
     r"|\\(?:text|textrm|mathrm|mbox)\s*\{[\s,;]*(?:(?:and|or)\s*)?\})*+"
 )
 _END_OF_BARE_BOX = re.compile(r"\$|\\\)|\\\]|\n|\Z")
@@ -66,6 +66,7 @@ _FORMULA = re.compile(
     r"|[A-Za-z]{1,2}(?![A-Za-z])|\n(?!\s*\n)|[^A-Za-z\\$\n]){1,300}+)\$(?!\s*\d|[\w\\({\[$])",
     re.DOTALL,
 )
+_ASKED = re.compile(r"(?:[^.!?\n]|\.(?=\S)){0,200}\?")
 _PERCENT = re.compile(r"\s*(?:\\?%|percent\b)")
 # A full stop ends a sentence if a space follows it; the full stop of 3.5 does not.
 _END_OF_SENTENCE = re.compile(r"[.!?](?=\s|$)|\n")
@@ -155,10 +156,11 @@ def _after_number_signs(text: str) -> str | None:
 
 
 def _after_phrase(text: str, mode: Mode) -> str | None:
-    matches = list(_PHRASE.finditer(text))
-    if not matches:
+    matches = reversed(list(_PHRASE.finditer(text)))
+    phrase = next((match for match in matches if not _ASKED.match(text, match.end())), None)
+    if phrase is None:
         return None
-    rest = text[matches[-1].end() :]
+    rest = text[phrase.end() :]
     formulas: list[str] = []
     position = last_end = 0
     while match := _FORMULA.match(rest, position):

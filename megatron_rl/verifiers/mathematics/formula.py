@@ -44,6 +44,7 @@ def clean(text: str) -> str:
     text = _CIRCLED_ALONE.sub(
         r"\1", _NAMED_SPACING.sub(lambda name: _SPACES.get(name[1], r"\ "), in_latex(text.strip()))
     )
+    text = _MINUS.sub(lambda word: ("" if word[2] else word[1] or "") + "-", text)
     text = _THOUSANDS.sub("", _TIMES_TEN.sub(r"\\times ", text))
     text = _LOOK.sub("", _PYTHON_POWER.sub("^", text)).replace("**", "")  # the other ** are bold type
     text = _SPACING.sub(" ", _FIRST_TEXT.sub("", text)).strip('"` ').rstrip(".").strip()
@@ -55,6 +56,7 @@ def clean(text: str) -> str:
 
 
 _CIRCLED_ALONE = re.compile(r"^\$?\\textcircled\{([0-9]+)\}\.?\$?$")
+_MINUS = re.compile(r"^(\\text\s*\{)?\s*(?:minus|negative)(?![A-Za-z])(\s*\})?\s*(?=[0-9.\\])", re.IGNORECASE)
 _PYTHON_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
 _TIMES_TEN = re.compile(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)")
 _SPACES = {"thinspace": r"\,", "negthinspace": r"\!"}

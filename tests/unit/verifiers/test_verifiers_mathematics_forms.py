@@ -596,6 +596,9 @@ TEXTS = {
         (r"$f(2)=\boxed{4}$, $f(3)=\boxed{9}$", "4, 9", 1, 1),
         (r"$\boxed{2}$\hspace{1cm}$\boxed{3}$", "2,3", 1, 1),
         (r"$\boxed{2}$ \enspace $\boxed{3}$", "2,3", 1, 1),
+        ("Part 1: \\boxed{2}\nPart 2: \\boxed{3}", "2,3", 1, 1),
+        ("**Part (a):** $\\boxed{2}$\n\n**Part (b):** $\\boxed{3}$", "2,3", 1, 1),
+        ("Part 1: \\boxed{2}\nIn part 2 we get \\boxed{3}", "3", 1, 1),
     ],
     "formulas between dollar signs": [
         (r"We get $ x = 5 $.", "5", 0, 1),
@@ -788,6 +791,53 @@ TEXTS = {
         ),
         (r"\dfrac{1}{2} \text{ and } 3", "1/2, 3", None, 1),
         ("7 squared", "7", None, 0),
+    ],
+    "names, assumptions and questions": [
+        *(
+            (text, truth, 0, 0)
+            for truth, texts in {
+                "4": (
+                    "Step 4:", "### Step 4", "**Step 4:**", "Now step $4$", "See Figure 4", "(see Figure 4)",
+                    "4. Therefore we", "It is 12.\n4. So", "## 4. Conclusion",
+                ),
+                "2": ("Case 2", "Case 2:", "Part 2", "Method 2", "Option 2"),
+                "2.1": ("by Theorem 2.1",),
+                "3": ("as shown in equation (3)", "by equation $(3)$", "using eq. (3)", "Now go to step 3", "on day 3"),
+                "5": (
+                    "Suppose x = 5", "Let n = 5", "Assume n=5.", "If x = 5", "when x=5", "For n = 5",
+                    "Let me try x = 5", "We try 5", "Now let's check x = 5", "First, suppose that we have x = 5",
+                    "So, if $x=5$", "Consider the case x = 5", "Is it 5?", "Could it be 5?", "Is it $5$?",
+                    "Is it $5$ or not?", "Is the total 5 apples?", "There are 5 cases to consider", "round to 5 digits",
+                    "round to $5$ digits", "modulo 5",
+                ),
+                "2023": ("in 2023", "It was built in 2023."),
+            }.items()
+            for text in texts
+        ),
+        *(
+            (text, "12", 0, 1)
+            for text in (
+                "It holds only for x = 12.", "The maximum occurs when x = 12.", "If x = 5, then y = 12",
+                "Case 2: x = 12", "When she sells all she has $12", "Step 4: 5 + 7 = 12", "**Step 4:** So $x = 12$.",
+                "So in step 4 we get x = 12", "How many are there? 12", "How many? There are 12.",
+                "With this we find $12$", "There are 12 steps",
+                "Using this, we get x = 12", "12.", "1. 12 apples",
+            )
+        ),
+        ("So it is the line y = 2x + 1", "2x+1", 0, 1),
+        ("The answer is 3? No.", "3", 0, 0),
+        ("The answer is $3.5$? No.", "3.5", 0, 0),
+        ("The answer is 3. Is it prime? Yes.", "3", 1, 1),
+        ("The answer is 3. Shall I tell why the answer is 3?", "3", 1, 1),
+    ],
+    "words for a sign": [
+        ("The answer is minus 5", "-5", 1, 1),
+        ("The answer is negative 5.", "-5", 1, 1),
+        ("The answer is minus 5", "5", 0, 0),
+        ("The answer is 6 minus 1", "-1", 0, 0),
+        (r"\boxed{\text{minus }5}", "-5", 1, 1),
+        (r"\boxed{\text{minus 5}}", "-5", 1, 1),
+        (r"\boxed{\text{negative }\frac12}", "-1/2", 1, 1),
     ],
     "forms of numbers": [
         ("The result is -.25", "-0.25", 0, 1),
