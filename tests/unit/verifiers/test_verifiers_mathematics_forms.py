@@ -805,9 +805,9 @@ TEXTS = {
                 "3": ("as shown in equation (3)", "by equation $(3)$", "using eq. (3)", "Now go to step 3", "on day 3"),
                 "5": (
                     "Suppose x = 5", "Let n = 5", "Assume n=5.", "If x = 5", "when x=5", "For n = 5",
-                    "Let me try x = 5", "We try 5", "Now let's check x = 5", "First, suppose that we have x = 5", "So, if $x=5$",
-                    "Consider the case x = 5", "Is it 5?", "Could it be 5?", "Is it $5$?", "Is it $5$ or not?",
-                    "Is the total 5 apples?", "There are 5 cases to consider", "round to 5 digits",
+                    "Let me try x = 5", "We try 5", "Now let's check x = 5", "First, suppose that we have x = 5",
+                    "So, if $x=5$", "Consider the case x = 5", "Is it 5?", "Could it be 5?", "Is it $5$?",
+                    "Is it $5$ or not?", "Is the total 5 apples?", "There are 5 cases to consider", "round to 5 digits",
                     "round to $5$ digits", "modulo 5",
                 ),
                 "2023": ("in 2023", "It was built in 2023."),
@@ -819,7 +819,8 @@ TEXTS = {
             for text in (
                 "It holds only for x = 12.", "The maximum occurs when x = 12.", "If x = 5, then y = 12",
                 "Case 2: x = 12", "When she sells all she has $12", "Step 4: 5 + 7 = 12", "**Step 4:** So $x = 12$.",
-                "So in step 4 we get x = 12", "How many are there? 12", "How many? There are 12.", "With this we find $12$", "There are 12 steps",
+                "So in step 4 we get x = 12", "How many are there? 12", "How many? There are 12.",
+                "With this we find $12$", "There are 12 steps",
                 "Using this, we get x = 12", "12.", "1. 12 apples",
             )
         ),
