@@ -28,7 +28,7 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.sandbox.code_tests import Call, Case, cases_of
+from megatron_rl.verifiers.sandbox.code_tests import Case, FunctionTest, cases_of
 from megatron_rl.verifiers.sandbox.process import Limits, SandboxError, run_script, run_tests
 from megatron_rl.verifiers.sandbox.unfit_tests import suspicion
 
@@ -150,7 +150,7 @@ def outcomes(
         if (rest_s := deadline - time.monotonic()) <= 0:
             yield from [too_late] * len(tests)
             return
-        is_call = isinstance(tests[0], Call)
+        is_call = isinstance(tests[0], FunctionTest)
         run = run_tests(program, tests, replace(limits, wall_s=min(limits.wall_s, rest_s)), imports=is_call)
         for test, (verdict, reason) in zip(tests, run.verdicts, strict=False):
             if verdict == "raised" and (doubt := suspicion(test)):

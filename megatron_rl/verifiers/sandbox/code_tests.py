@@ -28,7 +28,7 @@ Case = str | Mapping[str, str]
 """A Python text that calls the program's functions, or the `input` and the `output` of the program."""
 
 
-class Call(str):
+class FunctionTest(str):
     """A Python text that calls one function, whose program may use usual modules without an import (`run_tests`): the
     graders of LeetCode and LiveCodeBench import them before the program."""
 
@@ -107,7 +107,7 @@ def _of_mapping(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _are_cases(truth: Mapping[str, Any]) -> bool:
-    """Whether the lists `input` and `output` have an item for each case. Those of a function may also be its arguments
+    """Whether the lists `input` and `output` have an item for each case. For a function they may also be its arguments
     and its result; lists of different lengths can be nothing else."""
     if not (isinstance(truth["input"], list) and isinstance(truth["output"], list)):
         return False
@@ -155,7 +155,7 @@ def _lines(value: Any, place: str) -> str:
     return value
 
 
-def _call(name: str, given: Any, output: Any, place: str) -> Call:
+def _call(name: str, given: Any, output: Any, place: str) -> FunctionTest:
     """The Python text that calls a function.
 
     Where the arguments are no text, the expected output may be the only item of a list, as in APPS, and a mapping in
@@ -180,7 +180,7 @@ def _call(name: str, given: Any, output: Any, place: str) -> Call:
     for way in reversed(ways):
         text = f"try:\n{indent(JUDGE.format(arguments=way), '    ')}except Exception:\n{indent(text, '    ')}"
     literal = _literal(tuple(_plain(one) for one in expected), place)
-    return Call(CALL.format(name=name, expected=literal) + text)
+    return FunctionTest(CALL.format(name=name, expected=literal) + text)
 
 
 def _with_numbers(value: Any) -> Any:
