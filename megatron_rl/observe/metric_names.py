@@ -15,7 +15,8 @@ Each line of `metrics.jsonl` is a step, and has the metrics below that belong to
 know what each of them says. `step` counts from 0; the record of step s was measured with the weights of version s. The
 value of a step with several updates is the mean over them, of names that end in `/max` or `/min` the largest or the
 smallest. Names in braces are given by the run: `{reward}` is the name of a reward, `{dataset}` a value of the column
-`dataset`, `{k}` a number. This page is written by `megatron-rl metrics --markdown`.
+`dataset`, `{k}` a number. A loss function of your own adds its columns
+under their own names. This page is written by `megatron-rl metrics --markdown`.
 """
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {

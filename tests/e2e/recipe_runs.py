@@ -39,6 +39,8 @@ class Recipe:
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.deadline_s = deadline(240)
         """Of a run, or of what is waited for in it."""
+        self.own_metrics: set[str] = set()
+        """The metrics that a test's own loss reports."""
         for name in ("configs", "recipes"):
             (folder / name).symlink_to(ROOT / name)
         shutil.copyfile(Path(__file__).parent / "rewards.py", folder / "rewards.py")

@@ -74,7 +74,8 @@ def test_a_reward_of_ones_own(shown):
 
 
 @pytest.mark.deep
-def test_a_loss_of_ones_own(shown):
+def test_a_loss_of_ones_own(shown, recipe):
+    recipe.own_metrics = {"pull"}
     text = shown("03_own_loss.py")
     gradients = {
         tuple(line.split()[:4]): [float(x) for x in line.split()[4:]] for line in text.splitlines() if "A = " in line

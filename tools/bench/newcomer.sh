@@ -17,5 +17,5 @@ timed make setup
 timed make demo
 timed make test
 timed make docs
-timed .venv/bin/python -m pytest tests/e2e/test_documents.py tests/e2e/test_tutorials.py --all
+timed .venv/bin/python -m pytest tests/e2e/test_pages.py tests/e2e/test_tutorials.py --all
 echo "newcomer: all of it worked in $SECONDS s, in $folder"
