@@ -1,4 +1,5 @@
 # make demo: watch a tiny model learn.   make demo-real: watch a real one learn (a download of 93 MB).
+# make docs: the documentation as a site, in site/.   make docs-serve: shows it, and follows changes.
 # make check: style, types and the pure tests.
 # make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
 # make test-deep: everything else that a change can break.   make test-touched: as much of it as a change touches.
@@ -17,14 +18,6 @@ ARGS ?=
 # One thread a process, because several tests run at a time.
 check pure test test-deep test-touched test-all test-slurm: export OMP_NUM_THREADS ?= 1
 
-# The documentation as a site, in site/; docs-serve shows it and follows changes.
-docs docs-serve: export NO_MKDOCS_2_WARNING := 1
-docs: setup
-	@$(python) -m mkdocs build --strict
-
-docs-serve: setup
-	@$(python) -m mkdocs serve
-
 .PHONY: setup demo demo-real docs docs-serve lint types check test test-deep test-touched test-all test-slurm
 setup:
 	@tools/setup.sh
@@ -34,6 +27,13 @@ demo: setup
 
 demo-real: setup
 	@$(python) -m megatron_rl demo-real
+
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+docs: setup
+	@$(python) -m mkdocs build --strict
+
+docs-serve: setup
+	@$(python) -m mkdocs serve
 
 lint: setup
 	@$(python) -m ruff check .

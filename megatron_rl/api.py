@@ -45,7 +45,9 @@ Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 Watch = Callable[["Run"], bool]
 INPUTS = "inputs"
 OF_STEPS = {"loss", "rollout/num_samples"}
-"""Of these metrics each step has at least one, also if it trained nothing."""
+"""Each step has at least one of these metrics, also if it trained nothing."""
+COLOURS = {"FORCE_COLOR", "CLICOLOR_FORCE"}
+"""The variables by which a notebook's kernel makes programs believe that they have a terminal."""
 KINDS: Mapping[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
 
 
@@ -205,7 +207,8 @@ def plan(
 
     given = _merged(files, sections, {} if model is None else {"model": {"path": os.fspath(model)}})
     config = with_defaults(validate(GrpoRunConfig, given))
-    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115  it lives as long as the call
+    # Not in a cell, which would show each table at once, and again when the plan is printed.
+    console = Console(record=True, width=120, force_jupyter=False, file=open(os.devnull, "w"))  # noqa: SIM115  it lives as long as the call
     shape = planned_shape(config)
     memory = run_memory(config, shape)
     dry_run.describe_policy(config, console)
@@ -336,6 +339,11 @@ def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:
     folders = [folder for folder in sys.path if folder] + [os.getcwd(), root]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)), "PYTHONUNBUFFERED": "1"}
     has_screen = sys.stdout is sys.__stdout__
+    if not has_screen:  # a notebook's kernel asks for colours, but its cells cannot redraw a live table
+        environment = {name: value for name, value in environment.items() if name not in COLOURS} | {
+            "TTY_INTERACTIVE": "0"
+        }
+    sys.stdout.flush()  # what was printed before comes before the run's lines
     # Its own group: Ctrl-C comes to this process alone, which passes it on once.
     with subprocess.Popen(
         command,

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "tutorials").glob("*.md"))]
 GENERATED = {"configuration.md", "metrics.md", "coming_from_trl.md"}
-MARK = re.compile(r"<!-- (run|keys|shows|file: (?P<file>[\w./-]+)|not run: \S.*) -->")
+MARK = re.compile(r"<!-- (run|keys|shows|file: [\w./-]+|not run: \S.*) -->")
 
 
 @dataclass(frozen=True)

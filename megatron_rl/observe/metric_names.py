@@ -1,6 +1,6 @@
 """What every metric of a run means; `megatron-rl metrics --markdown` makes docs/metrics.md of it.
 
-Invariant (tests/e2e/recipe_runs.py): every name in the metrics.jsonl of a tested run is here. A name in braces, as in
+Invariant (tests/e2e/conftest.py): every name in the metrics.jsonl of a tested run is here. A name in braces, as in
 `reward/{reward}/mean`, stands for names that the run gives.
 """
 
@@ -113,7 +113,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "critic/return_mean": "the mean return",
         "critic/explained_variance": "the share of the returns' variance that the values explain",
         "critic/clipfrac": "the share of tokens whose value loss is clipped",
-        "critic/{name}": "the metric of the critic's own update, as of the policy's",
+        "critic/{name}": "the metric of this name of the critic's update",
         "experts/load/max": "tokens of the busiest expert by the mean of its layer, in the worst layer",
         "experts/load_mean": "the same, as the mean over layers",
         "experts/unused": "the share of experts that got no token",

@@ -68,7 +68,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 def verify(cfg: ExactAnswerReward, text: str, truth: Any) -> Verdict:
-    """With `answer="last_number"` the last number of the text is compared with the last number of the ground truth."""
+    """The verdict on a text. With `answer="last_number"` its last number is compared with the ground truth's."""
     try:
         [given] = texts_of(truth, "exact_answer")
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""`make demo`: a language model learns addition by reinforcement learning, on two CPU cores, in three minutes.
+"""`make demo`: a language model learns addition by reinforcement learning, on two CPU cores, in a few minutes.
 
 It writes the task's files and runs GRPO. The model begins with the weights of a supervised warm start, which are in
 recipes/tiny/data/warm_start. `megatron-rl demo --from-scratch` makes them first, and so does every seed but 0. A part
@@ -30,7 +30,7 @@ WARM_START = Path(__file__).parent / "data" / "warm_start"
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="the seed of the task, the data's order and the sampling")
-    parser.add_argument("--from-scratch", action="store_true", help="make the warm start, about a minute")
+    parser.add_argument("--from-scratch", action="store_true", help="make the warm start first")
     parser.add_argument("--fresh", action="store_true", help="delete runs/tiny and start from the beginning")
     options = parser.parse_args(arguments)
     if options.fresh:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Plays a newcomer: clones the last commit into a new folder without .venv, types README's two commands, builds the site,
-# and runs every block of README, site and tutorials as printed. Prints the seconds of each part. About an hour.
+# and runs every block of README, site and tutorials as printed. Prints the seconds of each part.
 #
 # tools/bench/newcomer.sh [FOLDER]
 set -euo pipefail

@@ -92,7 +92,7 @@ _PUNCTUATION = " ,;:?'\"*_#"
 
 
 def last_bare_formula(text: str) -> tuple[int, str | None]:
-    """Where the text's last number or command ends (-1 if there is none), and the formula that it belongs to."""
+    """The end of the text's last number or command (-1 if there is none), and the formula that it belongs to."""
     text = _NOT_SEEN.sub(lambda match: " " * len(match[0]), text)
     text = _JOINED_BY_TEXT.sub(lambda match: match[1].center(len(match[0])), text)
     end = max((match.end() for match in _FORMULA_SIGN.finditer(text)), default=-1)

@@ -56,12 +56,13 @@ except (NameError, AttributeError):
     tested_ = {name}
 expected_ = {expected}
 """
+"""The beginning of a functional test: it finds the function, or the method of a class `Solution`, as the sites of these
+tasks have it. For `plain_` a tuple is a list, and a whole number as a key is its text, as in JSON. The test uses no
+builtin, because a program that is tested by a builtin's name could replace others."""
 JUDGE = """given_ = tested_({arguments})
 assert given_ in expected_ or plain_(given_) in expected_
 """
-"""Calls the function, or the method of a class `Solution`, as the sites of these tasks have it. A tuple is a
-list and a whole number as a key is its text, as in JSON. It uses no builtin, because a program that is tested by a
-builtin's name could replace others."""
+"""The rest of it: one way of giving the arguments."""
 
 
 def cases_of(truth: Any) -> list[Case]:

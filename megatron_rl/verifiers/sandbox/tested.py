@@ -163,8 +163,8 @@ class TestedProgram:
         self._line = line
         self._callbacks: list[Callable[..., Any]] = []
         self._coroutines: dict[int, tuple[Any, int]] = {}
-        """For the id of each coroutine that stands for one of the program: itself, so that the id stays its own, and
-        the program's number."""
+        """Each coroutine that stands for one of the program, by its id, and the program's number of it. The coroutine
+        is kept, so that its id stays its own."""
         self._exceptions: dict[str, type[Exception]] = {}
         """A class for each of the program's exceptions that a test names, so that the test can catch it."""
         self._names: set[str] = set()

@@ -88,7 +88,7 @@ def suspicion(text: str) -> str | None:
 
 def _fault_of_imports(tree: ast.Module) -> str | None:
     """A test that catches the error of an import, or imports under a condition, has a way without it."""
-    for node in _unconditional(tree):
+    for node in _outside(tree, ast.If, ast.Try):
         if isinstance(node, ast.ImportFrom):
             modules = ["." * node.level + (node.module or "")]
         else:
@@ -198,19 +198,11 @@ def _fault_of_objects(tree: ast.Module) -> str | None:
         name = _path(node.func).rpartition(".")[2]
         if name in INSPECTS and node.args and is_own(node.args[0]):
             return f"it looks at an object of the program by {name}, {ELSEWHERE}; judge what it returns"
-    for block in _unguarded(tree):
+    for block in _outside(tree, ast.Try):
         if isinstance(block, ast.With | ast.AsyncWith) and any(is_own(item.context_expr) for item in block.items):
-            if any(isinstance(node, ast.Raise) for node in _unguarded(block)):
+            if any(isinstance(node, ast.Raise) for node in _outside(block, ast.Try)):
                 return "it raises an error that an object of the program would have to end, which none can do in a test"
     return None
-
-
-def _unguarded(node: ast.AST) -> Iterator[ast.AST]:
-    """What stands under no `try`."""
-    for inner in ast.iter_child_nodes(node):
-        yield inner
-        if not isinstance(inner, ast.Try | ast.expr):
-            yield from _unguarded(inner)
 
 
 def _path(node: ast.expr) -> str:
@@ -259,12 +251,12 @@ def _bound(tree: ast.Module) -> set[str]:
     return bound
 
 
-def _unconditional(node: ast.AST) -> Iterator[ast.AST]:
-    """What stands under no `if` and no `try`."""
+def _outside(node: ast.AST, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
+    """The statements in a node, without what is inside statements of these kinds."""
     for inner in ast.iter_child_nodes(node):
         yield inner
-        if not isinstance(inner, ast.If | ast.Try | ast.expr):
-            yield from _unconditional(inner)
+        if not isinstance(inner, (ast.expr, *kinds)):
+            yield from _outside(inner, *kinds)
 
 
 def _all(tree: ast.Module, kind: type[Node]) -> Iterator[Node]:

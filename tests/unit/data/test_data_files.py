@@ -120,8 +120,7 @@ def test_a_turn_that_the_template_leaves_out_is_refused(tokenizer, write, role):
     turns = [{"role": "system", "content": "hi"}, {"role": role, "content": "Question seven"}]
     with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*writes nothing of turn 2, whose role is '{role}'"):
         load_prompts(write({"messages": turns}), tokenizer, Rules(100))
-    [prompt] = load_prompts(write({"messages": [turns[0], turns[1] | {"role": "user"}]}), tokenizer, Rules(100))
-    assert len(prompt.token_ids) > 3
+    [_] = load_prompts(write({"messages": [turns[0], turns[1] | {"role": "user"}]}), tokenizer, Rules(100))
 
 
 def test_bad_prompts_are_skipped_and_counted(tokenizer, write):

@@ -24,7 +24,7 @@ def test_the_document_is_what_the_command_prints(capsys):
         ("reward/mean", "the mean reward of the answers: the weighted sum of all rewards, after shaping"),
         ("eval/pass@8_low", None),
         ("time/generate_s", "seconds of a phase"),
-        ("critic/grad_norm", "the metric of the critic's own update"),
+        ("critic/grad_norm", "the metric of this name of the critic's update"),
     ],
 )
 def test_a_name_that_the_run_gives_has_a_meaning(name, said):
