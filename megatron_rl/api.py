@@ -38,6 +38,8 @@ from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.types import ModelShape
 
 Function = Callable[..., Any]
+Model = str | os.PathLike[str] | Mapping[str, Any]
+"""A Hugging Face folder, or the section `model`: `{"path": "models/Qwen3-0.6B", "dtype": "float32"}`."""
 Reward = Function | str | Mapping[str, Any]
 """A function, the path of one (`my_rewards.py:score`), or an entry of the section `rewards`."""
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
@@ -52,7 +54,7 @@ KINDS: Mapping[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunCon
 
 
 def grpo(
-    model: str | os.PathLike[str],
+    model: Model,
     data: Rows,
     rewards: Reward | Sequence[Reward],
     steps: int = 20,
@@ -74,7 +76,7 @@ def grpo(
         run.metrics[-1]["reward/mean"], run.report, run.model
 
     Args:
-        model: a Hugging Face folder.
+        model: a Hugging Face folder, or the section `model` of a file.
         rewards: one or several. A function has TRL's signature; see docs/rewards.md.
         eval_data: held-out rows.
         name: of the run's folder in `runs`; by default the kind and the time.
@@ -89,7 +91,7 @@ def grpo(
 
 
 def ppo(
-    model: str | os.PathLike[str],
+    model: Model,
     data: Rows,
     rewards: Reward | Sequence[Reward],
     steps: int = 20,
@@ -104,7 +106,7 @@ def ppo(
 
 
 def sft(
-    model: str | os.PathLike[str],
+    model: Model,
     data: Rows,
     steps: int = 20,
     *,
@@ -192,9 +194,9 @@ class RunPlan:
 
 
 def plan(
-    model: str | os.PathLike[str] | None = None, *, files: Sequence[str | os.PathLike[str]] = (), **sections: Any
+    model: Model | None = None, *, files: Sequence[str | os.PathLike[str]] = (), **sections: Any
 ) -> RunPlan:
-    """The sizes of a run of GRPO, which needs neither GPUs nor weights.
+    """The sizes of a run of GRPO, which needs neither GPUs nor weights nor rows.
 
     Example::
 
@@ -205,7 +207,8 @@ def plan(
     """
     from megatron_rl.recipes import dry_run
 
-    given = _merged(files, sections, {} if model is None else {"model": {"path": os.fspath(model)}})
+    given = {"run": {"name": "plan", "steps": 1}, "data": {"train": "rows.jsonl"}}  # required, but nothing is planned by them
+    merge(given, _merged(files, sections, {} if model is None else {"model": _section(model)}))
     config = with_defaults(validate(GrpoRunConfig, given))
     # Not in a cell, which would show each table at once, and again when the plan is printed.
     console = Console(record=True, width=120, force_jupyter=False, file=open(os.devnull, "w"))  # noqa: SIM115  it lives as long as the call
@@ -230,7 +233,7 @@ def plan(
 class Inputs(NamedTuple):
     """The model of a run, and what it learns from."""
 
-    model: str | os.PathLike[str]
+    model: Model
     data: Rows
     eval_data: Rows | None = None
     rewards: Reward | Sequence[Reward] = ()
@@ -254,7 +257,7 @@ def start(
     """
     own: dict[str, Any] = {
         "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"},
-        "model": {"path": os.fspath(inputs.model)},
+        "model": _section(inputs.model),
     }
     given = _merged(files, own, sections)
     folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
@@ -294,6 +297,10 @@ def _merged(files: Sequence[str | os.PathLike[str]], *sections: Mapping[str, Any
     for one in (*(read_yaml(Path(file)) for file in files), *sections):
         merge(merged, one)
     return merged
+
+
+def _section(model: Model) -> dict[str, Any]:
+    return dict(model) if isinstance(model, Mapping) else {"path": os.fspath(model)}
 
 
 def _entry(reward: Reward) -> dict[str, Any]:

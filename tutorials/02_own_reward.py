@@ -87,10 +87,8 @@ for record in run.metrics:
 print(f"\nanswers in {run.folder / 'samples.jsonl'}:")
 for sample in map(json.loads, (run.folder / "samples.jsonl").read_text().splitlines()):
     reward = "none" if sample["reward"] is None else f"{sample['reward']:.3f}"
-    # A reason begins with the path of the function. Functions of a script are in a file of the run, whose path is long.
-    reason = sample["reason"].replace(f"{run.folder}/inputs/functions.pickle:", "")
     text = sample["thought"] + sample["answer"]
-    print(f"  step {sample['step']}  {sample['prompt']}{text!r}  reward {reward}  {sample['details']}  {reason}")
+    print(f"  step {sample['step']}  {sample['prompt']}{text!r}  reward {reward}  {sample['details']}  {sample['reason']}")
 
 # 9. rewards.log has every answer that a reward failed on, with its row and the error.
 failures = (run.folder / "logs" / "rewards.log").read_text().splitlines()

@@ -81,8 +81,7 @@ for phase, spent in seconds.items():
 # reward has a reason, and `finish` says whether the length cut it.
 print("\nanswers:")
 for sample in [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()][-6:]:
-    reason = sample["reason"].rpartition("functions.pickle:")[2]  # without the path of the functions
-    reward = reason if sample["reward"] is None else f"reward {sample['reward']:.2f}"
+    reward = sample["reason"] if sample["reward"] is None else f"reward {sample['reward']:.2f}"
     text = (sample["thought"] + sample["answer"])[:60]
     print(f"  step {sample['step']}, {sample['finish']:<6} {sample['prompt']} {text!r}: {reward}")
 

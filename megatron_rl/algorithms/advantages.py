@@ -43,7 +43,7 @@ from megatron_rl.config.advantages import (
     TwoStageAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.function import load_function
+from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.raised import place, said
 from megatron_rl.config.section import Method
 from megatron_rl.types import Credit, Metrics, StepBatch, TokenRewards
@@ -149,11 +149,11 @@ def _by_function(path: str, batch: StepBatch) -> np.ndarray:
     try:
         advantages = np.asarray(function(batch), np.float64)
     except BaseException as error:
-        raise ValueError(f"algorithm.adv_estimator {path} raised {said(error)}{place(error)}") from error
+        raise ValueError(f"algorithm.adv_estimator {short_path(path)} raised {said(error)}{place(error)}") from error
     scored = ~np.isnan(batch.rewards)
     if advantages.shape != scored.shape or not np.isfinite(advantages[scored]).all():
         raise ValueError(
-            f"algorithm.adv_estimator {path} must return one finite number for each of the {len(scored)} samples, but "
+            f"algorithm.adv_estimator {short_path(path)} must return one finite number for each of the {len(scored)} samples, but "
             f"it returned {advantages.shape} numbers, of which {int((~np.isfinite(advantages)).sum())} are not finite"
         )
     return np.where(scored, advantages, 0.0)

@@ -41,6 +41,11 @@ class ImportPath(str):
         return self if self.file is None else ImportPath(f"{self.file.absolute()}:{self.rpartition(':')[2]}")
 
 
+def short_path(path: str) -> str:
+    """The path for a sentence. Functions of a script have a long one, inside the run's own folder; their names do."""
+    return path.rpartition(":")[2] if ImportPath(path).module.endswith(VALUES) else path
+
+
 FunctionPath = Annotated[str, AfterValidator(ImportPath)]
 """The type of a configuration key that names a function or a class."""
 

@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.config.environment import ClassEnvironment
+from megatron_rl.config.function import short_path
 from megatron_rl.config.raised import place, printable, said
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.types import LARGEST_SCORE
@@ -147,7 +148,7 @@ class ClassSession:
             raise self._fault(method, f"raised {said(error)}{place(error)}") from error
 
     def _fault(self, method: str, what: str) -> EnvironmentFault:
-        return EnvironmentFault(f"{self._cfg.path}, {method} {printable(what)}"[:MAX_REASON])
+        return EnvironmentFault(f"{short_path(self._cfg.path)}, {method} {printable(what)}"[:MAX_REASON])
 
 
 def fault_of_reward(given: Any) -> str | None:

@@ -102,7 +102,8 @@ class LiveView:
         self._first_step = step if self._first_step is None else self._first_step
         if not self._console.is_interactive:
             now = time.monotonic()
-            if now - self._printed >= 1 or step + 1 >= self._steps:
+            # After the last step there is a record of the export's time; an evaluation may be in it.
+            if figures(record) and (now - self._printed >= 1 or step + 1 >= self._steps):
                 self._printed = now
                 self._console.print(self._line(record), highlight=False, markup=False, soft_wrap=True)
             return

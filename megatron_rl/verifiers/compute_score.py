@@ -76,7 +76,7 @@ class ComputeScoreVerifier:
 
     def _failed(self, error: BaseException) -> Verdict:
         if not self._has_raised:  # one traceback is enough: all failures are counted and have their reasons
-            log.error("%s raised\n%s", self._cfg.path, traced(error))
+            log.error("%s raised\n%s", self._function.path, traced(error))
         self._has_raised = True
         return self._function.fault_of(error)
 
@@ -85,7 +85,7 @@ class ComputeScoreVerifier:
             return self._function.verdict_of(result)
         if "score" not in result:
             has = printable(", ".join(map(str, result)))
-            reason = f"{self._cfg.path} returned a mapping without `score` (it has {has})"
+            reason = f"{self._function.path} returned a mapping without `score` (it has {has})"
             return Verdict(None, reason, failed=True)
         details = {}
         for name, value in result.items():

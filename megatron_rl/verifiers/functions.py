@@ -79,11 +79,11 @@ class FunctionVerifier:
         return text if isinstance(answer.prompt.messages, str) else [{"role": "assistant", "content": text}]
 
     def _failed(self, error: BaseException, num_answers: int) -> list[Verdict]:
-        log.error("%s raised\n%s", self._cfg.path, traced(error))
+        log.error("%s raised\n%s", self._function.path, traced(error))
         return [self._function.fault_of(error)] * num_answers
 
     def _verdicts(self, result: Any, num_answers: int) -> list[Verdict]:
-        path, scores = self._cfg.path, as_plain(result)
+        path, scores = self._function.path, as_plain(result)
         if not isinstance(scores, Sequence) or isinstance(result, str | bytes | bytearray | memoryview):
             found = result if isinstance(result, memoryview) else scores
             reason = f"{path} returned {type(found).__name__}, but it must return a list of numbers or None"

@@ -19,7 +19,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from megatron_rl.config.function import load_function
+from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.raised import place, said
 from megatron_rl.config.rewards import ImportedReward
 from megatron_rl.types import LARGEST_SCORE, Verdict
@@ -109,7 +109,7 @@ class ImportedFunction:
     """
 
     def __init__(self, cfg: ImportedReward) -> None:
-        self.path = cfg.path
+        self.path = short_path(cfg.path)
         loaded = load_function(cfg.path)
         self._file = _file_of(loaded)
         self._arguments: Mapping[str, Any] = {} if inspect.isclass(loaded) else cfg.arguments

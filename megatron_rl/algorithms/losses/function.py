@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
-from megatron_rl.config.function import load_function
+from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.raised import place, said
 
@@ -24,10 +24,10 @@ def function_loss(cfg: FunctionLoss) -> TokenLoss:
         try:
             result = function(terms)
         except BaseException as error:
-            raise ValueError(f"algorithm.loss {cfg.path} raised {said(error)}{place(error)}") from error
+            raise ValueError(f"algorithm.loss {short_path(cfg.path)} raised {said(error)}{place(error)}") from error
         if not _is_well_formed(result, terms):
             raise ValueError(
-                f"algorithm.loss {cfg.path} must return (loss_T, columns): a tensor with one number for each of the "
+                f"algorithm.loss {short_path(cfg.path)} must return (loss_T, columns): a tensor with one number for each of the "
                 f"{len(terms.mask_T)} tokens, and a dictionary of such tensors, whose means become metrics"
             )
         return result[0], dict(result[1])

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.environment import AgentEnvironment
-from megatron_rl.config.function import load_function
+from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.raised import place, said
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import fault_of_reward
@@ -105,13 +105,13 @@ class Agents:
         try:
             given = await self._calls.call(self._run, dict(prompt.columns), url, **self._cfg.arguments)
             if no_reward := fault_of_reward(given):
-                fault = f"{self._cfg.path} returned {given!r}, {no_reward}"
+                fault = f"{short_path(self._cfg.path)} returned {given!r}, {no_reward}"
             elif given is not None:
                 reward = float(given)
         except OutOfTime:
-            fault = f"{self._cfg.path} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
+            fault = f"{short_path(self._cfg.path)} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
         except Exception as error:  # an agent may raise anything
-            fault = f"{self._cfg.path} raised {said(error)}{place(error)}"
+            fault = f"{short_path(self._cfg.path)} raised {said(error)}{place(error)}"
         finally:
             self._endpoint.end(name)
         return self._samples(prompt, conversations, reward, fault[:MAX_REASON])
@@ -120,7 +120,7 @@ class Agents:
         found = conversations.transcripts()
         if not found:
             sample, tokens = as_rollout(prompt.token_ids, Transcript(), None)
-            episode = Episode(0, len(prompt.token_ids), fault=fault or f"{self._cfg.path} did not ask the model")
+            episode = Episode(0, len(prompt.token_ids), fault=fault or f"{short_path(self._cfg.path)} did not ask the model")
             return [(replace(sample, episode=episode), tokens)]
         samples = []
         for ids, transcript, path in found:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from megatron_rl import Run, api, grpo, plan, sft
+from megatron_rl.config.function import short_path
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.recipes.tiny.from_trl import accuracy
@@ -49,6 +50,11 @@ def test_files_come_first_and_sections_last(begun, tmp_path):
     assert yaml.safe_load(begun[1].read_text())["sft"]["rows"].endswith("taught/inputs/train.jsonl")
 
 
+def test_a_model_may_be_the_section_of_a_file(begun):
+    grpo({"path": "model", "dtype": "float32"}, ROWS, "text")
+    assert yaml.safe_load(begun[0].read_text())["model"] == {"path": "model", "dtype": "float32"}
+
+
 FACTOR = 3
 
 
@@ -72,6 +78,7 @@ print(scored(["ab"]), one(["x"]), largest(5))
 """
     done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, cwd="/")
     assert done.stdout == "[16] [1.0] 5\n", done.stderr
+    assert short_path(paths[0]) == "scored", "the sentence of a verdict has no path into the run's folder"
 
 
 def test_what_can_be_imported_goes_by_its_path(begun):
@@ -118,3 +125,4 @@ def test_a_plan_has_the_numbers_of_the_dry_run():
     assert (found.trainer_ranks, found.engine_ranks, found.shape.num_layers) == (32, 32, 64)
     assert found.pushed_bytes == pytest.approx(16.38e9, rel=1e-3) and found.memory.problems == []
     assert "TP4 x PP4 x DP2 = 32 ranks" in str(found) and "16.38 GB" in str(found)
+    assert plan("models/Qwen3-32B").shape == found.shape, "no rows, no name and no number of steps are needed"

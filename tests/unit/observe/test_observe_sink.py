@@ -185,6 +185,7 @@ def test_without_a_terminal_one_plain_line_a_step(tmp_path, clock):
                 clock.now += 3
             clock.now += 1
             sink.log(step, {"reward/mean": 0.25} if step else {"eval/accuracy": 0.5})
+        sink.log(2, {"time/export_s": 1.0})  # what comes after the last step is in the files
     assert screen.getvalue().splitlines() == [
         "step 0 (1/2 done)  held-out accuracy 0.500  4.00 s: update 75%, other 25%",
         "step 1 (2/2 done)  reward 0.250  4.00 s: update 75%, other 25%",
