@@ -38,12 +38,14 @@ from megatron_rl.verifiers.mathematics.notations import (
     choice,
     circled,
     clock,
+    congruence,
     digits_and_base,
     is_words,
     plain_text,
     region,
     right_side,
     same_choices,
+    same_remainder,
     set_names,
 )
 from megatron_rl.verifiers.mathematics.plain_number import PlainNumber, plain_number, same_number
@@ -97,8 +99,8 @@ class _Reference:
     text: str
     number: PlainNumber | None
     expression: Any | None
-    """None if the ground truth is a plain number, a time of day, sets by their names (A \\cap B), circled numbers or no
-    mathematics."""
+    """None if the ground truth is a plain number, a time of day, sets by their names (A \\cap B), circled numbers, a congruence or
+    no mathematics."""
 
     @classmethod
     def read(cls, text: str) -> _Reference:
@@ -108,6 +110,7 @@ class _Reference:
         number = plain_number(text)
         is_read = number is not None or is_words(text) or (":" in text and clock(text) is not None)
         is_read = is_read or region(text, set_names(text)) is not None or circled(text) is not None
+        is_read = is_read or congruence(text) is not None
         expression = None if is_read else parse(text)
         try:
             refuse_unsolvable(expression)
@@ -122,6 +125,8 @@ class _Reference:
         if ":" in found:  # a:b = 1:2
             found = right_side(found)
         if (are_same := same_choices(self.text, found)) is not None:
+            return are_same
+        if (are_same := same_remainder(self.text, found)) is not None:
             return are_same
         time, other_time = clock(self.text), clock(found)
         if time is not None and (other_time is not None or ":" in self.text):

@@ -45,6 +45,7 @@ def clean(text: str) -> str:
         r"\1", _NAMED_SPACING.sub(lambda name: _SPACES.get(name[1], r"\ "), in_latex(text.strip()))
     )
     text = _MINUS.sub(lambda word: ("" if word[2] else word[1] or "") + "-", text)
+    text = _TANGENT.sub(lambda name: rf"\{name[1] or ''}{'cot' if name[2] else 'tan'} ", text)
     text = _THOUSANDS.sub("", _TIMES_TEN.sub(r"\\times ", text))
     text = _LOOK.sub("", _PYTHON_POWER.sub("^", text)).replace("**", "")  # the other ** are bold type
     text = _SPACING.sub(" ", _FIRST_TEXT.sub("", text)).strip('"` ').rstrip(".").strip()
@@ -58,6 +59,7 @@ def clean(text: str) -> str:
 _CIRCLED_ALONE = re.compile(r"^\$?\\textcircled\{([0-9]+)\}\.?\$?$")
 _MINUS = re.compile(r"^(\\text\s*\{)?\s*(?:minus|negative)(?![A-Za-z])(\s*\})?\s*(?=[0-9.\\])", re.IGNORECASE)
 _PYTHON_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
+_TANGENT = re.compile(r"(?<![\\A-Za-z])(?:\\operatorname\*?\s*\{\s*)?\\?(arc)?(c)?tg(?![A-Za-z])(?:\s*\})?")
 _TIMES_TEN = re.compile(r"(?<=[0-9])\s*[xX]\s*(?=10\s*\^)")
 _SPACES = {"thinspace": r"\,", "negthinspace": r"\!"}
 _NAMED_SPACING = re.compile(
@@ -128,6 +130,11 @@ _SPELLINGS = (
     (_SCIENTIFIC, r"\1 \\times 10^{\2}"),
     (_BARE_NAME, r"\\\1 "),
 )
+# Ends of intervals that are open are turned outwards in some languages: ]1, 2[ is (1, 2).
+_INTERVAL = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")
+# C_5^2 is 5 over 2 in some languages, and A_5^2 the number of arrangements, if no other letter stands beside them.
+_COUNT = re.compile(r"([CA])\s*_\s*(?:\{\s*([0-9]{1,4})\s*\}|([0-9]))\s*\^\s*(?:\{\s*([0-9]{1,4})\s*\}|([0-9]))")
+_LETTER_ALONE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 _E_OR_I = re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}")
 _TRIGONOMETRIC = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
 # The parser evaluates these at once, and a power among their arguments could take forever.
@@ -154,6 +161,9 @@ def parse(text: str) -> Any:
     text = _REPEATING.sub(_fraction, _LAST_UNIT.sub("", text))
     text = _DOUBLE_FACTORIAL.sub(lambda number: str(math.prod(range(int(number[1]), 1, -2))), text)
     text = _own_primes(text)
+    text = _INTERVAL.sub(lambda ends: f"{'[('[ends[1] == ']']}{ends[2]}{'])'[ends[3] == '[']}", text)
+    if not _LETTER_ALONE.search(_COUNT.sub("", text)):
+        text = _COUNT.sub(_counted, text)
     for pattern, replacement in _SPELLINGS:
         text = pattern.sub(replacement, text)
     if r"\pm" in text and r"\mp" not in text:  # the parser knows it only at the top of an expression
@@ -183,6 +193,12 @@ def parse(text: str) -> Any:
 def _symbol(match: re.Match[str]) -> str:
     r"""The 5 \text{ dozen} of 5\text{ dozen} as the product of 5 and a symbol."""
     return rf"\cdot u_{{{re.sub('[^A-Za-z0-9]', '', match[1])}}}"
+
+
+def _counted(match: re.Match[str]) -> str:
+    """The number that C_5^2 or A_5^2 stands for; the text itself if the lower number is the smaller one."""
+    n, k = (int(match[i] or match[i + 1]) for i in (2, 4))
+    return match[0] if n < k else str((math.comb if match[1] == "C" else math.perm)(n, k))
 
 
 def _own_primes(text: str) -> str:

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, TEXT_COMMAND
+from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, TEXT_COMMAND, plain_number
 
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\".,;:!?/()-]+[^\W\d_]+)*[ .!?)]*")
 _LONG_WORD = re.compile(r"[^\W\d_]{3,}")
@@ -124,6 +124,30 @@ def right_side(text: str) -> str:
 def digits_and_base(text: str) -> tuple[str, str] | None:
     match = _BASE.fullmatch(text)
     return (match[1].upper().lstrip("0"), match[2]) if match else None
+
+
+_CONGRUENCE = re.compile(
+    r"(?:[a-z]\s*(?:\\equiv|=)\s*)?(-?[0-9]+)\s*(?:\(\s*\\?mod(?![a-z])|\\[pb]?mod(?![a-z])|,?\s*mod(?![a-z]))"
+    r"\s*\{?\s*([1-9][0-9]*)\s*\}?\s*\)?"
+)
+
+
+def congruence(text: str) -> tuple[int, int] | None:
+    r"""The value and the modulus of x \equiv 12 \pmod 7, or of 12 (mod 7): 12 and 7."""
+    match = _CONGRUENCE.fullmatch(TEXT_COMMAND.sub(r"\1", text).strip())
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def same_remainder(text: str, other: str) -> bool | None:
+    """Whether two congruences are the same, as 12 (mod 7) and 5 (mod 7) are; None if neither text is one. The modulus
+    may be left out, and then the numbers are compared."""
+    ours, theirs = congruence(text), congruence(other)
+    if ours and theirs:
+        return ours[1] == theirs[1] and (ours[0] - theirs[0]) % ours[1] == 0
+    if found := ours or theirs:
+        number = plain_number(right_side(other if ours else text))
+        return number is not None and number.value == found[0]
+    return None
 
 
 _SETS = re.compile(r"[A-Z]|\\(?:cap|cup|setminus|backslash)(?![A-Za-z])|[()]|'|\^\{?c\}?")

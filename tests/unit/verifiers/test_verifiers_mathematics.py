@@ -92,7 +92,7 @@ OURS_WRONG = [row for row in PAIRS if row.get("why", "").startswith("Ours is wro
 
 
 @pytest.mark.parametrize("part", cover.essential(range(6), 0))
-def test_the_table_of_pairs_is_right_but_for_the_three_that_say_so(part):
+def test_the_table_of_pairs_is_right_but_for_the_ones_that_say_so(part):
     rows = PAIRS[part::6]
     wrong = [row for row in rows if verify(row["text"], row["truth"], "strict").score != float(row["equal"])]
     assert wrong == [row for row in rows if row in OURS_WRONG]
