@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, UndefinedError
 
 from megatron_rl.data.rows import BadRow
 
@@ -74,9 +74,9 @@ def chat_text(
                 tokenize=False,
             )
         )
-    except TemplateError as error:
-        raise BadRow(f"the chat template refuses `messages`: {error}") from error
     except Exception as error:  # a template is a program: it adds texts to numbers, and asks texts for their items
+        if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
+            raise BadRow(f"the chat template refuses `messages`: {error}") from error
         raise template_fault(error, turns) from error
     _require_written(turns, text)
     return text

@@ -99,9 +99,10 @@ class ChatTemplate:
             return self._template.render(messages=turns, add_generation_prompt=add_generation_prompt, **given)
         except BadRow:
             raise
-        except TemplateError:  # such as a filter that only transformers has; the run will find out with it
-            return None
         except Exception as error:
+            # Others of its own errors are about what only transformers has, such as a filter; the run finds them.
+            if isinstance(error, TemplateError) and "object' has no attribute" not in str(error):
+                return None
             raise template_fault(error, turns) from error
 
 

@@ -262,6 +262,11 @@ CALLED = {
             CALLED,
             "the chat template fails on this row: TypeError: .*; the arguments of a tool call are text, and this",
         ),
+        (
+            CALLS_TEMPLATE.replace(" | items", ".items()"),
+            CALLED,
+            "fails on this row: UndefinedError: 'str object' has no attribute 'items'; the arguments of a tool call",
+        ),
     ],
 )
 def test_chats_go_through_the_template(home, template, line, message):
