@@ -39,7 +39,7 @@ from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabu
 from megatron_rl.types import Mesh, ModelShape, YarnRope
 
 
-def uses_fused_layers(model: ModelConfig, shape: ModelShape) -> bool:
+def uses_fused_layers(model: ModelConfig, shape: ModelShape, context: int) -> bool:
     """Whether the layers are Transformer Engine's.
 
     Raises:
@@ -47,7 +47,7 @@ def uses_fused_layers(model: ModelConfig, shape: ModelShape) -> bool:
     """
     if model.layers == "local":
         return False
-    obstacle = obstacle_to_fused_layers(shape)
+    obstacle = obstacle_to_fused_layers(shape, context)
     if model.layers == "auto":
         return platform.HAS_TRANSFORMER_ENGINE and model.dtype == "bfloat16" and obstacle is None
     if not platform.HAS_TRANSFORMER_ENGINE:
@@ -66,7 +66,7 @@ def transformer_config(
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     family, mesh = FAMILIES[shape.family], parallel.mesh
-    fused = uses_fused_layers(model, shape)
+    fused = uses_fused_layers(model, shape, mesh.context)
     ours = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -106,7 +106,7 @@ def transformer_config(
         calculate_per_token_loss=True,  # gradients are summed over micro-batches and DP (step.py)
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and shape.latent is None,  # for latent attention Megatron has it with YaRN alone
         **_window(shape),
         **_latent(shape),
         **_mixture(shape, fused),

@@ -78,9 +78,12 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def restore_random(generators: dict[str, Any]) -> None:
+    """Those of Megatron and CUDA are left out if the states were written on the other kind of device, which has other
+    generators. They then are as at a start, like after a change of the mesh."""
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])
     torch.set_rng_state(generators["torch"])
-    if platform.HAS_CUDA:
-        torch.cuda.set_rng_state(generators["cuda"])
-    get_cuda_rng_tracker().set_states(generators["megatron"])
+    if (generators["cuda"] is not None) == platform.HAS_CUDA:
+        if platform.HAS_CUDA:
+            torch.cuda.set_rng_state(generators["cuda"])
+        get_cuda_rng_tracker().set_states(generators["megatron"])

@@ -78,7 +78,7 @@ class MegatronTrainer:
                 f"{self.role}: tensor x context x pipeline x data are {self.mesh.world_size} ranks, but there are "
                 f"{world_size}; start as many ranks, or change the sizes"
             )
-        self.fused_norms = uses_fused_layers(spec.model, spec.shape)
+        self.fused_norms = uses_fused_layers(spec.model, spec.shape, parallel.context)
         """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
         parameters have other names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)

@@ -20,11 +20,11 @@ CHUNKS = 3
 """The output layer holds the logits of a chunk, their exponentials (for the entropy), and their gradient."""
 
 
-def has_fused_layers(shape: ModelShape, model: ModelConfig) -> bool:
+def has_fused_layers(shape: ModelShape, model: ModelConfig, context: int) -> bool:
     """Whether the layers on GPUs are Transformer Engine's, if it is installed (`actor.model.uses_fused_layers`)."""
     if model.layers != "auto":
         return model.layers == "transformer_engine"
-    return model.dtype == "bfloat16" and obstacle_to_fused_layers(shape) is None
+    return model.dtype == "bfloat16" and obstacle_to_fused_layers(shape, context) is None
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:

@@ -135,7 +135,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         gpu_bytes=gpu_bytes(config),
         engine=engine,
         is_shared=cluster.colocate,
-        fused=on_gpus and has_fused_layers(shape, model),
+        fused=on_gpus and has_fused_layers(shape, model, config.policy.parallel.context),
         critic=critic,
     )
 

@@ -61,7 +61,7 @@ def trainer_memory(
         section: the trainer's section of the configuration, `policy` or `critic`, for the remedies.
     """
     mesh, width = parallel.mesh, BYTES[model.dtype]
-    fused = on_gpus and has_fused_layers(shape, model)
+    fused = on_gpus and has_fused_layers(shape, model, mesh.context)
     number = num_communicators(mesh) if on_gpus else 0
     shorter = "lower balance.max_tokens_per_microbatch"
     split = f"{section}.parallel.tensor"

@@ -89,7 +89,8 @@ def test_sizes_that_do_not_fit_are_refused_before_any_rank_waits(shape, parallel
 LLAMA = replace(QWEN3, family="llama")
 
 
-FUSED = [LLAMA, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))]
+WINDOWS = replace(LLAMA, sliding_window=4, sliding_layers=(0,))
+FUSED = [LLAMA, WINDOWS, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))]
 NOT_FUSED = [
     (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks"),
     (DEEPSEEK, "the latent attention of deepseek_v3 has not been tried"),
@@ -99,8 +100,8 @@ NOT_FUSED = [
 ]
 
 
-def fused(shape: ModelShape, layers: str = "auto", dtype: str = "bfloat16") -> bool:
-    return uses_fused_layers(ModelConfig(path=Path("model"), dtype=dtype, layers=layers), shape)
+def fused(shape: ModelShape, layers: str = "auto", dtype: str = "bfloat16", context: int = 1) -> bool:
+    return uses_fused_layers(ModelConfig(path=Path("model"), dtype=dtype, layers=layers), shape, context)
 
 
 @pytest.fixture
@@ -115,9 +116,17 @@ def test_transformer_engines_layers_are_used_where_they_can_be(transformer_engin
     assert not fused(shape, dtype="float32") and not fused(shape, "local")
 
 
+@pytest.mark.parametrize("context", [1, 2])
 @pytest.mark.parametrize("shape", [*FUSED, *(shape for shape, _ in NOT_FUSED)], ids=str)
-def test_the_memory_that_is_planned_is_that_of_the_same_layers(transformer_engine, shape):
-    assert has_fused_layers(shape, ModelConfig(path=Path("model"), dtype="bfloat16")) == fused(shape)
+def test_the_memory_that_is_planned_is_for_the_same_layers(transformer_engine, shape, context):
+    model = ModelConfig(path=Path("model"), dtype="bfloat16")
+    assert has_fused_layers(shape, model, context) == fused(shape, context=context)
+
+
+def test_their_attention_takes_no_windows_with_context_parallelism(transformer_engine):
+    assert fused(LLAMA, context=2) and not fused(WINDOWS, context=2)
+    with pytest.raises(ValueError, match="no sliding windows with policy.parallel.context above 1; set model.layers"):
+        fused(WINDOWS, "transformer_engine", context=2)
 
 
 @pytest.mark.parametrize("shape, message", NOT_FUSED)
