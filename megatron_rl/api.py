@@ -193,9 +193,7 @@ class RunPlan:
         return self.tables
 
 
-def plan(
-    model: Model | None = None, *, files: Sequence[str | os.PathLike[str]] = (), **sections: Any
-) -> RunPlan:
+def plan(model: Model | None = None, *, files: Sequence[str | os.PathLike[str]] = (), **sections: Any) -> RunPlan:
     """The sizes of a run of GRPO, which needs neither GPUs nor weights nor rows.
 
     Example::
@@ -207,7 +205,10 @@ def plan(
     """
     from megatron_rl.recipes import dry_run
 
-    given = {"run": {"name": "plan", "steps": 1}, "data": {"train": "rows.jsonl"}}  # required, but nothing is planned by them
+    given = {
+        "run": {"name": "plan", "steps": 1},
+        "data": {"train": "rows.jsonl"},
+    }  # required, but nothing is planned by them
     merge(given, _merged(files, sections, {} if model is None else {"model": _section(model)}))
     config = with_defaults(validate(GrpoRunConfig, given))
     # Not in a cell, which would show each table at once, and again when the plan is printed.

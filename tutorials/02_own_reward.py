@@ -88,7 +88,9 @@ print(f"\nanswers in {run.folder / 'samples.jsonl'}:")
 for sample in map(json.loads, (run.folder / "samples.jsonl").read_text().splitlines()):
     reward = "none" if sample["reward"] is None else f"{sample['reward']:.3f}"
     text = sample["thought"] + sample["answer"]
-    print(f"  step {sample['step']}  {sample['prompt']}{text!r}  reward {reward}  {sample['details']}  {sample['reason']}")
+    print(
+        f"  step {sample['step']}  {sample['prompt']}{text!r}  reward {reward}  {sample['details']}  {sample['reason']}"
+    )
 
 # 9. rewards.log has every answer that a reward failed on, with its row and the error.
 failures = (run.folder / "logs" / "rewards.log").read_text().splitlines()

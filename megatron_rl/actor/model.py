@@ -104,6 +104,7 @@ def transformer_config(
         # receiver is ready, and would send what stands there by then. With NCCL this is Megatron's default (not run).
         deallocate_pipeline_outputs=platform.HAS_CUDA or mesh.virtual == 1,
         calculate_per_token_loss=True,  # gradients are summed over micro-batches and DP (step.py)
+        transformer_impl="transformer_engine" if fused else "local",
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused and shape.latent is None,  # for latent attention Megatron has it with YaRN alone
@@ -198,10 +199,11 @@ def build_model(
     order of depth."""
     parallel = policy.parallel
     config = transformer_config(shape, model, parallel, policy.megatron.transformer)
-    if parallel.context > 1 and platform.device().type != "cpu" and not config.apply_rope_fusion:
+    if parallel.context > 1 and platform.device().type != "cpu" and config.transformer_impl == "local":
+        obstacle = obstacle_to_fused_layers(shape, parallel.context) or "they are not installed, or not used"
         raise ValueError(
             "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, because context.py has kernels "
-            "for CPUs only; install Transformer Engine and use its layers (model.layers), or set context to 1"
+            f"for CPUs only, but {obstacle}; set context to 1, or see model.layers"
         )
     return [_build_chunk(shape, config, policy, stage, chunk) for chunk in range(parallel.virtual)]
 
@@ -209,7 +211,7 @@ def build_model(
 def _build_chunk(
     shape: ModelShape, config: TransformerConfig, policy: PolicyConfig, stage: int, chunk: int
 ) -> DistributedDataParallel:
-    parallel, fused = policy.parallel, config.apply_rope_fusion
+    parallel, fused = policy.parallel, config.transformer_impl == "transformer_engine"
     number = chunk if parallel.virtual > 1 else None
     block = get_gpt_decoder_block_spec(config, True, vp_stage=number) if fused else _local_block(config, shape, number)
     for layer in block.layer_specs:

@@ -64,7 +64,7 @@ class Schedule:
         config.finalize_model_grads_func = finalize
         no_sync = [chunk.no_sync for chunk in self.chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.fused = config.apply_rope_fusion
+        self.fused = config.transformer_impl == "transformer_engine"
         """Whether the layers are Transformer Engine's."""
         self._run = get_forward_backward_func()
 

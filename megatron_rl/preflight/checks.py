@@ -23,10 +23,11 @@ from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.saved_rollouts import require_step
-from megatron_rl.layout import FAMILIES, check_unquantised, hub_hint, read_shape, scan
+from megatron_rl.layout import FAMILIES, check_unquantised, hub_hint, obstacle_to_fused_layers, read_shape, scan
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
+from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.critic import faults_of_critic
@@ -139,6 +140,14 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     family = FAMILIES[shape.family]
     family.check_mesh(shape, config.policy.parallel.mesh)
     check_trainable(shape, config.policy)
+    context, model = config.policy.parallel.context, config.model
+    if context > 1 and config.cluster.gpus_per_trainer and not has_fused_layers(shape, model, context):
+        obstacle = obstacle_to_fused_layers(shape, context)
+        raise ValueError(
+            "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, but "
+            + (obstacle or f"model.layers is {model.layers} and model.dtype {model.dtype}")
+            + "; set policy.parallel.context to 1"
+        )
     if isinstance(config, GrpoRunConfig):
         rollout = config.rollout
         family.check_engine(shape, rollout.tensor, rollout.expert_parallel, rollout.pipeline)

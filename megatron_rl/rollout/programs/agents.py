@@ -109,7 +109,9 @@ class Agents:
             elif given is not None:
                 reward = float(given)
         except OutOfTime:
-            fault = f"{short_path(self._cfg.path)} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
+            fault = (
+                f"{short_path(self._cfg.path)} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
+            )
         except Exception as error:  # an agent may raise anything
             fault = f"{short_path(self._cfg.path)} raised {said(error)}{place(error)}"
         finally:
@@ -120,7 +122,9 @@ class Agents:
         found = conversations.transcripts()
         if not found:
             sample, tokens = as_rollout(prompt.token_ids, Transcript(), None)
-            episode = Episode(0, len(prompt.token_ids), fault=fault or f"{short_path(self._cfg.path)} did not ask the model")
+            episode = Episode(
+                0, len(prompt.token_ids), fault=fault or f"{short_path(self._cfg.path)} did not ask the model"
+            )
             return [(replace(sample, episode=episode), tokens)]
         samples = []
         for ids, transcript, path in found:

@@ -121,6 +121,26 @@ def test_a_run_without_fault_passes_and_leaves_nothing_behind(home):
     assert sorted(home.rglob("*")) == before
 
 
+def test_context_parallelism_on_gpus_needs_transformer_engines_layers(home):
+    def found(dtype, **changes):
+        (home / "model/config.json").write_text(json.dumps(CONFIG | changes))
+        gpus = {"cluster__gpus_per_trainer": 1, "cluster__gpus_per_engine_rank": 1}
+        model = {"path": "model", "dtype": dtype}
+        return faults(grpo(model=model, policy={"parallel": {"context": 2}}, **gpus))
+
+    assert found("bfloat16") == []
+    needs = "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, but "
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    assert found("bfloat16", **windows) == [
+        f"{needs}their attention takes no sliding windows with policy.parallel.context above 1; "
+        "set policy.parallel.context to 1"
+    ]
+    assert found("float32") == [
+        f"{needs}model.layers is auto and model.dtype float32; set policy.parallel.context to 1"
+    ]
+    assert faults(grpo(policy={"parallel": {"context": 2}}, model={"path": "model", "dtype": "float32"})) == []
+
+
 def rows(name: str, *lines) -> None:
     Path(name).write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
 
