@@ -145,16 +145,16 @@ def _by_function(path: str, batch: StepBatch) -> np.ndarray:
     Raises:
         ValueError: there is no such function, it raised, or its result is not a finite number for each scored sample.
     """
-    function = load_function(path)
+    function, key = load_function(path), f"algorithm.adv_estimator {short_path(path)}"
     try:
         advantages = np.asarray(function(batch), np.float64)
     except BaseException as error:
-        raise ValueError(f"algorithm.adv_estimator {short_path(path)} raised {said(error)}{place(error)}") from error
+        raise ValueError(f"{key} raised {said(error)}{place(error)}") from error
     scored = ~np.isnan(batch.rewards)
     if advantages.shape != scored.shape or not np.isfinite(advantages[scored]).all():
         raise ValueError(
-            f"algorithm.adv_estimator {short_path(path)} must return one finite number for each of the {len(scored)} samples, but "
-            f"it returned {advantages.shape} numbers, of which {int((~np.isfinite(advantages)).sum())} are not finite"
+            f"{key} must return one finite number for each of the {len(scored)} samples, but it returned "
+            f"{advantages.shape} numbers, of which {int((~np.isfinite(advantages)).sum())} are not finite"
         )
     return np.where(scored, advantages, 0.0)
 

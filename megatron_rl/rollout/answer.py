@@ -1,53 +1,17 @@
-"""One answer of an engine while its program goes on, and what it takes from vLLM's outputs."""
+"""What an answer takes from vLLM's outputs and from the records of earlier engines, and its seed."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.rollout.program import Call, Completion, Transcript
-from megatron_rl.rollout.programs.budgets import Chosen
-from megatron_rl.rollout.request_queue import Request
+from megatron_rl.rollout.program import Completion
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
-
-NOTHING = Completion((), (), (), stopped=False)
-
-
-@dataclass(slots=True)
-class BegunAnswer:
-    """An answer whose program goes on while others do."""
-
-    prompt_ids: Sequence[int]
-    name: tuple[int, int] | None
-    """The ticket of the group and the number of the sample; None: its tokens are not recorded."""
-    chosen: Chosen
-    transcript: Transcript
-    call: Call | None
-    """The call that is running; None if the answer is complete."""
-    begun: Completion
-    """What an earlier engine has sampled of this call."""
-    seed: int
-    is_greedy: bool = False
-
-    @property
-    def request(self) -> Request:
-        assert self.call is not None, "a complete answer asks for nothing"
-        sampled = [*self.transcript.ids, *self.begun.ids]
-        call = replace(self.call, max_tokens=self.call.max_tokens - len(self.begun.ids))
-        return Request([*self.prompt_ids, *sampled], call, self.seed, self.is_greedy, self.name, len(sampled) > 0)
-
-    def sampled(self, rest: Completion) -> None:
-        """Complete the call."""
-        begun = self.begun
-        ids, logp, version = (*begun.ids, *rest.ids), (*begun.logp, *rest.logp), (*begun.version, *rest.version)
-        self.transcript.sampled(Completion(ids, logp, version, rest.stopped, rest.routes))
-        self.begun = NOTHING
 
 
 def request_seed(*parts: int) -> int:

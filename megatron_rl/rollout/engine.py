@@ -37,11 +37,11 @@ import torch
 from pydantic import ValidationError
 
 from megatron_rl.layout import read_shape
-from megatron_rl.rollout.answer import BegunAnswer, completion_of, prompt_logp, request_seed, sampled_before
+from megatron_rl.rollout.answer import completion_of, prompt_logp, request_seed, sampled_before
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.program import Call, Completion, Samples, as_rollout, next_call, replay
+from megatron_rl.rollout.program import Call, Completion, Program, Samples, as_rollout, next_call, replay
 from megatron_rl.rollout.programs.beams import as_rollouts
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.programs.episodes import EpisodeRequest
@@ -137,9 +137,11 @@ class VllmEngine:
 
         def begun() -> Future[tuple[Samples, Samples]]:
             self._check(prompt)
+            programs = {i: self._budgets.of(prompt, i) for i in samples}
             sampled = {i: sampled_before(recorded(earlier, ticket, i)) for i in samples}
             answers = [
-                self._begun(prompt, i, sampled[i], first_seed + i, (ticket, i), asked.is_greedy) for i in samples
+                self._answered(prompt, programs[i], sampled[i], first_seed + i, (ticket, i), asked.is_greedy)
+                for i in samples
             ]
             self._require(version, is_first=True)
             return begin(self._group(prompt, answers, is_rewarded))
@@ -188,14 +190,13 @@ class VllmEngine:
         return await asyncio.wrap_future(await self._thread.call(partial(begin, routine)))
 
     def _group(
-        self, prompt: Prompt, answers: Sequence[BegunAnswer], is_rewarded: bool
+        self, prompt: Prompt, answers: Sequence[Routine[Samples]], is_rewarded: bool
     ) -> Routine[tuple[Samples, Samples]]:
         """See `answer`."""
         return (yield from self._valued(prompt, (yield from self._side_by_side(answers)), is_rewarded))
 
-    def _side_by_side(self, answers: Sequence[BegunAnswer]) -> Routine[Samples]:
-        """Carry out the programs of several answers."""
-        parts = yield [begin(self._answered(answer)) for answer in answers]
+    def _side_by_side(self, answers: Sequence[Routine[Samples]]) -> Routine[Samples]:
+        parts = yield [begin(answer) for answer in answers]
         return [sample for samples in parts for sample in samples]
 
     def _valued(self, prompt: Prompt, samples: Samples, is_rewarded: bool) -> Routine[tuple[Samples, Samples]]:
@@ -204,25 +205,38 @@ class VllmEngine:
             return samples, []
         return (yield from self._valuer.rewarded(prompt, samples))
 
-    def _answered(self, answer: BegunAnswer) -> Routine[Samples]:
-        """Carry out the program of one answer, and search its beams if it has any."""
-        while answer.call is not None:
-            [output] = yield self._ask([answer.request])
-            answer.sampled(self._completion(output))
-            answer.call = next_call(answer.chosen.program, answer.transcript)
-        prompt_ids, transcript, chosen = answer.prompt_ids, answer.transcript, answer.chosen
+    def _answered(
+        self,
+        prompt: Prompt,
+        program: Program,
+        sampled: Completion,
+        seed: int,
+        name: tuple[int, int] | None = None,
+        is_greedy: bool = False,
+    ) -> Routine[Samples]:
+        """Carry out the program of one answer, and search its beams if it has any.
+
+        Args:
+            sampled: the tokens that have been sampled already.
+            name: see `Request.answer`.
+        """
+        transcript, call = replay(program, sampled, self._stop_ids)
+        while call is not None:
+            ids = [*prompt.token_ids, *transcript.ids]
+            [output] = yield self._ask([Request(ids, call, seed, is_greedy, name, goes_on=len(transcript.ids) > 0)])
+            transcript.sampled(self._completion(output))
+            call = next_call(program, transcript)
+        delimiter, budget = program.delimiter, program.thought_tokens
         if (search := self._budgets.beams) is None:
-            return [as_rollout(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget)]
-        assert chosen.delimiter is not None, "beams follow a thought"
-        beams = search.begin(transcript, chosen.delimiter)
+            return [as_rollout(prompt.token_ids, transcript, delimiter, budget)]
+        assert delimiter is not None, "beams follow a thought"
+        beams = search.begin(transcript, delimiter)
         for _ in range(search.num_tokens):
-            before = [*prompt_ids, *transcript.ids]
-            requests = [
-                Request([*before, *beam.ids], search.call, answer.seed, False, answer.name, True) for beam in beams
-            ]
+            before = [*prompt.token_ids, *transcript.ids]
+            requests = [Request([*before, *beam.ids], search.call, seed, False, name, True) for beam in beams]
             outputs = yield self._ask(requests)
             beams = search.extended(beams, [self._completion(output) for output in outputs])
-        return as_rollouts(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget, beams)
+        return as_rollouts(prompt.token_ids, transcript, delimiter, budget, beams)
 
     def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> Routine[Samples]:
         """See `prefix_values.GoOn`. The tokens of a beginning are all sampled."""
@@ -231,7 +245,8 @@ class VllmEngine:
             tokens, own = beginning.tokens, slice(len(prompt.token_ids), beginning.length)
             columns = tokens.ids[own].tolist(), tokens.logp_rollout[own].tolist(), tokens.version[own].tolist()
             seed = request_seed(self._spec.seed, beginning.sample, columns[0]) + beginning.rollout
-            answers.append(self._begun(prompt, beginning.sample, Completion(*columns, stopped=False), seed))
+            program, sampled = self._budgets.of(prompt, beginning.sample), Completion(*columns, stopped=False)
+            answers.append(self._answered(prompt, program, sampled, seed))
         return (yield from self._side_by_side(answers))
 
     def _score(self, texts: Sequence[tuple[Sequence[int], int]]) -> Routine[list[Sequence[float]]]:
@@ -259,21 +274,6 @@ class VllmEngine:
                 self._progress.forget(ticket)
 
         await self._thread.call(end, drained=True)
-
-    def _begun(
-        self,
-        prompt: Prompt,
-        sample: int,
-        sampled: Completion,
-        seed: int,
-        name: tuple[int, int] | None = None,
-        is_greedy: bool = False,
-    ) -> BegunAnswer:
-        """An answer with the tokens that have been sampled."""
-        chosen = self._budgets.of(prompt, sample)
-        transcript, call, used = replay(chosen.program, sampled, self._stop_ids)
-        rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
-        return BegunAnswer(prompt.token_ids, name, chosen, transcript, call, rest, seed, is_greedy)
 
     @property
     def alive(self) -> bool:

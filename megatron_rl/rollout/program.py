@@ -14,7 +14,7 @@ docs/thinking_rules.md has the rules as a table.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -60,14 +60,18 @@ class Transcript:
     """Whether the model ended its answer with the last call."""
 
     def sampled(self, completion: Completion) -> None:
-        """Append the tokens of a call. Its routes include all previous tokens, too."""
-        self.routes = completion.routes
-        self.ids += completion.ids
-        self.is_action += [True] * len(completion.ids)
-        self.logp += completion.logp
-        self.version += completion.version
+        """Complete a call. Its routes include all previous tokens, too."""
+        self.add(completion)
         self.num_calls += 1
         self.stopped = completion.stopped
+
+    def add(self, part: Completion) -> None:
+        """Append the first tokens of a call that goes on."""
+        self.routes = part.routes
+        self.ids += part.ids
+        self.is_action += [True] * len(part.ids)
+        self.logp += part.logp
+        self.version += part.version
 
     def copy(self) -> Transcript:
         ids, is_action, logp, version = self.ids.copy(), self.is_action.copy(), self.logp.copy(), self.version.copy()
@@ -133,6 +137,14 @@ class Done:
 
 
 class Program(Protocol):
+    @property
+    def thought_tokens(self) -> int | None:
+        """The largest number of sampled tokens in the thought; None: it has no budget."""
+
+    @property
+    def delimiter(self) -> tuple[int, ...] | None:
+        """The tokens that end the thought; None: the answer has none."""
+
     def next(self, transcript: Transcript) -> Call | Force | Disown | Done: ...
 
 
@@ -141,6 +153,8 @@ class OneCall:
     """The model answers at once, with at most this number of tokens."""
 
     max_tokens: int
+    delimiter: tuple[int, ...] | None = None
+    thought_tokens: None = None
 
     def next(self, transcript: Transcript) -> Call | Done:
         return Done(len(transcript.ids)) if transcript.num_calls else Call(self.max_tokens)
@@ -277,7 +291,7 @@ def next_call(program: Program, transcript: Transcript) -> Call | None:
             transcript.disown(step.indices)
 
 
-def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> tuple[Transcript, Call | None, int]:
+def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> tuple[Transcript, Call | None]:
     """Continue an answer when only its sampled tokens are known.
 
     Args:
@@ -285,23 +299,24 @@ def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> 
         stop_ids: the tokens that end an answer.
 
     Returns:
-        The transcript of the calls that are complete, the running call (None if the answer is complete), and the number
-        of sampled tokens that belong to the complete calls.
+        The transcript, and what is left of the running call; None if the answer is complete.
 
     Example: if the first call is for 3 tokens and the second one for 4, five tokens are the first call and two tokens
-    of the second.
+    of the second, of which two are left.
     """
     transcript, used = Transcript(), 0
     while (call := next_call(program, transcript)) is not None:
         ids = sampled.ids[used : used + call.max_tokens]
         stop = next((i for i, token in enumerate(ids) if token in stop_ids or token in call.stops), None)
-        if stop is None and len(ids) < call.max_tokens:
-            return transcript, call, used
         part = slice(used, used + (len(ids) if stop is None else stop + 1))
         stopped = stop is not None and ids[stop] not in call.stops
-        transcript.sampled(Completion(sampled.ids[part], sampled.logp[part], sampled.version[part], stopped))
+        completion = Completion(sampled.ids[part], sampled.logp[part], sampled.version[part], stopped)
+        if stop is None and len(ids) < call.max_tokens:
+            transcript.add(completion)
+            return transcript, replace(call, max_tokens=call.max_tokens - len(ids))
+        transcript.sampled(completion)
         used = part.stop
-    return transcript, None, used
+    return transcript, None
 
 
 def find_delimiter(ids: Sequence[int], delimiter: Sequence[int]) -> int | None:

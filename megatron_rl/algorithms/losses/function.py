@@ -18,16 +18,16 @@ def function_loss(cfg: FunctionLoss) -> TokenLoss:
         ValueError: there is no such function. Later, when the loss is called: the function raised, or its result is not
             one number for each token and named columns of the same length.
     """
-    function = load_function(cfg.path)
+    function, key = load_function(cfg.path), f"algorithm.loss {short_path(cfg.path)}"
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         try:
             result = function(terms)
         except BaseException as error:
-            raise ValueError(f"algorithm.loss {short_path(cfg.path)} raised {said(error)}{place(error)}") from error
+            raise ValueError(f"{key} raised {said(error)}{place(error)}") from error
         if not _is_well_formed(result, terms):
             raise ValueError(
-                f"algorithm.loss {short_path(cfg.path)} must return (loss_T, columns): a tensor with one number for each of the "
+                f"{key} must return (loss_T, columns): a tensor with one number for each of the "
                 f"{len(terms.mask_T)} tokens, and a dictionary of such tensors, whose means become metrics"
             )
         return result[0], dict(result[1])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.program import NativeBudget, OneCall, Program, ThoughtAlone, TwoCallBudget
@@ -18,16 +17,6 @@ from megatron_rl.types import Prompt
 
 MAX_BLANKS = 8
 """The largest number of white-space tokens that a chat template appends to a thought that it has closed."""
-
-
-class Chosen(NamedTuple):
-    """How one answer is generated."""
-
-    program: Program
-    thought_budget: int | None = None
-    """The largest number of sampled tokens in its thought; None: it has no budget."""
-    delimiter: tuple[int, ...] | None = None
-    """The tokens that end its thought; None: it has none."""
 
 
 class Budgets:
@@ -83,8 +72,8 @@ class Budgets:
         if faults:
             raise ValueError("; ".join(faults))
 
-    def of(self, prompt: Prompt, sample: int) -> Chosen:
-        """How an answer is generated.
+    def of(self, prompt: Prompt, sample: int) -> Program:
+        """The program that generates an answer.
 
         Args:
             sample: the number of the answer within its group.
@@ -95,7 +84,7 @@ class Budgets:
         """
         thinking = self._thinking
         if thinking is None:
-            return Chosen(OneCall(self._most), delimiter=self.delimiter)
+            return OneCall(self._most, self.delimiter)
         ids = prompt.token_ids
         if self.has_closed(ids):
             if self.beams is not None:
@@ -103,7 +92,7 @@ class Budgets:
                     f"prompt {prompt.uid} has closed its thought already, but with rollout.beams each answer begins "
                     "with one; change the chat template, or remove the row"
                 )
-            return Chosen(OneCall(thinking.response_tokens))
+            return OneCall(thinking.response_tokens)
         try:
             budget = prompt.thought_budgets[sample] if prompt.thought_budgets else thinking.of_row(prompt.columns)
         except ValueError as error:
@@ -114,10 +103,10 @@ class Budgets:
         delimiter, closing = self.delimiter, self.closing
         assert delimiter is not None, "the configuration was validated"
         if self.beams is None and thinking.mode != "native":
-            return Chosen(TwoCallBudget(delimiter, closing, budget, most), budget, delimiter)
+            return TwoCallBudget(delimiter, closing, budget, most)
         assert closing is not None, "only mode truncate has none"
         if self.beams is not None:
-            return Chosen(ThoughtAlone(delimiter, closing, budget), budget, delimiter)
+            return ThoughtAlone(delimiter, closing, budget)
         assert self.opening is not None, "mode native has one"
         before = next((size for size, token in enumerate(reversed(ids)) if token == self.opening), None)
         if before is None or _last(ids[len(ids) - before :], delimiter) is not None:
@@ -125,7 +114,7 @@ class Budgets:
                 f"prompt {prompt.uid} does not open a thought with {thinking.opening!r}, where vLLM begins to count; "
                 f"set rollout.thinking.opening to the token that does, or rollout.thinking.mode to two_call"
             )
-        return Chosen(NativeBudget(self.opening, delimiter, closing, budget, most, before), budget, delimiter)
+        return NativeBudget(self.opening, delimiter, closing, budget, most, before)
 
     def has_closed(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with a thought that is closed: after its last delimiter there is only white space."""

@@ -99,8 +99,8 @@ class _Reference:
     text: str
     number: PlainNumber | None
     expression: Any | None
-    """None if the ground truth is a plain number, a time of day, sets by their names (A \\cap B), circled numbers, a congruence or
-    no mathematics."""
+    """None if the ground truth is a plain number, a time of day, sets by their names (A \\cap B), circled numbers, a
+    congruence or no mathematics."""
 
     @classmethod
     def read(cls, text: str) -> _Reference:

@@ -187,15 +187,15 @@ def test_a_thought_goes_on_from_its_sampled_tokens(stream, delimiter):
 
     def carried_out(sampled: list[int]) -> Transcript:
         known = Completion(sampled, [0.0] * len(sampled), [0] * len(sampled), False)
-        transcript, call, used = replay(program, known, [EOS])
-        position, begun = len(sampled), sampled[used:]
+        transcript, call = replay(program, known, [EOS])
+        position = len(sampled)
         while call is not None:
-            while len(begun) < call.max_tokens and not (begun and begun[-1] in (EOS, *call.stops)):
-                begun = [*begun, tokens[position]]
+            rest: list[int] = []
+            while len(rest) < call.max_tokens and not (rest and rest[-1] in (EOS, *call.stops)):
+                rest.append(tokens[position])
                 position += 1
-            stopped = begun[-1] == EOS
-            transcript.sampled(Completion(begun, [0.0] * len(begun), [0] * len(begun), stopped))
-            call, begun = next_call(program, transcript), []
+            transcript.sampled(Completion(rest, [0.0] * len(rest), [0] * len(rest), rest[-1] == EOS))
+            call = next_call(program, transcript)
         return transcript
 
     whole = carried_out([])

@@ -43,10 +43,10 @@ class Stub:
         self.chosen: list[bool] = []
         """Whether the token at each index was chosen, for those that this engine has emitted."""
 
-    def answer(self, call: Call, ids: list[int], begun: int = 0, most: int | None = None) -> Completion:
-        """The tokens of a call. `begun` of them are there already; after `most` the engine is lost."""
+    def answer(self, call: Call, ids: list[int], most: int | None = None) -> Completion:
+        """The tokens of a call. After `most` the engine is lost."""
         ids, new = list(ids), []
-        while len(new) < call.max_tokens - begun and (most is None or len(new) < most):
+        while len(new) < call.max_tokens and (most is None or len(new) < most):
             forced = None if call.thinking_token_budget is None else self.forced(ids, call.thinking_token_budget)
             token = self.wants(len(ids)) if forced is None else forced
             ids.append(token)
@@ -169,13 +169,9 @@ def go_on(program: Program, stub: Stub, lost_after: int) -> Transcript:
         transcript.sampled(part)
         if not lost_after:
             break
-    transcript, call, used = replay(program, emitted, {EOS})
+    transcript, call = replay(program, emitted, {EOS})
     while call is not None:
-        begun = emitted.ids[used:]
-        rest = stub.answer(call, [*transcript.ids, *begun], begun=len(begun))
-        parts = zip((emitted.ids, emitted.logp, emitted.version), (rest.ids, rest.logp, rest.version), strict=True)
-        transcript.sampled(Completion(*([*a[used:], *b] for a, b in parts), rest.stopped))
-        used = len(emitted.ids)
+        transcript.sampled(stub.answer(call, transcript.ids))
         call = next_call(program, transcript)
     return transcript
 
