@@ -12,39 +12,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_rl.data.journal import JournalEntry, decode, encode, framed, read_records
-from megatron_rl.types import Group, Metrics, Prompt, Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStep:
-    """The rollouts of a step."""
-
-    groups: list[Group]
-    """The payload of a group is its tokens."""
-    greedy_rewards: np.ndarray | None
-    """float64 [S]; see `types.StepBatch`."""
-    metrics: Metrics
+from megatron_rl.types import Group, Prompt, Rollouts, Tokens
 
 
 def path_of(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.groups"
 
 
-def write_step(
-    folder: Path,
-    step: int,
-    groups: Sequence[Group],
-    tokens: Iterable[Sequence[Tokens]],
-    greedy_rewards: np.ndarray | None,
-    metrics: Metrics,
-) -> None:
+def write_step(folder: Path, step: int, rollouts: Rollouts, tokens: Iterable[Sequence[Tokens]]) -> None:
     """Write the file of a step, in place of an earlier one.
 
     Args:
@@ -54,15 +35,16 @@ def write_step(
         OSError: the disk is full, or the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    greedy = rollouts.greedy_rewards
     head: dict[str, Any] = {
-        "prompts": [[group.prompt.messages, group.prompt.columns] for group in groups],
-        "greedy_rewards": None if greedy_rewards is None else greedy_rewards.tolist(),
-        "metrics": metrics,
+        "prompts": [[group.prompt.messages, group.prompt.columns] for group in rollouts.groups],
+        "greedy_rewards": None if greedy is None else greedy.tolist(),
+        "metrics": rollouts.metrics,
     }
     partial = path_of(folder, step).with_suffix(".partial")
     with partial.open("wb") as file:
         file.write(framed(json.dumps(head).encode()))
-        for number, (group, payload) in enumerate(zip(groups, tokens, strict=True)):
+        for number, (group, payload) in enumerate(zip(rollouts.groups, tokens, strict=True)):
             file.write(framed(encode(JournalEntry(number, group.prompt.uid, group.version, group.rollouts, payload))))
     os.replace(partial, path_of(folder, step))
 
@@ -81,8 +63,9 @@ def require_step(folder: Path, step: int) -> Path:
     return path
 
 
-def read_step(folder: Path, step: int) -> SavedStep:
-    """
+def read_step(folder: Path, step: int) -> Rollouts:
+    """The rollouts of a step. The payload of a group is its tokens.
+
     Raises:
         ValueError: the file does not exist, or is not whole.
     """
@@ -97,7 +80,7 @@ def read_step(folder: Path, step: int) -> SavedStep:
         for entry, (messages, columns) in zip(entries, given["prompts"], strict=True)
     ]
     greedy = given["greedy_rewards"]
-    return SavedStep(groups, None if greedy is None else np.array(greedy, np.float64), given["metrics"])
+    return Rollouts(groups, None if greedy is None else np.array(greedy, np.float64), given["metrics"])
 
 
 def _prompt(entry: JournalEntry, messages: Any, columns: dict[str, Any]) -> Prompt:

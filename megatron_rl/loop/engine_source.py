@@ -32,16 +32,14 @@ from megatron_rl.loop.generation_metrics import NUM_HELD, GenerationMetrics
 from megatron_rl.loop.pass_rates import PassRates
 from megatron_rl.loop.rollouts import (
     StepWarnings,
-    batch_of,
     describe_unscored,
     describe_verified,
     rewards_of,
     verdicts_of,
 )
-from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import Stopping
 from megatron_rl.ports import Ports, Sink
-from megatron_rl.types import Group, GroupRequest, Metrics, Prompt
+from megatron_rl.types import Group, GroupRequest, Metrics, Prompt, Rollouts
 
 NUM_TRIES = 64
 """A run with active sampling ends after this number of batches of groups without any signal."""
@@ -124,7 +122,7 @@ class EngineSource:
             num_late = self._give_up_late(step)
             metrics = self._describe(groups, step, num_late)
             self._warnings.count(groups, metrics, self._sink)
-            return Rollouts(groups, batch_of(self._config, groups, step, self._greedy_rewards(groups, step)), metrics)
+            return Rollouts(groups, self._greedy_rewards(groups, step), metrics)
 
     def _greedy_rewards(self, groups: Sequence[Group], step: int) -> np.ndarray | None:
         """float64: the reward of the greedy answer to each sample's prompt, if the estimator needs it."""

@@ -14,11 +14,9 @@ from megatron_rl.algorithms.utilities import settle_probes
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.passages import describe_passages
-from megatron_rl.loop.rollouts import batch_of
 from megatron_rl.loop.shares import deal
-from megatron_rl.loop.source import Rollouts
 from megatron_rl.ports import Policy
-from megatron_rl.types import Credit, Group, ModelShape, StepBatch
+from megatron_rl.types import Credit, Group, ModelShape, Rollouts, StepBatch
 
 
 def with_utilities(config: GrpoRunConfig, shape: ModelShape, policy: Policy, rollouts: Rollouts, step: int) -> Rollouts:
@@ -40,5 +38,4 @@ def with_utilities(config: GrpoRunConfig, shape: ModelShape, policy: Policy, rol
         return settle_probes(group, [next(logps) for _ in group.continuations.rollouts], values)
 
     groups = [settled(group) for group in rollouts.groups]
-    batch = batch_of(config, groups, step, rollouts.batch.greedy_rewards)
-    return replace(rollouts, groups=groups, batch=batch, metrics={**rollouts.metrics, **describe_passages(groups)})
+    return replace(rollouts, groups=groups, metrics={**rollouts.metrics, **describe_passages(groups)})

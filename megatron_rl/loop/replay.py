@@ -12,16 +12,15 @@ from typing import Any
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import read_step, write_step
-from megatron_rl.loop.rollouts import batch_of, verdicts_of
-from megatron_rl.loop.source import Rollouts
+from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.ports import Policy, Ports, Sink, Stream
-from megatron_rl.types import Group, Metrics, Tokens
+from megatron_rl.types import Group, Metrics, Rollouts, Tokens
 
 
 def dump(folder: Path, stream: Stream, rollouts: Rollouts, step: int) -> Rollouts:
     """Write the rollouts of a step, and return them. The driver holds the tokens of one group at a time."""
     tokens = (stream.tokens(group, with_routes=True) for group in rollouts.groups)
-    write_step(folder, step, rollouts.groups, tokens, rollouts.batch.greedy_rewards, rollouts.metrics)
+    write_step(folder, step, rollouts, tokens)
     return rollouts
 
 
@@ -45,8 +44,7 @@ class ReplayedSource:
                     f"rollout.replay: the answers in {self._folder} have other rewards than this run's {num_rewards}; "
                     f"give it the rewards of the run that wrote them"
                 )
-            batch = batch_of(self._config, saved.groups, step, saved.greedy_rewards)
-            return Rollouts(saved.groups, batch, saved.metrics)
+            return saved
 
     def pushed(self, version: int) -> None:
         pass

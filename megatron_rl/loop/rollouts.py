@@ -14,7 +14,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
 from megatron_rl.loop.passages import UnsplitThoughts, describe_passages
 from megatron_rl.ports import Sink
-from megatron_rl.types import Group, Metrics, StepBatch, Verdict
+from megatron_rl.types import Group, Metrics, Rollouts, StepBatch, Verdict
 from megatron_rl.types.step import numbers
 
 MAX_DATASETS = 16
@@ -257,16 +257,10 @@ def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:
     return [rollout.verdict for group in groups for rollout in group.rollouts]
 
 
-def batch_of(
-    config: GrpoRunConfig, groups: Sequence[Group], version: int, greedy_rewards: np.ndarray | None
-) -> StepBatch:
-    """The batch of a step's verified groups.
-
-    Args:
-        greedy_rewards: float64 [S], the reward of the greedy answer to each sample's prompt, if the estimator needs it.
-    """
+def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBatch:
+    """The batch of a step."""
     weights = np.array([reward.weight for reward in config.rewards])
-    return StepBatch.of_groups(groups, version, weights, greedy_rewards)
+    return StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:

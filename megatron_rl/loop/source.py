@@ -3,22 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from megatron_rl.ports import Sink
-from megatron_rl.types import Group, Metrics, StepBatch
-
-
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """The verified groups of one step."""
-
-    groups: Sequence[Group]
-    batch: StepBatch
-    """The samples of the groups."""
-    metrics: Metrics
+from megatron_rl.types import Metrics, Rollouts
 
 
 class RolloutSource(Protocol):

@@ -21,6 +21,7 @@ from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.probes import with_utilities
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
+from megatron_rl.loop.rollouts import batch_of
 from megatron_rl.loop.shares import plan_step
 from megatron_rl.loop.source import RolloutSource, Through
 from megatron_rl.loop.stopping import NEVER, Stopping
@@ -75,7 +76,7 @@ def train(
             ports.policy.mirror(step)
             rollouts = source.next(step)
             with sink.phase("plan"):
-                shares, planned = plan_step(config, shape, rollouts.batch)
+                shares, planned = plan_step(config, shape, batch_of(config, rollouts, step))
             metrics |= rollouts.metrics | planned | updates.make(shares, planned, rollouts.groups, step)
             step += 1
             whole.mark(step)

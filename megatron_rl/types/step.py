@@ -34,6 +34,16 @@ class TokenRewards:
 
 
 @dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The verified groups of one step."""
+
+    groups: Sequence[Group]
+    greedy_rewards: np.ndarray | None
+    """float64 [S]: the reward of the greedy answer to each sample's prompt, if the estimator needs it."""
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """The samples of one step in the order of their groups, the input of advantage estimators and of planning. The
     arrays have one entry for each sample; the tokens are in the payloads.

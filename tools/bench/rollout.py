@@ -45,14 +45,13 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.engine_source import EngineSource
-from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import Call
 from megatron_rl.rollout.request_queue import Request
-from megatron_rl.types import Group, GroupRequest, Prompt
+from megatron_rl.types import Group, GroupRequest, Prompt, Rollouts
 
 MEDIAN, LARGEST, SIGMA = 64, 30, 1.0
 """The lengths in tokens: the median, the largest as a multiple of it, and the deviation of the logarithm."""
@@ -152,7 +151,7 @@ class StaticSource:
             goal = len(groups) + len(asked)
             while len(groups) < goal:
                 groups += self._stream.collect(step).groups.values()
-        return Rollouts(groups, None, {})  # type: ignore[arg-type]
+        return Rollouts(groups, None, {})
 
 
 class Quiet:

@@ -7,7 +7,6 @@ from small_ports import SHAPE, config
 
 from megatron_rl.loop.probes import with_utilities
 from megatron_rl.loop.rollouts import batch_of
-from megatron_rl.loop.source import Rollouts
 from megatron_rl.types import (
     FROM_PROMPT,
     NOT_JUDGED,
@@ -16,6 +15,7 @@ from megatron_rl.types import (
     Group,
     Prompt,
     Rollout,
+    Rollouts,
     TokenReward,
     Tokens,
     Verdict,
@@ -73,12 +73,13 @@ def test_each_passage_gets_its_own_right_answers():
         balance={"max_tokens_per_microbatch": 24},
     )
     groups, policy = [group(number) for number in (1, 2, 3)], Policy()
-    rollouts = Rollouts(groups, batch_of(cfg, groups, 7, None), {"reward/mean": 0.5})
+    rollouts = Rollouts(groups, None, {"reward/mean": 0.5})
     given = with_utilities(cfg, SHAPE, policy, rollouts, step=7)
     utilities = [[r.value for s in group.rollouts for r in s.token_rewards] for group in given.groups]
     assert utilities == [[3.0], [2.0], [1.0]], "minus the number, minus -4"
-    assert given.batch.token_rewards.value.tolist() == [3.0, 2.0, 1.0]
-    assert given.batch.token_rewards.sample.tolist() == [1, 3, 5], "the answers alone are samples of the step"
+    batch = batch_of(cfg, given, 7)
+    assert batch.token_rewards.value.tolist() == [3.0, 2.0, 1.0]
+    assert batch.token_rewards.sample.tolist() == [1, 3, 5], "the answers alone are samples of the step"
     assert given.metrics == {
         "reward/mean": 0.5,
         "passages/mean": 0.5,

@@ -18,7 +18,7 @@ from megatron_rl.loop.rollouts import batch_of, describe
 from megatron_rl.loop.shares import plan_step
 from megatron_rl.rollout.program import Completion, Transcript
 from megatron_rl.rollout.programs.beams import Beam, as_rollouts
-from megatron_rl.types import Group, ModelShape, Prompt, Verdict
+from megatron_rl.types import Group, ModelShape, Prompt, Rollouts, Verdict
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 64, 1e4, 1e-6, 64, False)
 DELIMITER, PREFIX = (3,), (4,)
@@ -73,7 +73,7 @@ def config(**estimator) -> GrpoRunConfig:
 
 def advantages(group: Group, cfg: GrpoRunConfig) -> tuple[dict[int, list[float]], list[float]]:
     """The advantage of every token of each sample, 0 where there is no action; and the weight of every packed token."""
-    shares, _ = plan_step(cfg, SHAPE, batch_of(cfg, [group], 0, None))
+    shares, _ = plan_step(cfg, SHAPE, batch_of(cfg, Rollouts([group], None, {}), 0))
     [share] = shares.policy
     [micros] = pack(share)
     columns, _ = token_advantages([micro.columns for micro in micros], cfg.algorithm, 0.0, one_rank)
