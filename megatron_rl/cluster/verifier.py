@@ -26,7 +26,7 @@ from megatron_rl.cluster.scoring import Piece, added_up, in_order, results
 from megatron_rl.cluster.waiting import ProcessLost, gather, in_thread, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.data.journal import JournalEntry, JournalWriter
+from megatron_rl.data.journal import JournalWriter
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.types import Group, Metrics, Prompt, Rollout, Tokenizer, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
@@ -93,14 +93,11 @@ class VerifierRank:
             for scored in given
         ]
 
-    def write(self, entries: list[JournalEntry], payloads: list[Any]) -> None:
-        """Write groups into the run's journal.
-
-        Args:
-            entries: without the tokens, which are the payloads.
-        """
-        kept = fetch(payloads, with_routes=True)
-        self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, kept, strict=True)])
+    def write(self, groups: dict[int, Group]) -> None:
+        """Write groups into the run's journal, by their numbers."""
+        kept = fetch([group.payload for group in groups.values()], with_routes=True)
+        given = zip(groups.items(), kept, strict=True)
+        self.journal.write({number: replace(group, payload=tokens) for (number, group), tokens in given})
 
 
 class VerifierGroup:
@@ -222,9 +219,7 @@ class RayVerifier:
         Raises:
             OSError: the disk is full, or the folder cannot be written.
         """
-        entries = [JournalEntry(n, group.prompt.uid, group.version, group.rollouts, ()) for n, group in groups.items()]
-        payloads = [group.payload for group in groups.values()]
-        self._ask("write", "to write the journal", self._config.cluster.step_timeout_s, entries, payloads)
+        self._ask("write", "to write the journal", self._config.cluster.step_timeout_s, dict(groups))
 
     def _score_with(self, indices: list[int], groups: Sequence[Group]) -> list[Scored]:
         """What the rewards of one call gave. If the call is lost, all of them have failed."""

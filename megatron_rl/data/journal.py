@@ -20,61 +20,47 @@ import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
-from megatron_rl.types import Episode, Rollout, TokenReward, Tokens, Verdict
+from megatron_rl.types import Episode, Group, Prompt, Rollout, TokenReward, Tokens, Verdict
 
 HEAD = struct.Struct("<QQ")
 NAME = re.compile(r"(\d{6,})_\w+\.groups")
 COLUMNS = ("ids", "action_mask", "logp_rollout", "version")
 
 
-@dataclass(frozen=True, slots=True)
-class JournalEntry:
-    """One group of the journal."""
-
-    number: int
-    """The number of the group's prompt in the stream of prompts."""
-    uid: str
-    """The name of the prompt's row."""
-    version: int
-    """The version of the weights at the start of generation."""
-    rollouts: Sequence[Rollout]
-    """The rollouts, with their verdicts."""
-    tokens: Sequence[Tokens]
-    """The tokens of each rollout."""
-
-
 class JournalWriter:
-    """Writes entries into files of its own."""
+    """Writes groups into files of its own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._name = folder, secrets.token_hex(4)
 
-    def write(self, entries: Sequence[JournalEntry]) -> None:
-        """Append each entry to the file of its version.
+    def write(self, groups: Mapping[int, Group]) -> None:
+        """Append each group to the file of its version.
+
+        Args:
+            groups: by the number of the prompt in the stream of prompts. The payload is the tokens.
 
         Raises:
             OSError: the disk is full, or the folder cannot be written.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         records: dict[int, list[bytes]] = {}
-        for entry in entries:
-            records.setdefault(entry.version, []).append(framed(encode(entry)))
+        for number, group in groups.items():
+            records.setdefault(group.version, []).append(framed(encode(number, group)))
         for version, parts in records.items():
             with (self._folder / f"{version:06d}_{self._name}.groups").open("ab") as file:
                 file.write(b"".join(parts))
 
 
-def read_journal(folder: Path) -> dict[int, JournalEntry]:
-    """All entries by their numbers. Of entries with the same number, the latest version wins."""
-    entries = (decode(blob) for _, path in _files(folder) for blob in read_records(path))
-    return {entry.number: entry for entry in entries}
+def read_journal(folder: Path) -> dict[int, Group]:
+    """All groups by their numbers. Of groups with the same number, the latest version wins. See `decode`."""
+    return dict(decode(blob) for _, path in _files(folder) for blob in read_records(path))
 
 
 def prune_journal(folder: Path, version: int) -> None:
@@ -109,42 +95,39 @@ def read_records(path: Path) -> Iterator[bytes]:
         start += HEAD.size + size
 
 
-def encode(entry: JournalEntry) -> bytes:
-    """A group as a blob of safetensors."""
+def encode(number: int, group: Group) -> bytes:
+    """A group, whose payload is its tokens, as a blob of safetensors."""
+    payload: Sequence[Tokens] = group.payload
     columns = {
-        name: np.concatenate([getattr(tokens, name) for tokens in entry.tokens]) if entry.tokens else np.zeros(0)
+        name: np.concatenate([getattr(tokens, name) for tokens in payload]) if payload else np.zeros(0)
         for name in COLUMNS
     }
-    routed = [None if tokens.routes is None else len(tokens.routes) for tokens in entry.tokens]
+    routed = [None if tokens.routes is None else len(tokens.routes) for tokens in payload]
     if any(length is not None for length in routed):
-        columns["routes"] = np.concatenate([tokens.routes for tokens in entry.tokens if tokens.routes is not None])
+        columns["routes"] = np.concatenate([tokens.routes for tokens in payload if tokens.routes is not None])
     rest = {
-        "number": entry.number,
-        "uid": entry.uid,
-        "version": entry.version,
-        "samples": [asdict(rollout) for rollout in entry.rollouts],
-        "lengths": [len(tokens.ids) for tokens in entry.tokens],
+        "number": number,
+        "uid": group.prompt.uid,
+        "version": group.version,
+        "samples": [asdict(rollout) for rollout in group.rollouts],
+        "lengths": [len(tokens.ids) for tokens in payload],
         "routed": routed,
     }
     blob: bytes = save(columns, metadata={"group": json.dumps(rest)})
     return blob
 
 
-def decode(blob: bytes) -> JournalEntry:
-    """The group of a blob."""
+def decode(blob: bytes) -> tuple[int, Group]:
+    """The number and the group of a blob. The payload is the tokens, and the prompt has no messages and columns."""
     size = int.from_bytes(blob[:8], "little")
     rest: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["group"])
     columns = load(blob)
     cuts = np.cumsum(rest["lengths"])[:-1]
     routes = _split_routes(columns, rest["routed"])
     rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, strict=True)
-    return JournalEntry(
-        number=rest["number"],
-        uid=rest["uid"],
-        version=rest["version"],
-        rollouts=[_rollout(values) for values in rest["samples"]],
-        tokens=[Tokens(*row) for row in rows],
-    )
+    rollouts, payload = [_rollout(values) for values in rest["samples"]], [Tokens(*row) for row in rows]
+    ids = payload[0].ids[: rollouts[0].num_prompt_tokens].tolist() if rollouts else ()
+    return rest["number"], Group(Prompt(rest["uid"], tuple(ids), ""), rollouts, payload, rest["version"])
 
 
 def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None]) -> Iterator[np.ndarray | None]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.data.journal import JournalEntry, decode, encode, framed, read_records
-from megatron_rl.types import Group, Prompt, Rollouts, Tokens
+from megatron_rl.data.journal import decode, encode, framed, read_records
+from megatron_rl.types import Rollouts, Tokens
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -45,7 +46,7 @@ def write_step(folder: Path, step: int, rollouts: Rollouts, tokens: Iterable[Seq
     with partial.open("wb") as file:
         file.write(framed(json.dumps(head).encode()))
         for number, (group, payload) in enumerate(zip(rollouts.groups, tokens, strict=True)):
-            file.write(framed(encode(JournalEntry(number, group.prompt.uid, group.version, group.rollouts, payload))))
+            file.write(framed(encode(number, replace(group, payload=payload))))
     os.replace(partial, path_of(folder, step))
 
 
@@ -74,15 +75,10 @@ def read_step(folder: Path, step: int) -> Rollouts:
     given = json.loads(head)
     if len(blobs) != len(given.get("prompts", ())) or not blobs:
         raise ValueError(f"rollout.replay: {path} was cut off or changed; write it again with rollout.dump")
-    entries = [decode(blob) for blob in blobs]
-    groups = [
-        Group(_prompt(entry, messages, columns), list(entry.rollouts), list(entry.tokens), entry.version)
-        for entry, (messages, columns) in zip(entries, given["prompts"], strict=True)
-    ]
+    groups = []
+    for blob, (messages, columns) in zip(blobs, given["prompts"], strict=True):
+        _, group = decode(blob)
+        messages = messages if isinstance(messages, str) else tuple(messages)
+        groups.append(replace(group, prompt=replace(group.prompt, messages=messages, columns=columns)))
     greedy = given["greedy_rewards"]
     return Rollouts(groups, None if greedy is None else np.array(greedy, np.float64), given["metrics"])
-
-
-def _prompt(entry: JournalEntry, messages: Any, columns: dict[str, Any]) -> Prompt:
-    ids = entry.tokens[0].ids[: entry.rollouts[0].num_prompt_tokens]
-    return Prompt(entry.uid, tuple(ids.tolist()), messages if isinstance(messages, str) else tuple(messages), columns)

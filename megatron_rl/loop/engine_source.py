@@ -22,7 +22,6 @@ import numpy as np
 from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream, prune_journal, read_journal
-from megatron_rl.data.journal import JournalEntry
 from megatron_rl.loop.admission import Admission
 from megatron_rl.loop.aside import AsideGroups, Asked
 from megatron_rl.loop.budgets import ThoughtBudgets
@@ -83,7 +82,7 @@ class EngineSource:
         self._again: list[int] = []
         """The groups that are requested again at the next push: groups of a checkpoint, and late ones."""
         self._journal = config.run_folder / "journal"
-        self._written: dict[int, JournalEntry] | None = None
+        self._written: dict[int, Group] | None = None
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
         self._aside, self._measured = AsideGroups(ports.stream), GenerationMetrics(rollout.num_engines)
         self._evaluating: Asked = {}
@@ -251,10 +250,10 @@ class EngineSource:
     def _admit(self, number: int, prompt: Prompt) -> GroupRequest | None:
         """What is asked for a group; None if it is in the journal, and so ready."""
         assert self._written is not None
-        entry = self._written.pop(number, None)
-        # An older entry belongs to a late group that was requested again and had not finished by then.
-        if entry is not None and entry.uid == prompt.uid and entry.version >= self._version - self._max_lag:
-            group = _from_journal(entry, prompt, self._version, self._resumed_at)
+        kept = self._written.pop(number, None)
+        # An older one is a late group that was requested again and had not finished by then.
+        if kept is not None and kept.prompt.uid == prompt.uid and kept.version >= self._version - self._max_lag:
+            group = _from_journal(kept, prompt, self._version, self._resumed_at)
             self._admission.admit(number, group.version)
             self._finish(number, group)
             return None
@@ -334,8 +333,8 @@ class EngineSource:
         }
 
 
-def _from_journal(entry: JournalEntry, prompt: Prompt, version: int, resumed_at: int) -> Group:
-    """The group of an entry.
+def _from_journal(kept: Group, prompt: Prompt, version: int, resumed_at: int) -> Group:
+    """A group of the journal, with its prompt.
 
     The weights of the versions after the checkpoint are lost: the run trains them again, with other answers. A group of
     these versions counts as one of `version`. Its tokens get the version before the checkpoint, so that nobody expects
@@ -343,7 +342,7 @@ def _from_journal(entry: JournalEntry, prompt: Prompt, version: int, resumed_at:
     """
     tokens = [
         replace(t, version=np.where(t.version >= resumed_at, resumed_at - 1, t.version).astype(np.int32))
-        for t in entry.tokens
+        for t in kept.payload
     ]
-    samples = [replace(sample, oldest_version=min(sample.oldest_version, resumed_at - 1)) for sample in entry.rollouts]
-    return Group(prompt, samples, tokens, entry.version if entry.version < resumed_at else version)
+    samples = [replace(sample, oldest_version=min(sample.oldest_version, resumed_at - 1)) for sample in kept.rollouts]
+    return Group(prompt, samples, tokens, kept.version if kept.version < resumed_at else version)

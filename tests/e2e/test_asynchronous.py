@@ -95,7 +95,7 @@ class Killer:
 def check_answers(killer: Killer, seen: dict) -> None:
     """What the dead engines had recorded is what the verified answers begin with."""
     for answer, parts in killer.rows.items():
-        tokens, mine = seen[answer // MAX_SAMPLES].tokens[answer % MAX_SAMPLES], np.concatenate(parts)
+        tokens, mine = seen[answer // MAX_SAMPLES].payload[answer % MAX_SAMPLES], np.concatenate(parts)
         actions = tokens.action_mask
         for name, column in (("token", tokens.ids), ("version", tokens.version), ("logp", tokens.logp_rollout)):
             assert column[actions][: len(mine)].tolist() == mine[name].tolist(), "no token was sampled again"
@@ -141,7 +141,7 @@ def test_kills_cost_no_token_and_no_group(recipe, task, num_kills):
     assert all(record["lag/max"] <= MAX_LAG + 1 for record in records[: resumed_at + 3])
     after = read_journal(folder / "journal")
     for number in before.keys() & after.keys():
-        same = zip(before[number].tokens, after[number].tokens, strict=True)
+        same = zip(before[number].payload, after[number].payload, strict=True)
         assert all(a.ids.tolist() == b.ids.tolist() for a, b in same), "what was verified is not generated again"
     assert not (folder / "unfinished").exists()
 

@@ -60,7 +60,7 @@ def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe, rows)
         "engine_0_environments_0.log",
         "engine_0_environments_1.log",
     }
-    samples = [sample for entry in read_journal(folder / "journal").values() for sample in entry.rollouts]
+    samples = [sample for group in read_journal(folder / "journal").values() for sample in group.rollouts]
     whole = [sample for sample in samples if not sample.episode.fault]
     assert all(sample.verdict.score is None for sample in samples if sample.episode.fault)
     for sample in whole:

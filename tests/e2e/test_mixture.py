@@ -62,8 +62,8 @@ def test_a_run_that_was_killed_replays_the_choices_in_its_journal(recipe, task, 
     for process in [psutil.Process(run.pid), *descendants(psutil.Process(run.pid))]:
         process.kill()
     run.wait()
-    entries = read_journal(folder / "journal").values()
-    assert entries and all(len(t.routes) == len(t.ids) - 1 for entry in entries for t in entry.tokens)
+    groups = read_journal(folder / "journal").values()
+    assert groups and all(len(t.routes) == len(t.ids) - 1 for group in groups for t in group.payload)
 
     last = max(find_checkpoints(folder / "checkpoints")) + 3
     resumed = recipe.run(*arguments(task, mixture, last), "--resume", "auto")

@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.journal import JournalEntry, JournalWriter, prune_journal, read_journal
-from megatron_rl.types import Episode, Rollout, TokenReward, Tokens, Verdict
+from megatron_rl.data.journal import JournalWriter, prune_journal, read_journal
+from megatron_rl.types import Episode, Group, Prompt, Rollout, TokenReward, Tokens, Verdict
 
 
-def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> JournalEntry:
+def group(number: int, num_samples: int = 2, score: float | None = 0.5) -> Group:
     """Groups with odd numbers have routes, though not of their third sample."""
     rng = np.random.default_rng(number)
     samples, tokens = [], []
@@ -35,29 +35,30 @@ def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Journ
                 rng.integers(0, 256, (length - i, 2, 3)).astype(np.uint8) if number % 2 and i < 2 else None,
             )
         )
-    return JournalEntry(number, f"rows.jsonl:{number} é", number, samples, tokens)
+    prompt = Prompt(f"rows.jsonl:{number} é", tuple(tokens[0].ids[:2].tolist()), "")
+    return Group(prompt, samples, tokens, number)
 
 
-def same(a: JournalEntry, b: JournalEntry) -> bool:
+def same(a: Group, b: Group) -> bool:
     columns = [
         (getattr(x, name), getattr(y, name))
-        for x, y in zip(a.tokens, b.tokens, strict=True)
+        for x, y in zip(a.payload, b.payload, strict=True)
         for name in ("ids", "action_mask", "logp_rollout", "version", "routes")
         if getattr(x, name) is not None or getattr(y, name) is not None
     ]
-    numbers = (a.number, a.uid, a.version, list(a.rollouts)) == (b.number, b.uid, b.version, list(b.rollouts))
+    numbers = (a.prompt, a.version, a.rollouts) == (b.prompt, b.version, b.rollouts)
     return numbers and all(x.dtype == y.dtype and x.tolist() == y.tolist() for x, y in columns)
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
     first, second = JournalWriter(tmp_path / "j"), JournalWriter(tmp_path / "j")
-    first.write([entry(0), entry(1, score=None)])
-    second.write([entry(2, num_samples=1)])
-    first.write([entry(7, num_samples=3), entry(1, score=None)])
+    written = {0: group(0), 1: group(1, score=None), 2: group(2, num_samples=1), 7: group(7, num_samples=3)}
+    first.write({n: written[n] for n in (0, 1)})
+    second.write({2: written[2]})
+    first.write({n: written[n] for n in (7, 1)})
     found = read_journal(tmp_path / "j")
     assert sorted(found) == [0, 1, 2, 7]
-    written = [entry(0), entry(1, score=None), entry(2, num_samples=1), entry(7, num_samples=3)]
-    assert all(same(found[one.number], one) for one in written)
+    assert all(same(found[number], one) for number, one in written.items())
     prune_journal(tmp_path / "j", 2)
     assert sorted(read_journal(tmp_path / "j")) == [2, 7]
     assert read_journal(tmp_path / "none") == {}
@@ -70,7 +71,7 @@ def test_a_file_that_was_cut_anywhere_gives_its_whole_records(tmp_path_factory, 
     sizes = []
     writer = JournalWriter(folder)
     for number in range(3):
-        writer.write([replace(entry(number), version=0)])
+        writer.write({number: replace(group(number), version=0)})
         [path] = folder.iterdir()
         sizes.append(path.stat().st_size)
     cut = data.draw(st.integers(0, sizes[-1]))
@@ -80,10 +81,10 @@ def test_a_file_that_was_cut_anywhere_gives_its_whole_records(tmp_path_factory, 
 
 def test_a_damaged_record_and_what_follows_it_are_not_read(tmp_path):
     writer = JournalWriter(tmp_path)
-    writer.write([entry(0)])
+    writer.write({0: group(0)})
     [path] = tmp_path.iterdir()
     start = path.stat().st_size
-    writer.write([replace(entry(number), version=0) for number in (1, 2)])
+    writer.write({number: replace(group(number), version=0) for number in (1, 2)})
     data = bytearray(path.read_bytes())
     data[start + 100] ^= 1
     path.write_bytes(data)

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.data.journal import JournalEntry, JournalWriter
+from megatron_rl.data.journal import JournalWriter
 from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import Prompts, train
@@ -139,10 +139,7 @@ class World:
         judged, metrics = self.judge(list(groups.values()))
         groups = dict(zip(groups, judged, strict=True))
         if self.journal:
-            entries = [
-                JournalEntry(n, g.prompt.uid, g.version, g.rollouts, g.payload) for n, g in groups.items() if n >= 0
-            ]
-            self.journal.write(entries)
+            self.journal.write({number: group for number, group in groups.items() if number >= 0})
         return Collected(groups, metrics | self.spans.pop(0) if self.spans else metrics)
 
     def tokens(self, group, with_routes=False):

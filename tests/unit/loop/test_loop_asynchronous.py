@@ -10,9 +10,8 @@ from small_ports import StopAfter, World, config
 from small_ports import run as run_on
 
 from megatron_rl.data import JournalWriter, ShuffledStream
-from megatron_rl.data.journal import JournalEntry
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Prompt, Rollout, Tokens, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Tokens, Verdict
 
 ROWS = [Prompt(f"row {i}", (5, 6), "") for i in range(64)]
 NUMBER_OF = {prompt.uid: number for number, prompt in ShuffledStream(ROWS, 1, seed=0).take(64)}
@@ -112,8 +111,8 @@ def test_a_run_that_begins_anew_does_not_read_an_old_journal(tmp_path):
     cfg, world = asynchronous(1, folder=tmp_path), Recording()
     tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
     stream = ShuffledStream(ROWS, 1, seed=0)
-    old = JournalEntry(0, stream.item(0).uid, 0, [Rollout(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
-    JournalWriter(cfg.run_folder / "journal").write([old])
+    old = Group(stream.item(0), [Rollout(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens], version=0)
+    JournalWriter(cfg.run_folder / "journal").write({0: old})
     run(world, cfg.run_folder / "checkpoints", cfg)
     assert [number for number, _ in world.asked_for] == list(range(32))
     assert not os.listdir(cfg.run_folder / "journal")
@@ -168,8 +167,9 @@ def test_a_late_group_that_was_verified_before_it_was_asked_again_is_not_taken_f
     assert run(broken, cfg.run_folder / "checkpoints", cfg, stopping=StopAfter(broken, 3)) == 3
     [again, *_] = broken.asked
     tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
-    old = JournalEntry(again, PROMPT_OF[again], 1, [Rollout(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
-    JournalWriter(cfg.run_folder / "journal").write([old])
+    prompt = Prompt(PROMPT_OF[again], (0, 0), "")
+    old = Group(prompt, [Rollout(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens], version=1)
+    JournalWriter(cfg.run_folder / "journal").write({again: old})
     assert run(resumed, cfg.run_folder / "checkpoints", cfg, resume="auto") == 8
     assert (again, PROMPT_OF[again]) in resumed.asked_for
     assert all(metrics["stream/surplus"] == 0 for _, metrics in resumed.logged[:-1])
