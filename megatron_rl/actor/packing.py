@@ -49,7 +49,11 @@ class SharedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One packed row. A micro-batch without samples holds one dummy sequence without actions."""
+    """One packed row. A micro-batch without samples holds one dummy sequence without actions.
+
+    Entry t of a column describes the token that position t predicts. Example: the prompt 5 6, and the actions 31 1
+    after it: ids 5 6 31 1, targets 6 31 1 0, and the mask of actions 0 1 1 0.
+    """
 
     names: tuple[str, ...]
     """The names of the samples; `columns.sample_T` indexes them."""

@@ -24,7 +24,11 @@ from megatron_rl.types import Rollout, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The tokens that one call sampled, including the end-of-sequence token."""
+    """The tokens that one call sampled, including the end-of-sequence token.
+
+    Example: weights of version 4 answer with the tokens 31 and 1, and 1 ends the answer:
+    `Completion(ids=(31, 1), logp=(-0.3, -0.2), version=(4, 4), stopped=True)`.
+    """
 
     ids: Sequence[int]
     logp: Sequence[float]

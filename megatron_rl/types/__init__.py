@@ -3,6 +3,9 @@
 One answer goes through eight shapes: a row of a file, `Prompt`, `rollout.program.Completion` in the engine, `Rollout`
 with its `Tokens` and its `Verdict`, `StepBatch`, `Credit`, `Share`, and `actor.packing.Microbatch` on a rank. Nothing
 here imports torch.
+
+Between them an answer is a part of something else, or seen by somebody: `Transcript` while its program goes on, `Group`
+on its way to verifier and loop, `Answer` in rewards, and `Terms` in losses.
 """
 
 from megatron_rl.types.mesh import HOLDS, Mesh, Phase

@@ -144,7 +144,11 @@ def numbers(values: Iterable[float | None]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The output of an advantage estimator for the samples of a batch."""
+    """The output of an advantage estimator for the samples of a batch.
+
+    Example: `grpo` for two prompts with two answers each, and the rewards 1, 0, 1 and 1. The second group has no
+    signal: `Credit(advantages=[0.707, -0.707, 0, 0], active=[True, True, False, False])`.
+    """
 
     advantages: np.ndarray
     """float64 [S]: the advantage that all action tokens of a sample share."""
@@ -157,7 +161,12 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One data-parallel rank's part of a step. The arrays have one entry for each of its N samples."""
+    """One data-parallel rank's part of a step. The arrays have one entry for each of its N samples.
+
+    Example: two answers with four action tokens each in one micro-batch of one optimizer step, with the mean over its
+    tokens as loss: minibatches (((0, 1),),), advantages [0.707, -0.707], weights [0.125, 0.125], and payload_of [0, 0]
+    with index_in_group [0, 1], because both belong to the same group.
+    """
 
     minibatches: tuple[tuple[tuple[int, ...], ...], ...]
     """`minibatches[i][m]` are the samples of micro-batch m in optimizer step i, as indices into the arrays."""
