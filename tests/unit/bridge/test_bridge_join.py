@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import pytest
 import torch
 from bridge_models import SHAPES
 
-from megatron_rl.bridge import join
+from megatron_rl.bridge import join, memory
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import Engines
 from megatron_rl.types import Mesh
@@ -70,3 +71,22 @@ def test_ranks_that_wait_and_those_that_come_later_end_when_joining_is_given_up(
         again = replace(setup, epoch=1)
         for joining in [pool.submit(join.Joining, again, r, cpu) for r in (0, 1)]:
             joining.result()
+
+
+def test_a_handle_of_cuda_memory_goes_through_torchs_own_rebuild(monkeypatch):
+    """The driver alone is faked. The arguments are what torch 2.13's `reduce_tensor` gives for a tensor of a GPU."""
+    buffers, asked = torch.arange(4 * memory.SLOTS, dtype=torch.uint8), []
+
+    def driver(device, *handle):
+        asked.append((device, handle))
+        return buffers._typed_storage()
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.TypedStorage, "_new_shared_cuda", staticmethod(driver))
+    handle = (b"\x01" * 64, 64, 512, b"ref", 7, b"event", True)
+    view = torch.Tensor, buffers.size(), buffers.stride(), 0
+    text = memory._encode((*view, torch.TypedStorage, torch.uint8, 3, *handle[:3], False, *handle[3:]))
+    slots = memory.opened(text, torch.device("cuda", 1))
+    assert torch.equal(torch.cat(slots), buffers) and len(slots) == memory.SLOTS
+    assert asked == [(1, handle)], "the device has another number in this process"
+    assert json.loads(text), "a pickle from a store could run any code"
