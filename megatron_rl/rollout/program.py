@@ -306,7 +306,7 @@ def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> 
         The transcript, and what is left of the running call; None if the answer is complete.
 
     Example: if the first call is for 3 tokens and the second one for 4, five tokens are the first call and two tokens
-    of the second, of which two are left.
+    of the second, and two are left.
     """
     transcript, used = Transcript(), 0
     while (call := next_call(program, transcript)) is not None:

@@ -132,7 +132,7 @@ _SPELLINGS = (
 )
 # Ends of intervals that are open are turned outwards in some languages: ]1, 2[ is (1, 2).
 _INTERVAL = re.compile(r"([\[\]])([^\[\]]*,[^\[\]]*)([\[\]])")
-# C_5^2 is 5 over 2 in some languages, and A_5^2 the number of arrangements, if no other letter stands beside them.
+# C_5^2 is 5 over 2 in some languages, and A_5^2 the number of arrangements, if the text has no other letters.
 _COUNT = re.compile(r"([CA])\s*_\s*(?:\{\s*([0-9]{1,4})\s*\}|([0-9]))\s*\^\s*(?:\{\s*([0-9]{1,4})\s*\}|([0-9]))")
 _LETTER_ALONE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 _E_OR_I = re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}")
