@@ -78,8 +78,8 @@ def _numpy_state() -> tuple[Any, ...]:
 
 
 def restore_random(generators: dict[str, Any]) -> None:
-    """Restore the generators, without Megatron's and CUDA's if the states were written on the other kind of device: then
-    they stay as at a start, like after a change of the mesh."""
+    """Restore the generators, without Megatron's and CUDA's if the states were written on the other kind of device.
+    These then stay as at a start, like after a change of the mesh."""
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])
     torch.set_rng_state(generators["torch"])
