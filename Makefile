@@ -49,9 +49,11 @@ check: setup
 types: setup
 	@$(python) -m mypy
 
+# Without two files that start long processes: the tests of the suite itself, and the site.
 .PHONY: pure
 pure: setup
-	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep" tests/house $(pure:%=tests/unit/%) $(ARGS)
+	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep" tests/house $(pure:%=tests/unit/%) \
+		--ignore=tests/house/test_suite.py --ignore=tests/house/test_site.py $(ARGS)
 
 test: setup
 	@$(pytest) -m "not deep" $(ARGS)
