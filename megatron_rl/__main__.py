@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -61,7 +62,10 @@ def _run(words: list[str]) -> int:
     listing = "\n".join(f"  {name:<20} {purpose}" for name, (_, purpose) in COMMANDS.items())
     text = f"usage: megatron-rl COMMAND ... (each command has --help)\n\n{listing}"
     if words and words[0] not in ("-h", "--help"):
-        print(f"{text}\n\nerror: there is no command {' '.join(words[:2])!r}", file=sys.stderr)
+        given = " ".join(words[:2])
+        near = get_close_matches(given, COMMANDS, 1) or get_close_matches(words[0], COMMANDS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        print(f"{text}\n\nerror: there is no command {given!r}{hint}", file=sys.stderr)
         return 2
     print(text)
     return 0

@@ -22,6 +22,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
 from rich.console import Console
 
@@ -44,6 +45,8 @@ Reward = Function | str | Mapping[str, Any]
 """A function, the path of one (`my_rewards.py:score`), or an entry of the section `rewards`."""
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 """A path of rows as in `data.train`, a list of rows, or a data set of the library `datasets`."""
+Data = Rows | Mapping[str, Any]
+"""Rows, or the section `data`, whose `train` may be rows: `{"train": rows, "columns": {"ground_truth": "answer"}}`."""
 Watch = Callable[["Run"], bool]
 INPUTS = "inputs"
 OF_STEPS = {"loss", "rollout/num_samples"}
@@ -55,7 +58,7 @@ KINDS: Mapping[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunCon
 
 def grpo(
     model: Model,
-    data: Rows,
+    data: Data,
     rewards: Reward | Sequence[Reward],
     steps: int = 20,
     *,
@@ -77,22 +80,24 @@ def grpo(
 
     Args:
         model: a Hugging Face folder, or the section `model` of a file.
+        data: rows, or the section `data`.
         rewards: one or several. A function has TRL's signature; see docs/rewards.md.
         eval_data: held-out rows.
         name: of the run's folder in `runs`; by default the kind and the time.
-        files: YAML files that come first, such as `configs/cluster/h100_1n8g.yaml`.
+        files: YAML files that come first, such as `configs/cluster/h100_8n8g.yaml`.
         sections: as in a file, such as `policy={"optimizer": {"lr": 1e-6}}`; docs/configuration.md has all keys.
 
     Raises:
         ValueError: the configuration is refused, or a function cannot be sent to the verifiers' processes.
-        RuntimeError: the run has failed. Its error has been printed, and the message has the log's path.
+        RuntimeError: the run has failed, or what is checked before its start has. Its error has been printed, and the
+            message has the log's path.
     """
     return start("grpo", Inputs(model, data, eval_data, rewards), name, files, _with_steps(sections, steps))
 
 
 def ppo(
     model: Model,
-    data: Rows,
+    data: Data,
     rewards: Reward | Sequence[Reward],
     steps: int = 20,
     *,
@@ -235,7 +240,7 @@ class Inputs(NamedTuple):
     """The model of a run, and what it learns from."""
 
     model: Model
-    data: Rows
+    data: Data
     eval_data: Rows | None = None
     rewards: Reward | Sequence[Reward] = ()
 
@@ -267,12 +272,15 @@ def start(
         raise ValueError(
             f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
         )
-    rows, rewards = _Rows(inputs.data, written / "train"), inputs.rewards
+    data = dict(inputs.data) if isinstance(inputs.data, Mapping) else {"train": inputs.data}
+    if "train" not in data:
+        raise ValueError("data is a mapping without `train`, which has the rows")
+    rows, rewards = _Rows(data.pop("train"), written / "train"), inputs.rewards
     heldout = None if inputs.eval_data is None else _Rows(inputs.eval_data, written / "eval")
     if kind == "sft":
         merge(given, {"sft": {"rows": rows.path}})
     else:
-        merge(given, {"data": {"train": rows.path} | ({} if heldout is None else {"eval": heldout.path})})
+        merge(given, {"data": data | {"train": rows.path} | ({} if heldout is None else {"eval": heldout.path})})
     entries = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
     if entries:
         given["rewards"] = [_entry(reward) for reward in entries]
@@ -327,12 +335,28 @@ class _Rows:
         if hasattr(self._given, "save_to_disk"):
             self._given.save_to_disk(self.path)
             return
+        if not isinstance(self._given, Iterable):
+            raise ValueError(f"the data must be rows, or a path of rows, but it is {self._given!r}")
+        number = 0
         with open_text(Path(self.path)) as file:
             for number, row in enumerate(self._given, start=1):
+                if not isinstance(row, Mapping):
+                    raise ValueError(
+                        f"row {number} of the data must be a mapping of its columns, but it is {row!r:.80}"
+                    )
                 try:
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
                 except TypeError as error:
                     raise ValueError(f"row {number} of the data is not JSON: {error}; convert the value") from error
+        if not number:
+            raise ValueError("the data has no row")
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy's as one of Python's."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} is no type of JSON's")
 
 
 def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:

@@ -84,13 +84,17 @@ def problems_of(configuration: dict[str, Any]) -> list[str]:
     return []
 
 
+OWN = "by megatron-rl from-verl."
+"""What is in the head of every file that this command writes, and may replace."""
+
+
 def as_yaml(configuration: dict[str, Any], command: str, source: str) -> str:
     """The file: a command that uses it, where it is from, and one block for each section."""
     ordered = {name: configuration[name] for name in SECTIONS if name in configuration}
     ordered |= {name: section for name, section in configuration.items() if name not in ordered}
     options: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
     body = yaml.dump(ordered, Dumper=_Plain, **options)
-    return f"# $ {command}\n# From verl's {source}, by megatron-rl from-verl.\n{body}"
+    return f"# $ {command}\n# From verl's {source}, {OWN}\n{body}"
 
 
 class _Plain(yaml.SafeDumper):
@@ -139,7 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = as_yaml(found.configuration, command, source)
     problems = problems_of(found.configuration)
     if given.out:
-        Path(given.out).write_text(text)
+        target = Path(given.out)
+        if target.exists() and OWN not in target.read_text(errors="replace"):
+            print(f"error: {target} was not written by this command; give another --out, or remove it", file=sys.stderr)
+            return 2
+        target.write_text(text)
     if given.json:
         print(json.dumps(_as_dict(found, notes, problems, command)))
     else:

@@ -76,6 +76,8 @@ class Sent:
     """The index of the engine."""
     actor: Any
     """The engine's actor. If the engine has another one now, it was restarted."""
+    batch: int
+    """Names the calls of all engines that began together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,11 @@ class VerifiedGroups:
     metrics: Metrics
     piece: Piece | None = None
     """What rewards have given for the groups, if the verdicts are made later."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether none of the groups is generated again."""
+        return all(asked.attempt == attempt for asked, attempt, _ in self.groups)
 
 
 def largest_part(rollout: RolloutConfig) -> int:

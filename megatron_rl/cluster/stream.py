@@ -41,7 +41,6 @@ from megatron_rl.cluster.asked import (
 )
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.payloads import num_objects
-from megatron_rl.cluster.scoring import Piece
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.schema import GrpoRunConfig
@@ -81,7 +80,7 @@ class RayStream:
         """The verified groups that are not handed out yet, by their numbers."""
         self._scorings: list[tuple[Metrics, int]] = []
         """The metrics and the number of answers of each scoring since groups were handed out."""
-        self._pieces: list[Piece] = []
+        self._scored: list[VerifiedGroups] = []
         """What rewards have given in a run in turns since groups were handed out."""
         self._lost: list[Lost] = []
         """The calls whose answers were lost, and are not asked for again yet."""
@@ -108,16 +107,18 @@ class RayStream:
         self._send(parts, version)
 
     def _send(self, parts: Sequence[AskedPart], version: int) -> None:
-        """Ask for parts, which begin together in each engine."""
+        """Ask for parts, which begin together in each engine. What begins again in turns goes to the same engine."""
         self._engines.before("generating")
+        name = next(self._batches)
         for part in parts:
             with self._lock:
-                engine = min(self._load, key=self._load.__getitem__)
-                part.sent = Sent(part, engine, self._engines.engines[engine])
+                again = part.sent.engine if part.sent is not None and self._in_turns else None
+                engine = min(self._load, key=self._load.__getitem__) if again is None else again
+                part.sent = Sent(part, engine, self._engines.engines[engine], name)
                 self._load[engine] += len(part.samples)
                 self._idle.begin_work(engine, time.perf_counter())
         all_sent = [part.sent for part in parts if part.sent is not None]
-        sizes, name = Counter(sent.engine for sent in all_sent), next(self._batches)
+        sizes = Counter(sent.engine for sent in all_sent)
         for sent in all_sent:
             part, asked = sent.part, sent.part.asked
             earlier, record = list(part.records), self._engines.record_of[sent.engine]
@@ -180,14 +181,16 @@ class RayStream:
             if verified:
                 self._ready |= verified
                 self._scorings.append((event.metrics, sum(len(group.rollouts) for group in verified.values())))
-                self._pieces += [event.piece] if event.piece is not None else []
+                self._scored.append(event)
 
     def _hand_out(self) -> Collected:
         groups, self._ready = dict(sorted(self._ready.items())), {}
         scorings, self._scorings = self._scorings, []
-        pieces, self._pieces = self._pieces, []
+        scored, self._scored = self._scored, []
         metrics = merged([part for part, _ in scorings], [size for _, size in scorings])
         if self._in_turns:
+            # A call with a group that is generated again does not count: what it logged is about all its groups.
+            pieces = [one.piece for one in scored if one.piece is not None and one.is_current]
             verdicts, metrics = self._verifiers.decide(self._to_judge(groups.values()), pieces)
             groups = dict(zip(groups, self._judged(groups.values(), verdicts), strict=True))
         with self._lock:
@@ -232,8 +235,12 @@ class RayStream:
         if self._in_turns:
             parts = self._begin_again(parts)
         self._num_again += len(parts)
-        if parts:
-            self._send(parts, version)
+        # In turns the same answers begin together as before, because a batch of another size is rounded differently.
+        batches: dict[int | None, list[AskedPart]] = {}
+        for part in parts:
+            batches.setdefault(part.sent.batch if part.sent and self._in_turns else None, []).append(part)
+        for batch in batches.values():
+            self._send(batch, version)
 
     def _begin_again(self, lost: Sequence[AskedPart]) -> list[AskedPart]:
         """All parts of the engines that died, and the parts that were lost although their engines live, in order. The

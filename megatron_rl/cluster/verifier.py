@@ -127,8 +127,9 @@ class VerifierGroup:
         """The verdicts on all answers of a step, in one piece.
 
         Args:
-            pieces: what the rewards have given that do not need all answers of a step. The others are called now: each
-                verifier gets a part of the groups, at the same time as the others.
+            pieces: what the rewards have given that do not need all answers of a step. They are called again for the
+                groups that are in none. The others are called now: each verifier gets a part of the groups, at the same
+                time as the others.
 
         Returns:
             See `RayVerifier.score`. Except for times, it does not depend on the pieces.
@@ -140,7 +141,12 @@ class VerifierGroup:
         bounds = [len(groups) * i // num for i in range(num + 1)]
         parts = [(v, slice(a, b)) for v, a, b in zip(self.verifiers, bounds, bounds[1:], strict=False) if b > a]
         late = [i for i, reward in enumerate(self._rewards) if reward.needs_all_answers]
-        given = {i: in_order(groups, pieces, i) for i in range(len(self._rewards)) if i not in late}
+        early = [i for i in range(len(self._rewards)) if i not in late]
+        known = {id(group) for own, _ in pieces for group in own}
+        missing = [group for group in groups if id(group) not in known]
+        if missing and early:
+            pieces = [*pieces, (missing, self.verifiers[0].scored(missing, early))]
+        given = {i: in_order(groups, pieces, i) for i in early}
         if late:
             calls = [in_thread(partial(v.scored, groups[part], late), "score") for v, part in parts]
             others = [(groups[part], one) for (_, part), one in zip(parts, results(calls), strict=True)]

@@ -7,6 +7,7 @@ with the variables that it uses, or is refused with the variable that cannot be 
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import pickle
 import sys
@@ -52,6 +53,8 @@ class Functions:
         while self._functions.get(name, function) is not function:
             name += "_"
         try:
+            if any(isinstance(value, io.IOBase) for value in _variables(function).values()):
+                raise TypeError("an open file")  # cloudpickle would copy the text of a file that is read
             cloudpickle.dumps(function)
         except UNCOPIED as error:
             raise ValueError(
@@ -62,17 +65,25 @@ class Functions:
         return f"{self._path}:{name}"
 
 
-def _culprit(function: Callable[..., Any]) -> str | None:
-    """The variable of a function that cannot be pickled."""
-    import cloudpickle
-
+def _variables(function: Callable[..., Any]) -> dict[str, Any]:
+    """The attributes of a function or of an object, and the variables that a function uses."""
     variables = dict(vars(function)) if hasattr(function, "__dict__") else {}
     if inspect.isfunction(function):
         used = inspect.getclosurevars(function)
         variables |= {**used.globals, **used.nonlocals}
-    for name, value in variables.items():
+    return variables
+
+
+def _culprit(function: Callable[..., Any]) -> str | None:
+    """The variable of a function that cannot be copied."""
+    import cloudpickle
+
+    for name, value in _variables(function).items():
+        told = f"its variable {name!r} is a {type(value).__name__}, which cannot be copied"
+        if isinstance(value, io.IOBase):
+            return told
         try:
             cloudpickle.dumps(value)
         except UNCOPIED:
-            return f"its variable {name!r} is a {type(value).__name__}, which cannot be copied"
+            return told
     return None

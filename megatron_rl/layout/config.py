@@ -103,6 +103,8 @@ def hub_hint(folder: Path) -> str:
     """How a model is fetched, for a path that may be a model's name on the hub of Hugging Face; else an empty text."""
     if folder.exists() or folder.is_absolute() or len(folder.parts) != 2 or Path(folder.parts[0]).exists():
         return ""
+    if folder.parts[0] in ("models", "runs", "checkpoints"):  # folders of the documents' examples
+        return ""
     target = Path("models", folder.name)
     return (
         f". If {folder} is its name on the hub of Hugging Face, fetch it with `hf download {folder} --local-dir "

@@ -32,8 +32,9 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
         metrics |= describe_beams(groups, config.rollout.beams.width)
     if config.rollout.prefix_values is not None:
         metrics |= describe_passages(groups)
-    if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
-        metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
+    scores = [verdict.score for verdict in verdicts_of(groups) if verdict.score is not None]
+    if config.algorithm.shaping and scores:  # reward/mean is the mean of the shaped rewards
+        metrics["score/mean"] = fmean(scores)
     return metrics
 
 
@@ -150,13 +151,14 @@ class SilentRewards:
                 continue
             self._silent_steps[i] += 1
             seen = f"reward {reward.label} scored none of {len(own)} answers"
+            why = "logs/rewards.log says why" if failed else "it abstained from all of them"
             if reward.max_silent_steps is not None and self._silent_steps[i] >= reward.max_silent_steps:
                 raise ValueError(
-                    f"{seen} in {self._silent_steps[i]} steps in a row; logs/rewards.log says why. Correct the reward, "
+                    f"{seen} in {self._silent_steps[i]} steps in a row; {why}. Correct the reward, "
                     f"or raise its max_silent_steps"
                 )
             if not self._silent_steps[i] & (self._silent_steps[i] - 1):  # after 1, 2, 4, ... steps
-                sink.warn(f"{seen}; logs/rewards.log says why")
+                sink.warn(f"{seen}; {why}")
 
 
 def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:

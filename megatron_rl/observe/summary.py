@@ -42,6 +42,7 @@ def print_summary(run_folder: Path, console: Console) -> None:
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     names = reward_names(metrics)
+    own = [int(record["step"]) for record in metrics if any(key.startswith(("reward/", "rollout/")) for key in record)]
     abstaining = [name for name in names if any(series(metrics, f"reward/{name}/abstained")[1])]
     for label, name, form in (
         (*heldout(metrics), "{:.3f}"),
@@ -52,9 +53,15 @@ def print_summary(run_folder: Path, console: Console) -> None:
         ("thought, tokens", "length/thought_mean", "{:,.1f}"),
         ("loss", "loss", "{:.4f}"),
     ):
-        _, values = series(metrics, name)
+        found, values = series(metrics, name)
         if values:
-            table.add_row(Text(label), form.format(values[0]), Text(form.format(values[-1]), "bold green"))
+            first, last = form.format(values[0]), form.format(values[-1])
+            if name.startswith("reward/"):  # a step without any score has none
+                first, last = (
+                    (first if found[0] == own[0] else "no score"),
+                    (last if found[-1] == own[-1] else "no score"),
+                )
+            table.add_row(Text(label), first, Text(last, "bold green"))
     split = time_split(metrics)
     steps, each = pace(metrics)
     total = sum(split.values())

@@ -156,7 +156,9 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
 
 def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
     if isinstance(config, GrpoRunConfig):
-        longest, keys = config.rollout.max_engine_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
+        rollout, longest = config.rollout, config.rollout.max_engine_tokens
+        keys = f"rollout.max_prompt_tokens ({rollout.max_prompt_tokens}) + rollout.max_response_tokens "
+        keys += f"({rollout.max_response_tokens})"
         keys += " + rollout.prefix_values.forced_tokens" if longest > config.rollout.max_model_tokens else ""
     elif isinstance(config, SftRunConfig):
         longest, keys = config.sft.max_tokens, "sft.max_tokens"
@@ -166,7 +168,7 @@ def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
         return []
     return [
         f"{keys} = {longest} exceeds the {shape.max_positions} positions of {config.model.path} "
-        f"(max_position_embeddings); lower it"
+        f"(max_position_embeddings); lower {'one of them' if '+' in keys else 'it'}"
     ]
 
 

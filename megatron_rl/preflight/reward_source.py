@@ -4,13 +4,14 @@ reward its arguments."""
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Collection, Iterator
 from importlib import invalidate_caches
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from megatron_rl.config.function import ImportPath
+from megatron_rl.config.function import VALUES, ImportPath, load_function, short_path
 from megatron_rl.config.rewards import FunctionReward, ImportedReward
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -54,11 +55,13 @@ def fault_of_reward(reward: ImportedReward, columns: Collection[str] | None) -> 
         fault = fault or _fault_of_unknown(node, reward.arguments)
     else:
         fault = None
-    return f"rewards: {reward.path}: {file}:{node.lineno}: {fault}" if fault else None
+    where = f"{reward.path}: {file}:{node.lineno}" if file else short_path(reward.path)
+    return f"rewards: {where}: {fault}" if fault else None
 
 
 def _definition(path: str, key: str) -> str | tuple[str, ast.stmt] | None:
-    """The file and the statement that binds the function's name; or the fault; or None if there is no source."""
+    """The file and the statement that binds the function's name; or the fault; or None if there is no source. A
+    function that goes by value has no file, and only its arguments."""
     module, colon, name = path.rpartition(":")
     if not (module and colon and name):
         return f"{key}: the path {path!r} must read `package.module:function` or `folder/file.py:function`"
@@ -67,6 +70,8 @@ def _definition(path: str, key: str) -> str | tuple[str, ast.stmt] | None:
         origin: str | None = str(file)
         if not file.is_file():
             return f"{key}: {path}: there is no file {module}; correct the path (it is relative to {Path.cwd()})"
+        if file.suffix == VALUES:
+            return _by_value(path, key, name)
     else:
         spec = _find(module)
         if spec is None:
@@ -89,6 +94,23 @@ def _definition(path: str, key: str) -> str | tuple[str, ast.stmt] | None:
     if found is None:
         return f"{key}: {path}: {origin} has no function {name!r}; correct the path or write the function"
     return origin, found
+
+
+def _by_value(path: str, key: str, name: str) -> str | tuple[str, ast.stmt] | None:
+    try:
+        function = load_function(path)
+        signature = inspect.signature(function)
+    except ValueError as error:  # Python knows no signature, or the function cannot be loaded
+        return None if str(error).startswith("no signature") else f"{key}: {error}"
+    if not inspect.isfunction(function):
+        return None
+    taken = [
+        one.replace(annotation=one.empty, default=one.empty if one.default is one.empty else None)
+        for one in signature.parameters.values()
+    ]
+    plain = inspect.Signature(taken)
+    [node] = ast.parse(f"def {name if name.isidentifier() else 'function'}{plain}: ...").body
+    return "", node
 
 
 def _find(module: str) -> ModuleSpec | None:

@@ -29,15 +29,18 @@ def reward_len(completions, **kwargs):
 
 args = GRPOConfig(output_dir="short-answers", per_device_train_batch_size=16, max_completion_length=32, max_steps=2)
 trainer = GRPOTrainer(model="models/tiny", reward_funcs=reward_len, args=args, train_dataset=rows)
-run = trainer.train()
+trainer.train()
+print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 ```
 
 The run is the one that `megatron-rl grpo` starts: a process of its own, in the folder `output_dir`, with checkpoints, metrics and a report. `trainer.train(resume_from_checkpoint=True)` continues it, and Ctrl-C stops it with a checkpoint. Reward functions of the script are sent to the verifiers' processes by value, with the variables that they use.
 
+- **Rows** are a list, or a data set of the library `datasets`, which `make setup` does not install: `pip install datasets`.
 - **Models** are folders, names in the hub's cache, or models of transformers. There is no LoRA yet.
 - **GPUs and layouts** are in `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})`, which takes every key of [configuration.md](configuration.md). `policy.parallel.data` takes the place of TRL's number of processes when batches are counted.
 - **Reward models** are folders of models with one label, which score on a CPU; `rewards: [{kind: reward_model}]` asks a server.
 - **Callbacks** of transformers see each step soon after it. `control.should_training_stop` stops the run with a checkpoint.
+- **`train`** returns TRL's `TrainOutput`; `trainer.run` has the run's folder, metrics, report and model.
 - **`evaluate`** returns the newest evaluation of the run; **`save_model`** copies the trained model.
 """
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Literal
+from difflib import get_close_matches
+from typing import Any, Literal, Self
 
 Treatment = Literal["mapped", "implied", "refused"]
 
@@ -170,10 +171,21 @@ ARGUMENTS: Mapping[str, Argument] = {
 }
 
 
+REMOVED = {"max_prompt_length": "give sections={'rollout': {'max_prompt_tokens': ...}}"}
+"""Arguments of earlier releases of TRL, and what is in their place."""
+
+
 class Arguments:
     """What all configurations of TRL's form have: refusals, and access by name."""
 
     sections: Mapping[str, Any] | None
+
+    def __new__(cls, *values: Any, **given: Any) -> Self:
+        for name in given.keys() - ARGUMENTS.keys() - {"sections"}:
+            near = get_close_matches(name, ARGUMENTS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "docs/coming_from_trl.md lists all arguments"
+            raise TypeError(f"GRPOConfig has no argument {name!r}: {REMOVED.get(name, hint)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         faults = [

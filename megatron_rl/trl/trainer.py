@@ -11,10 +11,13 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
 
 from megatron_rl.api import OF_STEPS, Inputs, Run, start
 from megatron_rl.config.load import merge
@@ -100,8 +103,8 @@ class GRPOTrainer:
     def add_callback(self, callback: Any) -> None:
         self._callbacks.append(callback() if inspect.isclass(callback) else callback)
 
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> Run:
-        """Train to the end; Ctrl-C stops with a checkpoint.
+    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+        """Train to the end; Ctrl-C stops with a checkpoint. `trainer.run` has the run's folder, metrics and model.
 
         Args:
             resume_from_checkpoint: continues the run of `output_dir` from its newest checkpoint, with the arguments
@@ -124,7 +127,9 @@ class GRPOTrainer:
             continued,
         )
         self._tell("on_train_end")
-        return self.run
+        losses = [record["loss"] for record in self.run.metrics if "loss" in record]
+        mean = fmean(losses) if losses else nan
+        return TrainOutput(self.state.global_step, mean, {"train_loss": mean})
 
     def evaluate(self) -> dict[str, float]:
         """The newest evaluation of the run. With an eval_dataset a run evaluates before its first step, after its last

@@ -48,7 +48,7 @@ def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: in
         vocab_size=vocab_size,
         pad_token_id=fast.pad_token_id,
         eos_token_id=fast.eos_token_id,
-        max_position_embeddings=512,
+        max_position_embeddings=4096,
     )
 
 

@@ -59,7 +59,9 @@ def trainer_with(**changed):
     return GRPOTrainer(model="runs/gsm8k_tiny/model", reward_funcs=[has_number, digits], args=args,
                        train_dataset=rows, callbacks=[Interrupted])
 
-run = trainer_with().train()
+trainer = trainer_with()
+trainer.train()
+run = trainer.run
 assert run.model is None, "it was stopped"
 print("RESUMED", len(run.metrics))
 try:
@@ -67,7 +69,8 @@ try:
 except RuntimeError:
     print("REFUSED")
 trainer = trainer_with(max_steps=4, learning_rate=5e-5)
-run = trainer.train(resume_from_checkpoint=True)
+done = trainer.train(resume_from_checkpoint=True)
+assert done.global_step == 4 and done.training_loss == done.metrics["train_loss"]
 trainer.save_model("saved")
 print("LOGS", json.dumps([log for log in trainer.state.log_history if "reward" in log]))
 """

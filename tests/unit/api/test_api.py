@@ -9,13 +9,16 @@ import threading
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from megatron_rl import Run, api, grpo, plan, sft
 from megatron_rl.config.function import short_path
 from megatron_rl.config.load import load_config
+from megatron_rl.config.rewards import FunctionReward
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.preflight.reward_source import fault_of_reward
 from megatron_rl.recipes.tiny.from_trl import accuracy
 
 ROWS = [{"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "größer?", "ground_truth": "ja"}]
@@ -86,6 +89,59 @@ def test_what_can_be_imported_goes_by_its_path(begun):
     [entry] = yaml.safe_load(begun[0].read_text())["rewards"]
     assert entry == {"kind": "function", "path": "megatron_rl.recipes.tiny.from_trl:accuracy"}
     assert not begun[0].with_name("functions.pickle").exists()
+
+
+def test_data_may_be_the_section_of_a_file(begun):
+    run = grpo("model", {"train": ROWS, "columns": {"ground_truth": "answer"}}, "text", name="mine")
+    section = yaml.safe_load(begun[0].read_text())["data"]
+    assert section == {"columns": {"ground_truth": "answer"}, "train": f"{run.folder}/inputs/train.jsonl"}
+    with pytest.raises(ValueError, match="data is a mapping without `train`"):
+        grpo("model", {"columns": {}}, "text")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (3, "must be rows, or a path of rows, but it is 3"),
+        ([], "the data has no row"),
+        (["a"], "row 1 of the data must be a mapping of its columns, but it is 'a'"),
+    ],
+)
+def test_data_that_is_no_rows_is_told_before_a_run_begins(begun, data, message):
+    with pytest.raises(ValueError, match=message):
+        grpo("model", data, "text")
+    assert begun == []
+
+
+def test_numbers_of_numpy_are_numbers(begun):
+    run = grpo("model", [{"prompt": "x", "ground_truth": np.float64(0.5), "n": np.int64(3)}], "text")
+    assert json.loads((run.folder / "inputs/train.jsonl").read_text()) == {"prompt": "x", "ground_truth": 0.5, "n": 3}
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "rb"])
+def test_an_open_file_is_not_copied(begun, tmp_path, mode):
+    (tmp_path / "words").write_text("red")
+    with (tmp_path / "words").open(mode) as words:
+
+        def scored(completions):
+            return [float(text in words) for text in completions]
+
+        with pytest.raises(ValueError, match="its variable 'words' is a .*, which cannot be copied; make it inside"):
+            grpo("model", ROWS, scored)
+
+
+def test_the_arguments_of_a_function_by_value_are_checked_like_those_in_a_file(begun):
+    def scored(completions, colour, *, weight=1.0):
+        return [weight] * len(completions)
+
+    grpo("model", ROWS, scored)
+    [entry] = yaml.safe_load(begun[0].read_text())["rewards"]
+    reward = FunctionReward(path=entry["path"])
+    assert fault_of_reward(reward, {"colour"}) is None
+    fault = fault_of_reward(reward, {"ground_truth"})
+    assert fault.startswith(
+        "rewards: scored: scored(completions, colour, *, weight=None) asks for the argument 'colour'"
+    )
 
 
 def test_a_function_that_cannot_be_copied_is_refused_with_its_variable(begun, tmp_path):

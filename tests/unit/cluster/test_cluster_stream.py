@@ -107,10 +107,10 @@ class OnesVerifier:
         return {0: len(groups)}
 
     def decide(self, groups, pieces):
-        """Asked once for a step, with a piece for each group that was scored early."""
+        """Asked once for a step, with pieces of its own groups."""
         self.decided.append([group.payload for group in groups])
         scored = [group.payload for own, _ in pieces for group in own]
-        assert all(payload in scored for payload in self.decided[-1])
+        assert scored and all(payload in self.decided[-1] for payload in scored)
         return self.score(groups)
 
     def write(self, groups):
@@ -251,6 +251,7 @@ def test_in_turns_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest
         collect_until_asked_again(in_turns)
     asked = [call for engine in (new, second) for call in engine.calls]
     assert brought == [0] and [call[2] for call in asked] == [[], []], "from the start"
+    assert [size for _, size in new.batches] == [2, 2], "a batch of another size is rounded differently"
     awaited = [p for one in in_turns.stream._asked.values() for p in one.parts if not p.answers]
     assert len(awaited) == 2, "an engine that does not answer them in time is replaced"
     for engine in (new, second):

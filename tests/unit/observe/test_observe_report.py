@@ -194,6 +194,15 @@ def test_each_reward_and_its_abstentions_are_told(tmp_path):
     assert "judge:kind -1.000 -1.000" in text and "judge:kind, abstained 0.0% 25.0%" in text
 
 
+def test_a_last_step_without_a_score_has_none_in_the_summary(tmp_path):
+    first = {"rollout/num_samples": 4.0, "reward/mean": 0.5, "eval/accuracy": 0.25}
+    write_run(tmp_path, first, {"rollout/num_samples": 4.0})
+    screen = io.StringIO()
+    print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
+    text = " ".join(screen.getvalue().split())
+    assert "reward 0.500 no score" in text and "held-out accuracy 0.250 0.250" in text
+
+
 def test_without_a_verifier_of_record_the_evaluation_is_a_reward(tmp_path):
     write_run(tmp_path, {"reward/mean": 2.0, "eval/reward_mean": -1.5})
     page = write_report(tmp_path).read_text(encoding="utf-8")

@@ -497,7 +497,7 @@ def test_a_loss_and_an_estimator_of_ones_own_are_seen_in_their_source(home):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout__max_response_tokens": 57}, "max_response_tokens = 65 exceeds the 64 positions"),
+        ({"rollout__max_response_tokens": 57}, "max_response_tokens (57) = 65 exceeds the 64 positions"),
         (
             {"policy": {"parallel": {"tensor": 8}}},
             "4 attention heads, which policy.parallel.tensor=8 does not divide; it may be 1, 2 or 4",

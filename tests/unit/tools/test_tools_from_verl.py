@@ -451,6 +451,10 @@ def test_the_file_has_no_anchors(capsys, tmp_path):
     out = tmp_path / "ppo.yaml"
     assert main([*GRPO, "algorithm.adv_estimator=gae", "--out", str(out)]) == 0
     assert "&" not in out.read_text() and "next: megatron-rl ppo" in capsys.readouterr().out
+    assert main([*GRPO, "algorithm.adv_estimator=gae", "--out", str(out)]) == 0, "its own file may be replaced"
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main([*GRPO, "--out", str(tmp_path / "mine.txt")]) == 2 and (tmp_path / "mine.txt").read_text() == "mine"
+    assert "mine.txt was not written by this command; give another --out" in capsys.readouterr().err
     betas = yaml.safe_load(out.read_text())
     assert betas["policy"]["optimizer"]["betas"] == betas["critic"]["optimizer"]["betas"] == [0.9, 0.999]
 

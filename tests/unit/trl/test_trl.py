@@ -78,7 +78,11 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(arguments, said):
 def test_arguments_that_change_the_meaning_are_refused_together():
     with pytest.raises(ValueError, match=r"num_iterations=2 is not supported: .*; top_p=0.9 is not supported: .*"):
         GRPOConfig(num_iterations=2, top_p=0.9)
-    with pytest.raises(TypeError, match="max_prompt_len"):
+    with pytest.raises(TypeError, match="no argument 'num_generation': did you mean 'num_generations'"):
+        GRPOConfig(num_generation=4)
+    with pytest.raises(TypeError, match="'max_prompt_length': give sections=.*max_prompt_tokens"):
+        GRPOConfig(max_prompt_length=4)
+    with pytest.raises(TypeError, match="no argument .max_prompt_len."):
         GRPOConfig(max_prompt_len=3)
 
 
