@@ -103,9 +103,9 @@ def validate(kind: type[Config], merged: Mapping[str, Any]) -> Config:
         return with_data_types(kind.model_validate(merged))
     except ValidationError as error:
         told = error.errors(include_url=False)
-        bad_items = {fault["loc"][:-1] for fault in told if fault["type"].startswith("union_tag")}
         # A list all of whose items are refused is also "too short".
-        told = [fault for fault in told if fault["type"] != "too_short" or fault["loc"] not in bad_items]
+        inside = {fault["loc"][:size] for fault in told for size in range(len(fault["loc"]))}
+        told = [fault for fault in told if fault["type"] != "too_short" or fault["loc"] not in inside]
         faults = [_explain(kind, fault) for fault in told]
         raise ValueError("the configuration is refused:\n" + "\n".join(f"  {fault}" for fault in faults)) from error
 

@@ -59,10 +59,13 @@ class OptimizerConfig(Section):
         return 4 * len(moments(self.kind, is_matrix))
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamRule(Section):
     """The numbers of Adam's formula."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Adam's decay rates of the first and the second moment."""
     eps: float = 1e-8
     """Adam's epsilon, which is added to the root of the second moment."""

@@ -55,6 +55,8 @@ class Heading:
     """Empty for the whole configuration."""
     meaning: str
     keys: tuple[Key, ...]
+    same_as: str = ""
+    """The path of the section that has the same keys, and where they are described."""
 
 
 def parts() -> list[Heading]:
@@ -78,6 +80,13 @@ def find(path: str) -> list[Heading]:
     ]
     if of_key:
         return of_key
+    if path.endswith(".kind"):
+        kinds = [part for part in every if part.path.startswith(f"{path.removesuffix('.kind')}[") and part.keys]
+        if kinds := [part for part in kinds if plain(part.path) == path.removesuffix(".kind")]:
+            return kinds
+    for part in every:  # a section that has the keys of another one
+        if part.same_as and path.startswith(f"{plain(part.path)}."):
+            return find(plain(part.same_as) + path.removeprefix(plain(part.path)))
     known = {plain(name) for part in every for name in (part.path, *(key.path for key in part.keys))}
     near = difflib.get_close_matches(path, sorted(known), n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}?" if near else "`megatron-rl config` lists the sections"
@@ -132,7 +141,7 @@ def _parts(
             if issubclass(kind, PolicyLoss):
                 text += f" Aggregation: {kind.aggregation}."
             if kind in described:
-                inside.append(Heading(place, f"The same keys as `{described[kind]}`. {text}", ()))
+                inside.append(Heading(place, f"The same keys as `{described[kind]}`. {text}", (), described[kind]))
             else:
                 described[kind] = place
                 inside += _parts(place, text, kind.model_fields, described)

@@ -12,7 +12,7 @@ from megatron_rl.config.function import ImportPath
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     def absolute(self) -> Self:
         """The same section with all its paths made absolute, from the working folder of this process. Processes on

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Section, default_kind
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import GrpoRunConfig
@@ -152,6 +152,7 @@ ThoughtTokens = Annotated[
         FixedBudget | ColumnBudget | UniformBudget | ScheduledBudget | QuantileBudget, Field(discriminator="kind")
     ],
     BeforeValidator(lambda value: {"kind": "fixed", "tokens": value} if isinstance(value, int) else value),
+    default_kind("fixed"),
 ]
 
 

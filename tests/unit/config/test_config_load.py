@@ -129,6 +129,12 @@ def thinks(tokens, **others) -> dict:
             "follows the thoughts of right answers, but no reward says",
         ),
         ({"rollout": {"samples_per_prompt": 1}}, "every grpo advantage would be 0"),
+        ({"policy": {"optimizer": {"lr": float("inf")}}}, "policy.optimizer.lr: Input should be a finite number"),
+        ({"policy": {"optimizer": {"betas": [0.9, 1.0]}}}, "policy.optimizer.betas.1: Input should be less than 1"),
+        (
+            {"rewards": [{"kind": "text", "weight": float("nan")}]},
+            "refused:\n  rewards.0.weight: Input should be a finite number (got nan)",
+        ),
     ],
 )
 def test_faults_name_their_path_and_the_remedy(change, message):

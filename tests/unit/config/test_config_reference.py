@@ -56,6 +56,18 @@ def test_one_key_and_one_section_are_found():
     assert find("run.seed") == [Heading("run", "", (seed,))]
 
 
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("critic.optimizer.lr", ["policy.optimizer[adam]", "policy.optimizer[muon]"]),
+        ("critic.parallel.tensor", ["policy.parallel"]),
+        ("policy.optimizer.kind", ["policy.optimizer[adam]", "policy.optimizer[muon]"]),
+    ],
+)
+def test_kinds_and_keys_of_sections_that_are_described_elsewhere_are_found(path, found):
+    assert [part.path for part in find(path)] == found
+
+
 def test_an_unknown_key_gets_the_nearest_ones(capsys):
     with pytest.raises(ValueError, match="did you mean .*rollout.num_engines"):
         find("rollout.num_engine")
