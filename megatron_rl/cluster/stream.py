@@ -159,6 +159,7 @@ class RayStream:
             # In turns the others end first: no weights arrive while they answer.
             if self._lost and not (self._in_turns and any(self._load.values())):
                 self._ask_again(version)
+                end = time.monotonic() + self._timeout_s
             try:
                 event = self._events.get(timeout=TICK_S)
             except Empty:
@@ -167,6 +168,7 @@ class RayStream:
                     self._end_silent()
                     end = time.monotonic() + self._timeout_s
                 continue
+            end = time.monotonic() + self._timeout_s  # the limit is for engines of which nothing is heard
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Lost):
