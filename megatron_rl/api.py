@@ -9,32 +9,30 @@ Invariant (tests/unit/api): a call has the same configuration as the command wit
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-import numpy as np
 import yaml
 from rich.console import Console
 
 from megatron_rl.config.by_value import Functions
 from megatron_rl.config.function import VALUES
+from megatron_rl.config.given_rows import GivenRows, Rows
 from megatron_rl.config.load import merge, read_yaml, validate
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, PpoRunConfig, SftRunConfig
 from megatron_rl.observe.records import METRICS, read_metrics
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.transfer import planned_transfer
-from megatron_rl.processes import open_text
 from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.types import ModelShape
 
@@ -43,8 +41,6 @@ Model = str | os.PathLike[str] | Mapping[str, Any]
 """A Hugging Face folder, or the section `model`: `{"path": "models/Qwen3-0.6B", "dtype": "float32"}`."""
 Reward = Function | str | Mapping[str, Any]
 """A function, the path of one (`my_rewards.py:score`), or an entry of the section `rewards`."""
-Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
-"""A path of rows as in `data.train`, a list of rows, or a data set of the library `datasets`."""
 Data = Rows | Mapping[str, Any]
 """Rows, or the section `data`, whose `train` may be rows: `{"train": rows, "columns": {"ground_truth": "answer"}}`."""
 Watch = Callable[["Run"], bool]
@@ -275,8 +271,8 @@ def start(
     data = dict(inputs.data) if isinstance(inputs.data, Mapping) else {"train": inputs.data}
     if "train" not in data:
         raise ValueError("data is a mapping without `train`, which has the rows")
-    rows, rewards = _Rows(data.pop("train"), written / "train"), inputs.rewards
-    heldout = None if inputs.eval_data is None else _Rows(inputs.eval_data, written / "eval")
+    rows, rewards = GivenRows(data.pop("train"), written / "train"), inputs.rewards
+    heldout = None if inputs.eval_data is None else GivenRows(inputs.eval_data, written / "eval")
     if kind == "sft":
         merge(given, {"sft": {"rows": rows.path}})
     else:
@@ -317,46 +313,6 @@ def _entry(reward: Reward) -> dict[str, Any]:
     if isinstance(reward, Mapping):
         return dict(reward)
     return {"kind": reward} if isinstance(reward, str) and ":" not in reward else {"kind": "function", "path": reward}
-
-
-class _Rows:
-    """Rows that a user gave, and the path of their file."""
-
-    def __init__(self, given: Rows, path: Path) -> None:
-        self._given = given
-        if isinstance(given, str | os.PathLike):
-            self.path = os.fspath(given)
-        else:
-            self.path = str(path if hasattr(given, "save_to_disk") else path.with_suffix(".jsonl"))
-
-    def save(self) -> None:
-        if isinstance(self._given, str | os.PathLike):
-            return
-        if hasattr(self._given, "save_to_disk"):
-            self._given.save_to_disk(self.path)
-            return
-        if not isinstance(self._given, Iterable):
-            raise ValueError(f"the data must be rows, or a path of rows, but it is {self._given!r}")
-        number = 0
-        with open_text(Path(self.path)) as file:
-            for number, row in enumerate(self._given, start=1):
-                if not isinstance(row, Mapping):
-                    raise ValueError(
-                        f"row {number} of the data must be a mapping of its columns, but it is {row!r:.80}"
-                    )
-                try:
-                    file.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
-                except TypeError as error:
-                    raise ValueError(f"row {number} of the data is not JSON: {error}; convert the value") from error
-        if not number:
-            raise ValueError("the data has no row")
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy's as one of Python's."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is no type of JSON's")
 
 
 def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:

@@ -43,6 +43,7 @@ from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.payloads import num_objects
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
+from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Collected
 from megatron_rl.types import Group, GroupRequest, Metrics, Tokens, Verdict
@@ -52,6 +53,32 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 0.1
 """A verifier waits so long for more groups, because a call of its process costs much more than another group in it."""
+
+
+def to_judge(groups: Iterable[Group], values: PrefixValues | None) -> list[Group]:
+    """The groups, each with the group of the answers that go on from its passages behind it."""
+    return [one for group in groups for one in (group, _branches(group, values)) if one is not None]
+
+
+def judged(groups: Iterable[Group], verdicts: Iterable[Sequence[Verdict]], values: PrefixValues | None) -> list[Group]:
+    """The groups with their verdicts, and with the utilities that branches give their passages.
+
+    Args:
+        verdicts: the verdicts on each group of `to_judge`.
+    """
+    given, found = iter(verdicts), []
+    for group in groups:
+        branches, group = _branches(group, values), group.judged(next(given))
+        if branches is not None:
+            group = replace(group, continuations=branches.judged(next(given)))
+        if values is not None and values.rollouts is not None:
+            group = settle_branches(group, values)
+        found.append(group)
+    return found
+
+
+def _branches(group: Group, values: PrefixValues | None) -> Group | None:
+    return group.continuations if values is not None and values.rollouts is not None else None
 
 
 class RayStream:
@@ -168,7 +195,7 @@ class RayStream:
                     self._end_silent()
                     end = time.monotonic() + self._timeout_s
                 continue
-            end = time.monotonic() + self._timeout_s  # the limit is for engines of which nothing is heard
+            end = time.monotonic() + self._timeout_s  # the limit is for engines that say nothing
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Lost):
@@ -193,8 +220,8 @@ class RayStream:
         if self._in_turns:
             # A call with a group that is generated again does not count: what it logged is about all its groups.
             pieces = [one.piece for one in scored if one.piece is not None and one.is_current]
-            verdicts, metrics = self._verifiers.decide(self._to_judge(groups.values()), pieces)
-            groups = dict(zip(groups, self._judged(groups.values(), verdicts), strict=True))
+            verdicts, metrics = self._verifiers.decide(to_judge(groups.values(), self._values), pieces)
+            groups = dict(zip(groups, judged(groups.values(), verdicts, self._values), strict=True))
         with self._lock:
             for number in groups:
                 del self._asked[number]
@@ -309,37 +336,14 @@ class RayStream:
 
     def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
         groups = [group for _, _, group in complete]
-        to_judge = self._to_judge(groups)
+        with_branches = to_judge(groups, self._values)
         if self._in_turns:
-            given = verifier.scored(to_judge, self._early) if self._early else {}
-            return VerifiedGroups(complete, {}, (to_judge, given))
-        verdicts, metrics = verifier.score(to_judge)
-        groups = self._judged(groups, verdicts)
-        judged = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
-        to_train_on = {asked.request.number: group for asked, _, group in judged if asked.request.number >= 0}
+            given = verifier.scored(with_branches, self._early) if self._early else {}
+            return VerifiedGroups(complete, {}, (with_branches, given))
+        verdicts, metrics = verifier.score(with_branches)
+        groups = judged(groups, verdicts, self._values)
+        whole = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
+        to_train_on = {asked.request.number: group for asked, _, group in whole if asked.request.number >= 0}
         if to_train_on:
             verifier.write(to_train_on)
-        return VerifiedGroups(judged, metrics)
-
-    def _to_judge(self, groups: Iterable[Group]) -> list[Group]:
-        """The groups, each with the group of the answers that go on from its passages behind it."""
-        return [one for group in groups for one in (group, self._branches(group)) if one is not None]
-
-    def _branches(self, group: Group) -> Group | None:
-        return group.continuations if self._values is not None and self._values.rollouts is not None else None
-
-    def _judged(self, groups: Iterable[Group], verdicts: Iterable[Sequence[Verdict]]) -> list[Group]:
-        """The groups with their verdicts, and with the utilities that branches give their passages.
-
-        Args:
-            verdicts: the verdicts on each group of `_to_judge`.
-        """
-        given, judged = iter(verdicts), []
-        for group in groups:
-            branches, group = self._branches(group), group.judged(next(given))
-            if branches is not None:
-                group = replace(group, continuations=branches.judged(next(given)))
-            if self._values is not None and self._values.rollouts is not None:
-                group = settle_branches(group, self._values)
-            judged.append(group)
-        return judged
+        return VerifiedGroups(whole, metrics)
