@@ -65,7 +65,7 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
                 continue
             source.pushed(step)
             rollouts = source.next(step)
-            dump(out, ports.stream, rollouts, step)
+            dump(config, out, ports.stream, rollouts, step)
             speed = f"{rollouts.metrics['rollout/tokens_per_s']:,.0f} tokens/s"
             scores = [verdict.score for verdict in verdicts_of(rollouts.groups) if verdict.score is not None]
             console.print(f"step {step}: {len(rollouts.groups)} prompts, reward {fmean(scores):.3f}, {speed}")

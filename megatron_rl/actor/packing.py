@@ -148,8 +148,12 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
 
 
 def _holders(tokens: Sequence[Tokens]) -> list[tuple[int, int]]:
-    """For each sample of a row: the first sample with the same prompt, and how many tokens of the prompt this one need
-    not hold: 0 for the first, and all but the last for the others."""
+    """Find the sample of a row that holds the prompt of each sample: the first one with the same prompt.
+
+    Returns:
+        for each sample the index of that sample, and the number of tokens of the prompt that it leaves out: 0 for the
+        first sample, and all but the last token for the others.
+    """
     first: dict[bytes, int] = {}
     holders = []
     for i, mine in enumerate(tokens):

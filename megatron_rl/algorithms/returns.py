@@ -91,8 +91,8 @@ def gae(
     (VAPO, Yue et al. 2025, arXiv:2504.05118).
 
     Args:
-        reward_T: float [T]. An outcome reward is at the last action of its sample (`at_last_action`); a KL penalty is
-            at every action.
+        reward_T: float [T]. An outcome reward is at the last action of its sample, and a KL penalty is at every
+            action.
         value_T: float [T], the value V of the state before the token.
         action_mask_T: bool [T].
         sample_T: int64 [T]; a sample's tokens are adjacent.
@@ -143,15 +143,6 @@ def returns_to_go(
     actions = Actions.of(action_mask_T, sample_T)
     return_N = reverse_scan(actions.pick(reward_T, "the reward"), gamma * actions.continues_N)
     return actions.place(whiten(return_N, sum_over_ranks) if whitened else return_N, reward_T)
-
-
-def at_last_action(reward_S: Tensor, action_mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """Outcome rewards as rewards at tokens, [T]: each is at the last action of its sample, and 0 is elsewhere. The
-    reward of a sample without actions appears nowhere, because the sample has no gradient."""
-    actions = Actions.of(action_mask_T, sample_T)
-    last_N = actions.continues_N == 0
-    reward_T = torch.zeros(action_mask_T.shape, dtype=reward_S.dtype, device=reward_S.device)
-    return reward_T.index_copy_(0, actions.position_N[last_N], reward_S[actions.sample_N[last_N]])
 
 
 def reverse_scan(x_N: Tensor, decay_N: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int) -> list[list[int]]:
     Example:
         The weights 8 7 6 5 4 in 2 parts give {7, 5, 4} and {8, 6} with the sums 16 and 14; the optimum is 15 and 15.
     """
-    _check(num_parts)
+    if num_parts < 1:
+        raise ValueError(f"cannot split into {num_parts} parts; num_parts must be at least 1")
     # Entries are (-spread, age, parts). The age breaks ties, so that parts are never compared.
     heap = [(-float(w), i, [(float(w), [i])]) for i, w in enumerate(weights)]
     if num_parts == 1 or not heap:
@@ -49,32 +50,12 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int) -> list[list[int]]:
     return parts + [[] for _ in range(num_parts - len(parts))]
 
 
-def karmarkar_karp_equal(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Balanced largest differencing (Yakir 1996): the parts' numbers of members differ by at most one. The largest sum
-    is at most 2 - 1/k times the optimum for such parts (Michiels, Korst, Aarts and van Leeuwen 2003).
-
-    The sorted weights are cut into blocks of k, and the last block is filled up with zeros. Each block starts as a
-    partition.
-
-    Returns:
-        num_parts lists of indices into `weights`, each ascending.
-
-    Raises:
-        ValueError: num_parts is less than 1.
-    """
-    _check(num_parts)
-    num_weights = len(weights)
-    sorted_from = np.asarray(weights, np.float64)
-    order = np.argsort(-sorted_from, kind="stable")
-    filled = np.zeros(-(-num_weights // num_parts) * num_parts)
-    filled[:num_weights] = sorted_from[order]
-    columns_BK = fold_blocks(filled.reshape(-1, num_parts))
-    chosen = columns_BK + np.arange(len(columns_BK))[:, None] * num_parts
-    return [np.sort(order[column[column < num_weights]]).tolist() for column in chosen.T]
-
-
 def fold_blocks(weights_BK: np.ndarray) -> np.ndarray:
-    """Assign the weights of each block to the parts by largest differencing.
+    """Assign the weights of each block to the parts by largest differencing. Each block starts as a partition.
+
+    With blocks of sorted weights this is balanced largest differencing (Yakir 1996): the parts have equal numbers of
+    members, and the largest sum is at most 2 - 1/k times the optimum for such parts (Michiels, Korst, Aarts and van
+    Leeuwen 2003).
 
     Returns:
         int64 [B, K]: part k gets `weights_BK[b, result[b, k]]` of block b.
@@ -116,8 +97,3 @@ def _join(first: list[Part], second: list[Part], num_parts: int) -> list[Part]:
         joined.append((a + b, x + y))
     joined.sort(key=lambda part: -part[0])
     return joined
-
-
-def _check(num_parts: int) -> None:
-    if num_parts < 1:
-        raise ValueError(f"cannot split into {num_parts} parts; num_parts must be at least 1")

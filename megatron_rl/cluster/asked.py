@@ -123,7 +123,7 @@ class IdleTime:
 
     def __init__(self, engines: Iterable[int], now: float) -> None:
         self._since = dict.fromkeys(engines, now)
-        """For each idle engine the time since when it is idle."""
+        """The time since when each idle engine is idle."""
         self._total, self._taken = 0.0, now
 
     def begin_work(self, engine: int, now: float) -> None:

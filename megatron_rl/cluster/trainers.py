@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ DEATH_S = 3.0
 """The time that Ray gets to notice the death of a rank after another rank's error."""
 
 
-class MegatronRank:
+class MegatronRank(ABC):
     """The process of one Megatron rank.
 
     Args:
@@ -50,9 +51,9 @@ class MegatronRank:
         self.spec, self.rank = spec, rank
         self.actor: Any = None
 
+    @abstractmethod
     def build(self, store: Any) -> MegatronTrainer:
         """This rank's part of the model, after the ranks have met over the store."""
-        raise NotImplementedError
 
     def locate(self) -> Location:
         return locate()

@@ -1,4 +1,4 @@
-"""From the command line to one validated configuration: YAML files and dotted overrides, merged from left to right.
+"""Reads the command line into one validated configuration: YAML files and dotted overrides, merged from left to right.
 
 Invariants (tests/unit/config): a later argument wins key by key; mappings are merged, and any other value replaces the
 earlier one; the error about an unknown key gives its dotted path and the nearest known key; nothing here imports torch.
@@ -132,7 +132,7 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     if fault["type"] == "missing":
         keys = [".".join([*inside, *key]) for key in (_required(model) if model else [()])]
         return "\n  ".join(f"{key}: this key is required, but no file and no override sets it" for key in keys)
-    message = fault["msg"].removeprefix("Value error, ")
+    message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if fault["type"] == "value_error":
         return f"{path}: {message}" if path else message
     return f"{path}: {message} (got {fault['input']!r})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -43,6 +43,11 @@ class ParallelConfig(Section):
     sequence: bool = True
     """Whether norms and residuals are split over the tokens (sequence parallelism). It has an effect only if `tensor`
     is above 1."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        _ = self.mesh  # raises where the sizes do not
+        return self
 
     @property
     def mesh(self) -> Mesh:
@@ -90,9 +95,9 @@ Switch = bool | int | float | str | tuple[str, ...] | None
 
 
 class MegatronConfig(Section):
-    """Fields of Megatron-Core's configuration classes for which there is no key here. When a run starts, unknown names
-    are refused. Fields that the project sets itself and the fields in `actor/switches.py` are refused too, each with
-    its reason.
+    """Fields of Megatron-Core's configuration classes that have no key here. When a run starts, unknown names are
+    refused. Fields that the project sets itself and the fields in `actor/switches.py` are refused too, each with its
+    reason.
 
     On GPUs `overlap_grad_reduce` and `overlap_param_gather` are on where the optimizer's state is split, and with
     Transformer Engine's layers so are `moe_permute_fusion` and, if Apex has its extension,

@@ -28,7 +28,7 @@ on the command line as `section.key=value`; later arguments win. A section with 
 `model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; the other recipes have all but
 `sft`. This page is written by `megatron-rl config --markdown`.
 """
-BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "length >="}
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >="}
 NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path", Any: "any value"}
 
 
@@ -43,7 +43,7 @@ class Key:
     """The dotted path. A section of a certain kind has it in brackets: `algorithm.loss[dual_clip].clip_low`."""
     type: str
     default: str | None
-    """As YAML writes it; None: the key is required."""
+    """The default as YAML writes it; None means that the key is required."""
     meaning: str
 
 

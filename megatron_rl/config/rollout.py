@@ -67,9 +67,11 @@ class RolloutConfig(Section):
     `wait`: it waits for them. `requeue`: it begins, and their prompts are generated again from the start with the next
     weights. `drop`: it begins, and these groups are discarded. `requeue` and `drop` bias training towards short
     answers, because long answers are late more often; `stream/late` counts the groups."""
-    active_sampling: bool = False
+    active_sampling: bool | Annotated[int, Field(ge=2)] = False
     """Whether groups without a signal (all rewards are equal) are replaced by other prompts until the batch is full. A
-    prompt whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if it stays
+    number is the largest number of batches of prompts that a step takes for that; then groups without a signal fill
+    the batch. `true` has no such limit, but a run ends with an error if 64 batches in a row have no signal. A prompt
+    whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if it stays
     easy."""
     delimiter: str = "</think>"
     """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
@@ -115,7 +117,7 @@ class RolloutConfig(Section):
     @property
     def is_asynchronous(self) -> bool:
         """Whether engines answer prompts of later steps while the trainer trains. Otherwise they take turns with it."""
-        return self.max_lag > 0 or self.active_sampling
+        return self.max_lag > 0 or bool(self.active_sampling)
 
     @property
     def engine_ranks(self) -> int:

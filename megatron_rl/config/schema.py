@@ -98,9 +98,16 @@ class CheckpointConfig(Section):
     """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`. All exports are
     kept. 0 exports only the final model, as `hf`. tools/export_checkpoint.py exports any checkpoint later."""
 
+    def conflicts(self, run: BaseConfig) -> Iterator[str]:
+        if self.keep_best is not None and not (isinstance(run, GrpoRunConfig) and run.data.eval):
+            yield (
+                f"checkpoint.keep_best is {self.keep_best}, but this run evaluates nothing; "
+                + ("give held-out rows in data.eval" if isinstance(run, GrpoRunConfig) else "remove it")
+            )
+
 
 class RunConfig(Section):
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     """The run's name; its files go to `folder`/`name`."""
     folder: Path = Path("runs")
     """The folder of all runs."""

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
 from megatron_rl.config.function import ImportPath
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_flag_as_number(cls, given: Any) -> Any:
+        """Python counts true as 1, and YAML reads `on` and `yes` as true."""
+        for name, value in given.items() if isinstance(given, Mapping) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and not _allows_flag(field.annotation):
+                raise ValueError(
+                    f"{name} must not be {str(value).lower()}, which YAML also reads for on, off, yes and no"
+                )
+        return given
 
     def absolute(self) -> Self:
         """The same section with all its paths made absolute, from the working folder of this process. Processes on
@@ -36,6 +48,11 @@ class Section(BaseModel):
                 if isinstance(section, Section):
                     yield section
                     yield from section.sections()
+
+
+def _allows_flag(annotation: Any) -> bool:
+    """Whether true and false are among a key's values."""
+    return annotation in (bool, Any, True, False) or any(_allows_flag(inner) for inner in get_args(annotation))
 
 
 def import_paths(value: Any) -> list[ImportPath]:

@@ -202,6 +202,8 @@ class ThinkingBudget(Section):
             raise ValueError(
                 "thought_tokens may be 0, but with mode truncate such an answer would have no token; begin at 1"
             )
+        if self.mode == "truncate" and self.closing is not None:
+            raise ValueError("closing closes a thought, and with mode truncate the sample ends there; remove it")
         return self
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:

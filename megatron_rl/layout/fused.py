@@ -1,4 +1,4 @@
-"""Which models Transformer Engine's layers can express, as Megatron-Core uses them."""
+"""Says which models Transformer Engine's layers can express, as Megatron-Core uses them."""
 
 from __future__ import annotations
 

@@ -273,14 +273,15 @@ class EngineSource:
         self._require_a_signal()
 
     def _finish(self, number: int, group: Group) -> None:
-        useful, rewards = True, list[float | None]()
-        if self._config.rollout.active_sampling:
+        useful, rewards, tries = True, list[float | None](), self._config.rollout.active_sampling
+        if tries:
             rewards = [verdict.reward for verdict in verdicts_of([group])]
             useful = not all_equal(r for r in rewards if r is not None)
             right = right_answers(self._config, verdicts_of([group]))
             if right:
                 self._pass_rates.record(group.prompt.uid, fmean(right), self._prompts.epoch(number))
-        if self._admission.finish(number, useful):
+        most = None if isinstance(tries, bool) else (tries - 1) * self._config.rollout.prompts_per_step
+        if self._admission.finish(number, useful or (most is not None and self._admission.num_useless >= most)):
             self._groups[number] = group
         if useful:
             self._useless.clear()

@@ -108,5 +108,5 @@ def rollout_source(
     if rollout.prefix_values is not None and rollout.prefix_values.by == "trainer":
         source = Through(source, sink, "prefix_values", partial(with_utilities, config, shape, ports.policy))
     if rollout.dump:
-        source = Through(source, sink, "dump", partial(dump, config.run_folder / "rollouts", ports.stream))
+        source = Through(source, sink, "dump", partial(dump, config, config.run_folder / "rollouts", ports.stream))
     return source

@@ -115,6 +115,8 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     if isinstance(config, GrpoRunConfig) and config.rollout.replay is not None:
         saved, last = config.rollout.replay, config.run.steps - 1
         attempt(lambda: require_step(saved, last))
+    if isinstance(config, GrpoRunConfig) and config.eval.every and config.data.eval is None:
+        tell(f"eval.every is {config.eval.every}, but nothing is evaluated: data.eval gives no held-out rows")
     faults += _keys(config) + _sampling(config)
     _compare_products(config, tell)
     named = _name(config)

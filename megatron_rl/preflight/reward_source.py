@@ -17,14 +17,17 @@ from megatron_rl.config.rewards import FunctionReward, ImportedReward
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def fault_of_function(path: str, key: str) -> str | None:
+def fault_of_function(path: str, key: str, needs_class: bool = False) -> str | None:
     """The fault of the function at `package.module:function` or `folder/file.py:function`, as one sentence; None if
     there is none. Its arguments are not checked.
 
     Args:
         key: the configuration key that names the function.
+        needs_class: whether it must be a class.
     """
     found = _definition(path, key)
+    if needs_class and isinstance(found, tuple) and isinstance(found[1], Definition):
+        return f"{key}: {short_path(path)} is a function, and the key needs a class; name the class"
     return found if isinstance(found, str) else None
 
 

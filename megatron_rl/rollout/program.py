@@ -111,10 +111,10 @@ class Call:
     stops: tuple[int, ...] = ()
     """Tokens that end the call, though not the answer, in addition to the tokens that end both."""
     num_candidates: int = 0
-    """In a call for one token: the number of most probable tokens to return, instead of the sampled one."""
+    """The number of most probable tokens that a call for one token returns, instead of the sampled one."""
     num_scored: int = 0
-    """The number of the prompt's last tokens whose log-probs are wanted, in a call for one token. The token that is
-    sampled has no use then."""
+    """The number of the prompt's last tokens whose log-probs a call for one token returns. The token that is sampled
+    has no use then."""
     reads_cache: bool = True
     """Whether the beginning of the prompt may come from the prefix cache."""
 

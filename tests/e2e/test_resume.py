@@ -233,7 +233,7 @@ def held_out(folder: Path) -> list[float]:
     return [record["eval/reward_mean"] for record in records if "eval/reward_mean" in record]
 
 
-OF_ENGINES = ("sync/", "rollout/preempted", "eval/")
+OF_ENGINES = ("sync/", "rollout/preempted", "rollout/tokens_per_s", "rollout/idle", "stream/", "verifier/", "eval/")
 TIMES = ("time/", "perf/", "memory/", "slowest_rank/")
 
 

@@ -1,7 +1,7 @@
 """The house's proportions: files, functions and classes that a reader can hold, and one meaning for a class name.
 
-`exceptions.json` lists what is larger. The list may only shrink: a number in it is the most that is allowed, and an
-entry that is not needed any more fails.
+`exceptions.json` lists what is larger. The list may only shrink: more than its number fails, and less fails too until
+the number is lowered (`python tests/house/test_proportion.py` lowers all of them, and removes what is not needed).
 """
 
 from __future__ import annotations
@@ -68,11 +68,21 @@ def lines(node: ast.stmt) -> int:
 
 def is_broad(node: ast.AST) -> bool:
     """Whether it catches every error and does not raise it again."""
-    if not isinstance(node, ast.ExceptHandler):
-        return False
-    kinds = {kind.id for kind in ast.walk(node.type) if isinstance(kind, ast.Name)} if node.type else {"Exception"}
-    raises_again = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
-    return bool(kinds & {"Exception", "BaseException"}) and not raises_again
+    if isinstance(node, ast.ExceptHandler):
+        raises_again = any(isinstance(inner, ast.Raise) for inner in ast.walk(node))
+        return not raises_again and (node.type is None or catches_all(node.type))
+    if isinstance(node, ast.Call) and name_of(node.func) == "suppress":
+        return any(catches_all(kind) for kind in node.args)
+    return False
+
+
+def catches_all(kinds: ast.expr) -> bool:
+    return bool({name_of(kind) for kind in ast.walk(kinds)} & {"Exception", "BaseException"})
+
+
+def name_of(node: ast.AST) -> str | None:
+    """The last part of a name: `suppress` of `contextlib.suppress`."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
@@ -80,13 +90,16 @@ def attributes(node: ast.ClassDef) -> set[str]:
         item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
     }
     methods = [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return fields | {
-        inner.attr
-        for method in methods
-        for inner in ast.walk(method)
-        if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
-        if isinstance(inner.value, ast.Name) and inner.value.id == "self"
-    }
+    return fields | {name for method in methods for inner in ast.walk(method) if (name := stored(inner))}
+
+
+def stored(node: ast.AST) -> str | None:
+    """The attribute of `self` that is assigned here, also by `setattr`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and name_of(node.value) == "self":
+        return node.attr
+    if isinstance(node, ast.Call) and name_of(node.func) == "setattr" and name_of(node.args[0]) == "self":
+        return ast.unparse(node.args[1])
+    return None
 
 
 def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -110,8 +123,36 @@ def test_the_house_keeps_its_proportions(rule):
     for place, number in large.items():
         most = allowed.get(place, LIMITS[rule])
         assert number <= most, f"{place}: {number} {rule}, above {most}: divide it, or give it less to do"
+        assert number == most, f"{place}: {number} {rule} now: write {number} in {EXCEPTIONS.name}, not {most}"
     unneeded = sorted(allowed.keys() - large.keys())
     assert not unneeded, f"{EXCEPTIONS.name}: {rule}: remove {unneeded}, which are within {LIMITS[rule]} now"
+
+
+def test_every_way_to_catch_all_and_to_have_an_attribute_is_counted():
+    source = """
+class A:
+    x: int = 0
+
+    def __init__(self):
+        self.y = 1
+        setattr(self, "z", 2)
+        self.y.w = 3
+        with contextlib.suppress(ValueError), contextlib.suppress(Exception):
+            pass
+        try:
+            pass
+        except (KeyError, builtins.BaseException):
+            pass
+        except Exception:
+            raise
+        except ValueError:
+            pass
+        except:
+            pass
+"""
+    tree = ast.parse(source)
+    assert sum(is_broad(node) for node in ast.walk(tree)) == 3
+    assert attributes(tree.body[0]) == {"x", "y", "'z'"}
 
 
 def test_all_rooms_are_typed():
@@ -120,4 +161,9 @@ def test_all_rooms_are_typed():
 
 
 if __name__ == "__main__":
-    EXCEPTIONS.write_text(json.dumps(too_large(), indent=1, sort_keys=True) + "\n")
+    old, now = json.loads(EXCEPTIONS.read_text()), too_large()
+    lower = {
+        rule: {place: min(most, now[rule][place]) for place, most in places.items() if place in now[rule]}
+        for rule, places in old.items()
+    }
+    EXCEPTIONS.write_text(json.dumps(lower, indent=1, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""Docstrings, comments and Markdown use the words of the field.
+"""Docstrings, comments, Markdown and the comments of configurations use the words of the field.
 
 `phrases.json` has the number of times that each phrase below occurs. The numbers may only shrink: more of a phrase
 fails, and fewer fails too until the number is lowered (`python tests/house/test_sentences.py` lowers all of them).
@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = Path(__file__).with_name("phrases.json")
-FOLDERS = ("megatron_rl", "recipes", "tools", "slurm")
+FOLDERS = ("megatron_rl", "recipes", "tools", "slurm", "configs", "docs")
 HISTORY = "CHANGELOG.md"
 PHRASES = {
     "those of": r"those (of|which|that|whose)",
@@ -53,6 +53,8 @@ def prose() -> Iterator[tuple[str, str]]:
     for path in (path for folder in folders for path in folder.rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
         yield from ((place, text) for text in docstrings_and_comments(path.read_text()))
+    for path in (ROOT / "configs").rglob("*.yaml"):
+        yield path.relative_to(ROOT).as_posix(), path.read_text().replace("#", "")
 
 
 def docstrings_and_comments(source: str) -> Iterator[str]:

@@ -284,7 +284,8 @@ def filter_groups(settings: Settings, key: str, value: Any) -> Meaning:
     if not value:
         return Meaning("implied", {}, "groups are not replaced by default")
     why = "engines generate while the trainer trains, so half of the GPUs are the engines' own"
-    return Meaning("mapped", {"rollout.active_sampling": True}, why)
+    most = settings["algorithm.filter_groups.max_num_gen_batches"]
+    return Meaning("mapped", {"rollout.active_sampling": max(2, most) if most and most > 0 else True}, why)
 
 
 def routing(settings: Settings, key: str, value: Any) -> Meaning:

@@ -1,4 +1,5 @@
-"""Which program generates an answer: the thinking budget of the configuration, with the numbers of one request.
+"""Chooses the program that generates an answer, by the thinking budget of the configuration and the numbers of one
+request.
 
 Invariants (tests/unit/rollout): the budget counts from the first sampled token, also if the prompt has opened the
 thought; an answer to a prompt that has closed its thought has no budget for one.

@@ -103,7 +103,7 @@ def _fault_of_imports(tree: ast.Module) -> str | None:
 
 
 def _fault_of_names(tree: ast.Module) -> str | None:
-    """Which of the names that a test does not define is the program's cannot be known, but some never are."""
+    """The fault of a test by the names that it does not define. Most of them may be the program's; some never are."""
     if any(alias.name == "*" for alias in _all(tree, ast.alias)):
         return None
     loaded = {node.id for node in _all(tree, ast.Name) if isinstance(node.ctx, ast.Load)}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.outcomes import reinforce_plus_plus
-from megatron_rl.algorithms.returns import at_last_action, gae, returns_to_go, reverse_scan
+from megatron_rl.algorithms.returns import gae, returns_to_go, reverse_scan
 from megatron_rl.algorithms.value_loss import explained_variance
 from megatron_rl.algorithms.whitening import moments, whiten
 from megatron_rl.config.advantages import GaeAdvantage
@@ -230,8 +230,10 @@ def test_outcomes_alone_are_the_sample_level_estimator():
     row = pack(samples)
     reward_S = np.array([rng.gauss(0, 1) for _ in samples])
     num_actions = np.array([sum(s["mask"]) for s in samples])
-    reward_T = at_last_action(tensor(reward_S), row["mask"], row["sample"])
-    assert int((reward_T != 0).sum()) == int((num_actions > 0).sum())
+    reward_T = torch.zeros_like(row["reward"])
+    for sample in np.flatnonzero(num_actions):  # the reward is at the last action
+        actions = (row["mask"] & (row["sample"] == int(sample))).nonzero()
+        reward_T[actions[-1]] = reward_S[sample]
     expected = tensor(reinforce_plus_plus(reward_S, num_actions, True))[row["sample"]] * row["mask"]
     # float64: only the order of additions differs.
     torch.testing.assert_close(returns_to_go(reward_T, row["mask"], row["sample"]), expected, rtol=1e-12, atol=1e-12)
@@ -300,7 +302,6 @@ def test_no_actions_and_an_empty_row():
         for x_T in run_gae(row, GaeAdvantage(length_adaptive_alpha=0.05, lam_critic=1.0)):
             assert x_T.tolist() == [0] * length
         assert returns_to_go(row["reward"], row["mask"], row["sample"]).tolist() == [0] * length
-        assert at_last_action(tensor([1.0]), row["mask"], row["sample"]).tolist() == [0] * length
 
 
 @pytest.mark.parametrize("bad", [NAN, math.inf])

@@ -243,9 +243,9 @@ def test_a_mixture_in_the_configuration():
         ([], "data.train: the list has no source"),
         ([{"path": "a.jsonl"}], "data.train.0: the source a must have either `weight` or `count`"),
         ([{"path": "a.jsonl", "weight": 1, "count": 1}], "data.train.0: the source a must have either"),
-        ([SOURCES[0], {"path": "b.jsonl", "weight": 0}], "data.train.1.weight: Input should be greater than 0"),
-        ([{"path": "b.jsonl", "weight": -1}], "data.train.0.weight: Input should be greater than 0"),
-        ([{"path": "b.jsonl", "count": 0}], "data.train.0.count: Input should be greater than 0"),
+        ([SOURCES[0], {"path": "b.jsonl", "weight": 0}], "data.train.1.weight: must be greater than 0"),
+        ([{"path": "b.jsonl", "weight": -1}], "data.train.0.weight: must be greater than 0"),
+        ([{"path": "b.jsonl", "count": 0}], "data.train.0.count: must be greater than 0"),
         (
             [SOURCES[0], {"path": "b.jsonl", "count": 3}],
             "data.train: some sources have a `weight` and others a `count`",

@@ -30,7 +30,7 @@ def groups_and_tokens(with_routes: bool = False):
 def test_what_is_read_equals_what_was_written(tmp_path, with_routes):
     groups, payloads = groups_and_tokens(with_routes)
     greedy = np.array([0.5, 0.5, np.nan, np.nan])
-    write_step(tmp_path, 7, Rollouts(groups, greedy, {"rollout/num_samples": 4.0}), iter(payloads))
+    write_step(tmp_path, 7, Rollouts(groups, greedy, {"rollout/num_samples": 4.0}), iter(payloads), {})
     saved = read_step(tmp_path, 7)
     np.testing.assert_array_equal(saved.greedy_rewards, greedy)
     assert saved.metrics == {"rollout/num_samples": 4.0}
@@ -45,7 +45,7 @@ def test_what_is_read_equals_what_was_written(tmp_path, with_routes):
 
 def test_a_file_that_was_cut_anywhere_is_refused(tmp_path):
     groups, payloads = groups_and_tokens()
-    write_step(tmp_path, 0, Rollouts(groups, None, {}), payloads)
+    write_step(tmp_path, 0, Rollouts(groups, None, {}), payloads, {})
     whole = path_of(tmp_path, 0).read_bytes()
     for size in range(0, len(whole), 7):
         path_of(tmp_path, 0).write_bytes(whole[:size])
@@ -63,6 +63,18 @@ def test_a_missing_step_is_told(tmp_path):
         read_step(tmp_path, 0)
     groups, payloads = groups_and_tokens()
     for step in (3, 4):
-        write_step(tmp_path, step, Rollouts(groups, None, {}), payloads)
+        write_step(tmp_path, step, Rollouts(groups, None, {}), payloads, {})
     with pytest.raises(ValueError, match="has no rollouts of step 5: it has the steps 3 to 4"):
         read_step(tmp_path, 5)
+
+
+def test_a_renamed_file_and_other_settings_are_refused(tmp_path):
+    groups, payloads = groups_and_tokens()
+    settings = {"rewards": {"a": 1.0}, "algorithm.shaping": [{"kind": "overlong"}]}
+    write_step(tmp_path, 3, Rollouts(groups, None, {}), payloads, settings)
+    assert len(read_step(tmp_path, 3, settings).groups) == 2
+    with pytest.raises(ValueError, match=r"was written with rewards {'a': 1.0}, but this run has {'b': 1.0}; give it"):
+        read_step(tmp_path, 3, settings | {"rewards": {"b": 1.0}})
+    path_of(tmp_path, 3).rename(path_of(tmp_path, 4))
+    with pytest.raises(ValueError, match="step_000004.groups has the rollouts of step 3"):
+        read_step(tmp_path, 4)

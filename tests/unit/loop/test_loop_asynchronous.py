@@ -248,6 +248,13 @@ def test_the_batch_is_full_of_groups_with_a_signal(tmp_path, max_lag, useless):
     assert counted + steps[-1]["stream/running"] + steps[-1]["stream/ready"] == len(world.asked_for)
 
 
+def test_groups_without_a_signal_fill_the_batch_after_some_batches(tmp_path):
+    world = Recording(score=lambda group, i: 0.25)
+    assert run(world, tmp_path / "c", asynchronous(0, active_sampling=3)) == 8
+    steps = [metrics for _, metrics in world.logged[:-1]]
+    assert all(m["groups/zero_signal"] == 4 and m["stream/useless"] == 8 for m in steps)
+
+
 def test_data_without_any_signal_end_the_run_with_the_rewards(tmp_path):
     world = World(score=lambda group, i: 0.25)
     with pytest.raises(ValueError, match=r"no group with a signal among the last \d{3}: .*\(0.25: \d{3} groups\)"):

@@ -217,6 +217,11 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
         [{"kind": "soft_overlong", "max_tokens": 8192, "cache_tokens": 4096}],
     ),
     (("algorithm.filter_groups.enable=True",), "rollout.active_sampling", True),
+    (
+        ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=10"),
+        "rollout.active_sampling",
+        10,
+    ),
     (("algorithm.filter_groups.enable=True",), "cluster.colocate", False),
     # GPUs: 16 = TP4 x PP2 x DP2; engines of 2
     (("trainer.nnodes=2", *MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"), "policy.parallel.data", 2),
