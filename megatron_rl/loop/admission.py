@@ -51,6 +51,10 @@ class Admission:
         """The same for useful groups that were dropped: more groups were useful than expected, and no step could take
         these within the bound."""
 
+    @property
+    def useless_batches(self) -> float:
+        return self.num_useless / self._batch
+
     def room(self, num_steps: int) -> int:
         """The number of groups to admit now. If only some groups are useful, more of them run, so that the expected
         number of useful ones stays within the bound.

@@ -273,20 +273,19 @@ class EngineSource:
         self._require_a_signal()
 
     def _finish(self, number: int, group: Group) -> None:
-        useful, rewards, tries = True, list[float | None](), self._config.rollout.active_sampling
+        tries, useful, fills = self._config.rollout.active_sampling, True, False
         if tries:
-            rewards = [verdict.reward for verdict in verdicts_of([group])]
+            verdicts = verdicts_of([group])
+            rewards = [verdict.reward for verdict in verdicts]
             useful = not all_equal(r for r in rewards if r is not None)
-            right = right_answers(self._config, verdicts_of([group]))
-            if right:
+            if right := right_answers(self._config, verdicts):
                 self._pass_rates.record(group.prompt.uid, fmean(right), self._prompts.epoch(number))
-        most = None if isinstance(tries, bool) else (tries - 1) * self._config.rollout.prompts_per_step
-        if self._admission.finish(number, useful or (most is not None and self._admission.num_useless >= most)):
-            self._groups[number] = group
+            fills = tries is not True and self._admission.useless_batches >= tries - 1
+            self._useless[", ".join(sorted({"none" if r is None else f"{r:g}" for r in rewards}))] += 1
         if useful:
             self._useless.clear()
-        else:
-            self._useless[", ".join(sorted({"none" if r is None else f"{r:g}" for r in rewards}))] += 1
+        if self._admission.finish(number, useful or fills):
+            self._groups[number] = group
 
     def _require_a_signal(self) -> None:
         total = self._useless.total()
