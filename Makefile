@@ -4,6 +4,7 @@
 # make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
 # make test-deep: everything else that a change can break.   make test-touched: as much of it as a change touches.
 # make test-all: both, with every combination where the others run a pairwise cover.
+# make gpu-env: installs the GPU packages into .venv-gpu, 10 GB.   make test-gpu-set: tests them, without a GPU.
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
 # Each makes .venv first when it is missing. ARGS are for pytest, or for touched.py: make test ARGS="-k resume".
 # Without files of bytecode each of the tests' processes compiles the project again, about a second.
@@ -49,11 +50,12 @@ check: setup
 types: setup
 	@$(python) -m mypy
 
-# Without two files that start long processes: the tests of the suite itself, and the site.
+# Without the files that start long processes: the suite itself, the site, sandboxes and pools of verifiers.
+processes := tests/house/test_suite.py tests/house/test_site.py $(patsubst %,tests/unit/verifiers/test_verifiers_%.py,code sandbox pool)
 .PHONY: pure
 pure: setup
 	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep" tests/house $(pure:%=tests/unit/%) \
-		--ignore=tests/house/test_suite.py --ignore=tests/house/test_site.py $(ARGS)
+		$(processes:%=--ignore=%) $(ARGS)
 
 test: setup
 	@$(pytest) -m "not deep" $(ARGS)
@@ -69,6 +71,13 @@ test-all: setup
 
 test-slurm: setup .venv-nemo/installed
 	@$(python) -m pytest tests/slurm $(ARGS)
+
+.PHONY: gpu-env test-gpu-set
+gpu-env:
+	@tools/gpu_env.sh
+
+test-gpu-set:
+	@.venv-gpu/bin/python -m pytest tests/gpu_set $(ARGS)
 
 # NeMo-Run's own environment.
 .venv-nemo/installed: requirements/nemo.txt

@@ -9,8 +9,8 @@ Face folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -121,11 +122,24 @@ def transformer_config(
 def _fast_on_gpus(shape: ModelShape, fused: bool) -> dict[str, Any]:
     """What is faster with Transformer Engine's layers and changes numbers by rounding alone. It has not been run."""
     fast: dict[str, Any] = {}
-    if fused and find_spec("fused_weight_gradient_mlp_cuda"):  # a part of Apex, which the output layer asks for
+    if fused:
         fast["gradient_accumulation_fusion"] = True
     if fused and shape.experts:
         fast["moe_permute_fusion"] = True
     return fast
+
+
+@contextmanager
+def _without_apex() -> Iterator[None]:
+    """Lets Megatron build its output layer with `gradient_accumulation_fusion` where Apex is not installed. It refuses,
+    because its own product adds up gradients with Apex's extension. `OutputLayer` multiplies nothing, and Transformer
+    Engine's layers have kernels of their own."""
+    known = megatron_layers._grad_accum_fusion_available
+    megatron_layers._grad_accum_fusion_available = True
+    try:
+        yield
+    finally:
+        megatron_layers._grad_accum_fusion_available = known
 
 
 def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
@@ -218,20 +232,21 @@ def _build_chunk(
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
     scaling = shape.rope_scaling if fused else None
-    gpt = GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=padded_vocabulary(shape, parallel.tensor),
-        max_sequence_length=shape.max_positions,
-        pre_process=stage == 0 and chunk == 0,
-        post_process=stage == parallel.pipeline - 1 and chunk == parallel.virtual - 1,
-        vp_stage=number,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
-        position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
-        rotary_base=int(shape.rope_theta),
-        rope_scaling=scaling is not None,
-        rope_scaling_factor=scaling.factor if scaling else 1.0,
-    )
+    with _without_apex() if fused else nullcontext():
+        gpt = GPTModel(
+            config=config,
+            transformer_layer_spec=block,
+            vocab_size=padded_vocabulary(shape, parallel.tensor),
+            max_sequence_length=shape.max_positions,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == parallel.pipeline - 1 and chunk == parallel.virtual - 1,
+            vp_stage=number,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
+            rotary_base=int(shape.rope_theta),
+            rope_scaling=scaling is not None,
+            rope_scaling_factor=scaling.factor if scaling else 1.0,
+        )
     if gpt.post_process and shape.value_head:
         add_value_head(gpt)
     elif gpt.post_process:

@@ -100,8 +100,7 @@ class MegatronConfig(Section):
     reason.
 
     On GPUs `overlap_grad_reduce` and `overlap_param_gather` are on where the optimizer's state is split, and with
-    Transformer Engine's layers so are `moe_permute_fusion` and, if Apex has its extension,
-    `gradient_accumulation_fusion`; false turns them off."""
+    Transformer Engine's layers so are `moe_permute_fusion` and `gradient_accumulation_fusion`; false turns them off."""
 
     transformer: dict[str, Switch] = {}
     """Fields of `TransformerConfig`, for example `{recompute_granularity: selective, recompute_modules: [mlp]}`, or

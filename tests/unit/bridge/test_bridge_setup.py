@@ -6,7 +6,9 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megatron_rl.bridge.recording import _CopyRecorder
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import Engines
 from megatron_rl.types import Mesh, ModelShape
@@ -43,3 +45,9 @@ def test_what_cannot_be_is_refused():
         replace(SETUP, bucket_bytes=0)
     with pytest.raises(ValueError, match="describe one, engines.num=1"):
         replace(SETUP, folder="/somewhere")
+
+
+def test_what_a_loader_computes_for_itself_is_not_changed_by_the_recording():
+    with _CopyRecorder({}, {}, {}, {}):
+        computed = torch.ones(2, 3).to(torch.float64).sum(1, keepdim=True)
+    assert computed.dtype == torch.float64 and computed.tolist() == [[3.0], [3.0]]

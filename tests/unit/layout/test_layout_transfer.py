@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import SHAPES, carry_out, cut, numbered
+from numbered import SHAPES, carry_out, cut, numbered, plan_shards
 from random_layouts import engines, enlarged, links, meshes, served
 
 from megatron_rl.layout import (
@@ -24,6 +24,7 @@ from megatron_rl.layout import (
     Copy,
     Engines,
     Links,
+    Shard,
     megatron_shards,
     plan_weights,
     vllm_shards,
@@ -330,3 +331,11 @@ def test_a_plan_is_kept():
 def test_what_makes_no_sense_is_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()
+
+
+@pytest.mark.parametrize(("name", "found"), [("w", 6), ("x", 0)])
+def test_what_no_source_holds_is_named(name, found):
+    rows = [Shard("w", ((0, 3), (0, 2)), "a", ((0, 3), (0, 2)))]
+    wanted = [Shard(name, ((0, 4), (0, 2)), "b", ((0, 4), (0, 2)))]
+    with pytest.raises(ValueError, match=rf"{name}.*the sources hold {found} of the 8 elements that b on rank 0 needs"):
+        plan_shards([rows], [wanted])

@@ -22,3 +22,11 @@ def note_repacking(worker) -> None:
 
 def notes(worker) -> list[tuple[str, int]]:
     return NOTES
+
+
+def repack_experts(worker) -> None:
+    """Let a worker on a CPU treat unquantised experts as those on GPUs are treated, where vLLM repacks them."""
+    from megatron_rl.bridge import receiver
+
+    decide = receiver._is_repacked
+    receiver._is_repacked = lambda layer, on_cpu: decide(layer, False)

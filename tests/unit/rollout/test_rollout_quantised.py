@@ -15,7 +15,7 @@ import warm
 from corruptions import PROMPT, empty, exchange, flip_a_bit, keep, refused, swap
 from loaded_engine import checksums
 from patience import deadline
-from repacking import note_repacking, notes
+from repacking import note_repacking, notes, repack_experts
 from tiny_trainers import write_model
 from vllm_workers import called_in_workers
 
@@ -207,3 +207,32 @@ def test_a_push_holds_few_layers_and_all_ranks_repack_them_in_one_order(make_own
     whole = 2 * sum(volume(box) for box in weights)
     for held in ([num_bytes for _, num_bytes in first], [num_bytes for _, num_bytes in second]):
         assert 0 < max(held) <= whole * (WINDOW + 1 / 8)  # two layers lie around the ends of the window
+
+
+@pytest.mark.deep
+def test_unquantised_experts_are_the_same_if_a_push_repacks_them(make_own_stage, tmp_path):
+    """Every push of a bf16 mixture to GPUs repacks its experts, because vLLM's kernels there have other orders. Here an
+    engine on a CPU is made to take this way. vLLM's own packing for CPUs happens at the first loading alone, so that
+    the experts have the checkpoint's order afterwards, as after a push that copies into them."""
+    changes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+    folders = [write_model(tmp_path / str(seed), seed, "Qwen3Moe", **changes) for seed in (0, 1)]
+    plain = {key: value for key, value in QUANTISED.items() if key != "quantization"}
+    stage = make_own_stage(folders[0], Mesh(tensor=2), tensor=2, **plain)
+
+    def pushed(folder: Path, version: int) -> tuple[dict[str, str], list[list[int]]]:
+        stage.push(folder, version)
+        ranks = stage.run(called_in_workers(stage.engine, "compute_weight_checksums"))
+        held = {name: digest for rank in ranks for name, digest in rank.items()}
+        (group,) = stage.run(stage.generate([PROMPT], 4, version=version, seed=0))
+        return held, [tokens.ids.tolist() for _, tokens in group]
+
+    expected = pushed(folders[1], 0)
+    stage.run(called_in_workers(stage.engine, repack_experts))
+    stage.run(called_in_workers(stage.engine, note_repacking))
+    stage.rejoin()
+    before, now = pushed(folders[0], 1), pushed(folders[1], 2)
+    assert now == expected and before[1] != now[1]
+    experts = [name for name in now[0] if ".experts." in name]
+    assert len(experts) == 8 and all(before[0][name] != now[0][name] for name in experts)
+    for repacked in stage.run(called_in_workers(stage.engine, notes)):
+        assert [name for name, _ in repacked] == 2 * [f"model.layers.{i}.mlp.experts.routed_experts" for i in range(2)]
