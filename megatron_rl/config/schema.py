@@ -107,7 +107,7 @@ class CheckpointConfig(Section):
 
 
 class RunConfig(Section):
-    name: Annotated[str, Field(min_length=1)]
+    name: str
     """The run's name; its files go to `folder`/`name`."""
     folder: Path = Path("runs")
     """The folder of all runs."""

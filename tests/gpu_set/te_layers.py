@@ -97,6 +97,8 @@ def check(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
         for key in parameters.keys() - of_experts if mesh.tensor > 1 else ():
             is_split = bool(getattr(parameters[key], "tensor_model_parallel", False))
             assert is_split != is_whole[key], f"rank {rank}: {key}: split {is_split}, in the table {not is_whole[key]}"
+        # Otherwise norms would count an expert on one rank alone (Megatron-LM's pull request 5916).
+        assert all(parameters[key].tensor_model_parallel for key in of_experts), f"rank {rank}: {of_experts}"
         if mesh.tensor > 1:
             mine = summed_over_tensor_ranks(chunks, config, parameters)
             replicated = {key for key in parameters if is_whole[key]} - of_experts

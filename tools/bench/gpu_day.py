@@ -1,4 +1,5 @@
-"""Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/bench/gpu_parts.py).
+"""Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/bench/gpu_parts.py), or on
+all GPUs of a node (tools/bench/node_parts.py).
 
 The parts compare loss and gradient with a CPU's, and log-probs in chunks with log-probs of whole logits; they push
 weights between two processes through CUDA IPC, resume a checkpoint, offload the optimizer's state, and measure memory,
@@ -9,12 +10,14 @@ parts have passed, and 130 after Ctrl-C.
 
     python tools/bench/gpu_day.py --out runs/gpu_day
     python tools/bench/gpu_day.py --out runs/gpu_day --device cpu
+    python tools/bench/gpu_day.py --node models/Qwen3-0.6B --out runs/gpu_node
 
-Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core.
+Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core. The
+parts for a node then train the real model for two steps.
 
-It needs torch and the packages below. vLLM, Ray, transformers and Transformer Engine are not needed. If the GPU machine
-has no network, download the wheels (22 MB) elsewhere, with the GPU machine's Python version and platform in this
-command:
+On a single GPU it needs torch and the packages below. vLLM, Ray, transformers and Transformer Engine are not needed. If
+the GPU machine has no network, download the wheels (22 MB) elsewhere, with the GPU machine's Python version and
+platform in this command:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux2014_x86_64 -d wheels \\
@@ -51,6 +54,7 @@ from typing import Any
 import torch
 
 from megatron_rl.tools.bench.gpu_parts import PARTS
+from megatron_rl.tools.bench.node_parts import NODE_PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_PATIENCE = 10
@@ -108,7 +112,8 @@ class Record:
             "|---|---|---|---|---|",
         ]
         for one in outcomes:
-            purpose = PARTS[one.name].purpose if one.name in PARTS else ""
+            known = PARTS.get(one.name) or NODE_PARTS.get(one.name)
+            purpose = known.purpose if known else ""
             rows.append(f"| {one.name} | {purpose} | {one.status} | {one.seconds:.1f} | {_cell(one.why)} |")
         for one in outcomes:
             if one.numbers:
@@ -189,12 +194,12 @@ def _ending(status: int, log: Path) -> str:
     return f"It ended with {how}; the last line of {log} is: {last}"
 
 
-def measure(name: str, device: str, path: Path) -> None:
+def measure(name: str, device: str, model: Path | None, path: Path) -> None:
     """What a part's process does."""
-    part = PARTS[name]
+    part = PARTS[name] if model is None else NODE_PARTS[name]
     faulthandler.dump_traceback_later(0.9 * limit_s(part.limit_s, device))  # for the log of a part that hangs
     try:
-        found = part.measure(device)
+        found = PARTS[name].measure(device) if model is None else NODE_PARTS[name].measure(device, model)
     finally:  # Python would wait for them at its end
         for child in multiprocessing.active_children():
             child.kill()
@@ -218,13 +223,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the record")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is the GPU if there is one")
+    parser.add_argument("--node", type=Path, metavar="MODEL", help="check the whole node, with this model's folder")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.part:
-        measure(args.part, args.device, args.out)
+        measure(args.part, args.device, args.node, args.out)
         return 0
     if args.out.exists() and any(args.out.iterdir()):
         print(f"{args.out} is not empty, and a record is never mixed with another; give a new folder", file=sys.stderr)
+        return 2
+    if args.node is not None and not (args.node / "config.json").is_file():
+        print(
+            f"{args.node} is no folder of a model; give one with config.json, weights and a tokenizer", file=sys.stderr
+        )
         return 2
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -238,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # an exception at any moment could leave a part behind
         signal.signal(number, lambda *unused: stop.set())
     outcomes = run_jobs(
-        [job_of(name, device, args.out) for name in PARTS],
+        [job_of(name, device, args.out, args.node) for name in (PARTS if args.node is None else NODE_PARTS)],
         args.out,
         environment_of(device),
         Record(device, shlex.join(sys.argv), commit(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"),
@@ -249,12 +260,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 130 if stop.is_set() else 0 if statuses == {"passed"} else 1
 
 
-def job_of(name: str, device: str, folder: Path) -> PartJob:
-    """A part of gpu_parts.PARTS as a job of `run_job` with the folder `folder / name`."""
+def job_of(name: str, device: str, folder: Path, model: Path | None = None) -> PartJob:
+    """A part of gpu_parts.PARTS, or with a model of NODE_PARTS, as a job of `run_job` in the folder `folder / name`."""
     found = str(folder / name / "found.json")
     module = "megatron_rl.tools.bench.gpu_day"
     command = [sys.executable, "-m", module, "--part", name, "--device", device, "--out", found]
-    return PartJob(name, command, limit_s(PARTS[name].limit_s, device))
+    if model is None:
+        return PartJob(name, command, limit_s(PARTS[name].limit_s, device))
+    return PartJob(name, [*command, "--node", str(model)], limit_s(NODE_PARTS[name].limit_s, device))
 
 
 def environment_of(device: str) -> dict[str, str]:

@@ -87,7 +87,7 @@ SIZES = {
         lengths=(48,) * 8,
     ),
 }
-QWEN3_32B = Path("configs/model/Qwen3-32B.json")
+QWEN3_32B, QWEN3_30B_A3B = (Path("configs/model") / f"Qwen3-{size}.json" for size in ("32B", "30B-A3B"))
 NUM_STEPS = 3
 """The training steps before the checkpoint of the part `resume`, and of the part `offload`."""
 NUM_COMMUNICATORS = (1, 8, 32)
@@ -105,20 +105,20 @@ def hf_weights(shape: ModelShape, seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=random) for name, size in sizes.items()}
 
 
-def write_config(folder: Path, sizes: Mapping[str, int]) -> ModelShape:
-    """Write the config.json of Qwen3-32B with other sizes."""
+def write_config(folder: Path, sizes: Mapping[str, int], published: Path = QWEN3_32B) -> ModelShape:
+    """Write a published config.json with other sizes."""
     folder.mkdir()
-    config = json.loads(find_shipped(QWEN3_32B).read_text()) | dict(sizes)
+    config = json.loads(find_shipped(published).read_text()) | dict(sizes)
     (folder / "config.json").write_text(json.dumps(config))
     return read_shape(folder)
 
 
-def write_model(folder: Path, sizes: Mapping[str, int]) -> ModelShape:
+def write_model(folder: Path, sizes: Mapping[str, int], published: Path = QWEN3_32B) -> ModelShape:
     """Write a random model whose activations keep their size from layer to layer. Its norms are not all 1, because ones
     would hide a norm that is not loaded."""
     from safetensors.torch import save_file
 
-    shape = write_config(folder, sizes)
+    shape = write_config(folder, sizes, published)
     weights = {
         name: 1 + 0.1 * tensor if tensor.ndim == 1 else tensor / math.sqrt(tensor.shape[1])
         for name, tensor in hf_weights(shape, seed=0).items()

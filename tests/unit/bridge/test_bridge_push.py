@@ -8,6 +8,8 @@ import signal
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from threading import Event
 
 import cover
@@ -15,8 +17,9 @@ import pytest
 import torch
 from bridge_models import SHAPES, cut, hf_weights
 from file_forms import known
+from ordered_group import OrderedGroup
 from patience import deadline
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import HashStore, ProcessGroupGloo
 
 from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.join import SHARED_GROUPS, host_store
@@ -169,14 +172,34 @@ def gloo_group(store, rank: int, num_ranks: int, timeout, device) -> ProcessGrou
     return ProcessGroupGloo(store, rank, num_ranks, options)
 
 
+def test_the_stand_in_for_nccl_fails_on_another_order():
+    with ThreadPoolExecutor(2) as pool:
+        make = partial(gloo_group, HashStore(), num_ranks=2, timeout=timedelta(seconds=deadline(30)), device=None)
+        one, other = (OrderedGroup(group) for group in pool.map(lambda rank: make(rank=rank), range(2)))
+        whole, part = torch.arange(8), torch.arange(4)
+        right, wrong = [whole, part], [part, whole]
+        for posted, taken in ((right, right), (right, wrong)):
+            sends = [one.send([tensor], 1, tag) for tag, tensor in enumerate(posted)]
+            rooms = [torch.empty_like(tensor) for tensor in taken]
+            receives = [other.recv([room], 0, 7 - tag) for tag, room in enumerate(rooms)]
+            if taken is wrong:
+                with pytest.raises(RuntimeError):
+                    [work.wait(timedelta(seconds=deadline(30))) for work in receives]
+            else:
+                [work.wait() for work in [*sends, *receives]]
+                assert all(map(torch.equal, rooms, posted))
+        one.abort()
+        other.abort()
+
+
 @pytest.mark.parametrize(("mesh", "engines"), ROUTES, ids=str)
 def test_the_contents_of_all_lines_may_pass_through_one_group(mesh, engines, monkeypatch):
-    """As they do between GPUs. Engines that feed others send through a second group."""
+    """As they do between GPUs, in the order of posting. Engines that feed others send through a second group."""
     made = []
 
     def make(store, rank, num_ranks, *rest):
         made.append((rank, num_ranks))
-        return gloo_group(store, rank, num_ranks, *rest)
+        return OrderedGroup(gloo_group(store, rank, num_ranks, *rest))
 
     monkeypatch.setitem(SHARED_GROUPS, "cpu", make)
     with joined(mesh, engines, share_memory=False, bucket_bytes=5000) as ranks:

@@ -130,7 +130,6 @@ def thinks(tokens, **others) -> dict:
         ),
         ({"rollout": {"samples_per_prompt": 1}}, "every grpo advantage would be 0"),
         (thinks(4, mode="truncate", closing="</think>"), "with mode truncate the sample ends there; remove it"),
-        ({"run": {"name": ""}}, "run.name: String should have at least 1 character (got '')"),
         (
             {"rollout": {"num_engines": True}},
             "rollout: num_engines must not be true, which YAML also reads for on, off, yes",

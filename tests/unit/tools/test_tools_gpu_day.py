@@ -19,6 +19,7 @@ from megatron_rl.tools.bench import gpu_day
 from megatron_rl.tools.bench.compare_layouts import Difference
 from megatron_rl.tools.bench.gpu_day import PartJob, Record, run_jobs
 from megatron_rl.tools.bench.gpu_parts import BOUNDS, PARTS, judged
+from megatron_rl.tools.bench.node_parts import numbers_of, problems_of
 
 RECORD = Record("cpu", "gpu_day --out X", "c0ffee", "today")
 
@@ -232,3 +233,21 @@ def test_what_differs_too_much_is_a_problem_and_so_is_what_is_no_number():
         "In float32 the gradient of model.norm.weight differs from the CPU's in fp32 by 1.0e+00, and at most 1e-04 is "
         "rounding.",
     ]
+
+
+def test_a_node_needs_a_model(tmp_path, capsys):
+    assert gpu_day.main(["--node", str(tmp_path), "--out", str(tmp_path / "record"), "--device", "cpu"]) == 2
+    assert "is no folder of a model; give one with config.json" in capsys.readouterr().err
+    assert not (tmp_path / "record").exists()
+
+
+def test_a_training_run_of_a_node_is_judged_by_its_steps():
+    steps = [
+        {"loss": 0.5, "grad_norm": 2.0, "time/total_s": 3.0},
+        {"loss": -0.5, "grad_norm": 4.0, "time/total_s": 1.0},
+    ]
+    assert problems_of(steps) == []
+    found = numbers_of(steps)
+    assert found["steps"] == 2 and found["grad_norm, last"] == 4 and found["time/total_s, mean"] == 2
+    assert problems_of([*steps, {"loss": float("nan")}]) == ["loss is nan in step 2."]
+    assert problems_of([]) == ["No step has trained anything."]
