@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from megatron_rl.layout import read_shape
 from megatron_rl.tools.bench.compare_layouts import compare, random_rows, too_far
 from megatron_rl.tools.bench.gpu_parts import push_between
 from megatron_rl.tools.bench.gpu_sizes import QWEN3_30B_A3B, QWEN3_32B, SIZES, Found, Number, write_model
@@ -24,7 +25,7 @@ LAYOUTS = {
     "dense": ["tp2", "pp2", "dp2", "pp2-vpp2", "tp2-pp2"],
     # Each rank has a part of every sequence. On GPUs this needs Transformer Engine's layers, and so bf16.
     "context": ["cp2", "tp2-cp2", "cp2-dp2"],
-    "experts": ["dp2-ep2", "tp2-ep2", "tp2-ep2-etp1"],
+    "experts": ["dp2-ep2", "tp2-dp2-ep2", "tp2-ep2-etp1"],
 }
 NUM_STEPS = {"cuda": 20, "cpu": 2}
 """The training steps of the real model."""
@@ -67,12 +68,13 @@ def train(overrides: Sequence[str], device: str, model: Path) -> Found:
 
     folder = Path(tempfile.mkdtemp())
     write_rows(folder / "task", seed=0)
+    axis = "data" if read_shape(model).num_kv_heads % 2 else "tensor"
     on_device = ["cluster.gpus_per_trainer=1", "cluster.gpus_per_engine_rank=1", "model.dtype=bfloat16"]
     command = [
         *(sys.executable, "-m", "megatron_rl.recipes.grpo", "configs/run/smollm2_sums.yaml"),
         *(f"model.path={model}", f"run.folder={folder}", "run.name=run", f"run.steps={NUM_STEPS[device]}"),
         *(f"data.train={folder}/task/train.jsonl", f"data.eval={folder}/task/eval.jsonl"),
-        *("policy.parallel.tensor=2", "rollout.active_sampling=false", "algorithm.max_mismatch=null"),
+        *(f"policy.parallel.{axis}=2", "rollout.active_sampling=false", "algorithm.max_mismatch=null"),
         *(on_device if device == "cuda" else []),
         *overrides,
     ]
