@@ -77,6 +77,9 @@ def start(rank: int, world_size: int, store: dist.Store) -> None:
 
 def _replace_cuda_functions() -> None:
     """Replace the functions that a function mode cannot see, because they take no tensor."""
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as mixed_precision
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -92,6 +95,12 @@ def _replace_cuda_functions() -> None:
     random._set_cuda_rng_state = lambda state, device=None, graph_safe=False: torch.set_rng_state(state)
     collectives: Any = dist  # theirs have no types
     collectives.all_gather, collectives.reduce_scatter = _all_gather, _reduce_scatter
+    # Where Transformer Engine or Apex is installed, Megatron takes their kernels, which run on GPUs alone.
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    for module in (mixed_precision, clip_grads):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
     # Megatron reads this name, which it imports from Transformer Engine, and only checks whether it is None.
     moe_utils.te_general_gemm = None
     # Megatron copies the numbers of tokens to the CPU on a separate stream. Here they are already on the CPU.

@@ -28,7 +28,7 @@ class Found:
     """What a part has measured."""
 
     numbers: Mapping[str, Number]
-    """By their names, which end with the unit."""
+    """The numbers by their names, which end with the unit."""
     problems: Sequence[str] = ()
     """What is wrong with the results, one sentence each; nothing if the part has passed."""
 

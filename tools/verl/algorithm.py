@@ -141,7 +141,7 @@ def loss_length(settings: Settings, key: str, value: Any) -> Meaning:
 
 
 def kl_place(settings: Settings) -> tuple[str | None, str]:
-    """Where the KL penalty is, `loss` or `reward`, and otherwise None with the reason."""
+    """The place of the KL penalty, `loss` or `reward`, and otherwise None with the reason."""
     if settings[f"{ACTOR}.use_kl_loss"] and settings[f"{ACTOR}.kl_loss_coef"]:
         kind = str(settings[f"{ACTOR}.kl_loss_type"])
         if KL.get(kind.rstrip("+")) is None:
