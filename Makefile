@@ -14,7 +14,7 @@ python := .venv/bin/python
 # The order is that of testpaths, with the long files first.
 pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
-pure := algorithms balance config convert data environments layout loop observe planning verifiers
+pure := algorithms balance config convert data environments explain layout loop observe planning verifiers
 ARGS ?=
 # One thread a process, because several tests run at a time.
 check pure test test-deep test-touched test-all test-slurm: export OMP_NUM_THREADS ?= 1

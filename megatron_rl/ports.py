@@ -6,12 +6,13 @@ the same process.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_rl.config.health import HealthRule
 from megatron_rl.types import Group, GroupRequest, Mesh, Metrics, Share, Shares, Tokens
 
 
@@ -191,14 +192,37 @@ class Sink(Protocol):
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Measure the time of a phase of the step, which is the body of the `with` statement."""
 
-    def log(self, step: int, metrics: Metrics) -> None:
-        """Record the metrics of a step, together with the times of its phases."""
+    def log(self, step: int, metrics: Metrics) -> Metrics:
+        """Record the metrics of a step, together with the times of its phases and what is measured of the machines.
+        Returns the whole record."""
+        ...
 
     def rewind(self, step: int) -> None:
         """Forget the records of `step` and of later steps, which will be done again."""
 
-    def warn(self, message: str) -> None:
-        """Show a warning about something that does not stop the run. A repetition of the last message is not shown."""
+    def warn(self, message: str, rule: HealthRule | None = None) -> None:
+        """Show a warning about something that does not stop the run. A repetition of the last message is not shown.
 
-    def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
-        """Record a few answers as text, for people to read."""
+        Args:
+            rule: the health rule that is broken, if there is one.
+
+        Raises:
+            ValueError: `run.stop_on` has the rule.
+        """
+
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        fetch: Callable[[Group], Sequence[Tokens]],
+        most: int,
+        shares: Sequence[Share] = (),
+    ) -> None:
+        """Record the first answers of a step, for people to read.
+
+        Args:
+            groups: all groups of the step, in its order.
+            fetch: gives the tokens of a group. It is called only for the groups that are recorded.
+            most: the largest number of answers to record.
+            shares: what the ranks train on, with the advantages.
+        """

@@ -39,6 +39,7 @@ from megatron_rl.types import ModelShape, Prompt, Tokenizer  # noqa: E402
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.cluster.critic import CriticGroup
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.data.prompt_table import PromptTable
@@ -52,13 +53,12 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
         check_model(config.model.path, shape, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
-    from megatron_rl.actor.spec import ActorSpec
-    from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.actor_critic import PolicyWithCritic
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.colocation import Colocation, shared_links
     from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.nodes import RayPlacement
+    from megatron_rl.cluster.observing import observe_run
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
@@ -72,16 +72,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
 
     folder, logs = config.run_folder, config.run_folder / "logs"
     write_provenance(folder, config, checkpoints.first_step)
-    num_warmup_steps = config.critic.warmup_steps if config.critic else 0
-    spec = ActorSpec(
-        shape=shape,
-        model=config.model,
-        policy=config.policy,
-        objective=PolicyObjective(config.algorithm),
-        temperature=config.rollout.sampling.temperature,
-        total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.updates_per_step,
-        seed=config.run.seed,
-    )
+    spec = policy_spec(config, shape)
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
         with waiting(console, "Ray starts") as tell:
@@ -110,7 +101,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             tokenizer = open_tokenizer(config.model.path)
             prompts = read_prompts(config, tokenizer)
             decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
-            sink = RunSink(folder, config.run.steps, console, decoder, config.rollout.delimiter, checkpoints.resume_at)
+            sink = RunSink(folder, config.run, console, decoder, config.rollout.delimiter, checkpoints.resume_at)
             sink.feed(open_trackers(config, checkpoints.resume_at))
             links = Links()
             if config.cluster.colocate:
@@ -131,8 +122,10 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
                 ports = Ports(trained, bridge, RayStream(config, engines, verifier))
+                observe_run(config, sink, [policy, *filter(None, [critic]), engines, verifier])
             else:
                 ports = ports_without_engines(trained)
+                observe_run(config, sink, [policy, *filter(None, [critic])])
         with sink, interrupt.training():
             done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
@@ -142,6 +135,25 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     if done == config.run.steps:
         show(folder)
     return done
+
+
+def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
+    """What the ranks of the policy are built from."""
+    from megatron_rl.actor.spec import ActorSpec
+    from megatron_rl.algorithms import PolicyObjective
+    from megatron_rl.rollout.vocabulary import forbidden_ids
+
+    num_warmup_steps = config.critic.warmup_steps if config.critic else 0
+    return ActorSpec(
+        shape=shape,
+        model=config.model,
+        policy=config.policy,
+        objective=PolicyObjective(config.algorithm),
+        temperature=config.rollout.sampling.temperature,
+        total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.updates_per_step,
+        seed=config.run.seed,
+        forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout.sampling),
+    )
 
 
 def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement: RayPlacement) -> CriticGroup:

@@ -39,6 +39,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.cluster.nodes import RayPlacement
+    from megatron_rl.cluster.observing import observe_run
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
@@ -59,7 +60,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     stream = ShuffledStream({"sft.rows": ItemSource(rows, str(digest))}, sft.rows_per_step, config.run.seed)
     folder, logs = config.run_folder, config.run_folder / "logs"
     decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
-    sink = RunSink(folder, config.run.steps, console, decoder, "", checkpoints.resume_at)
+    sink = RunSink(folder, config.run, console, decoder, "", checkpoints.resume_at)
     write_provenance(folder, config, checkpoints.first_step)
     sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(
@@ -80,6 +81,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
                 check_nodes(config, placement.plan)
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
             policy.start(is_resumed=checkpoints.first_step > 0)
+            observe_run(config, sink, [policy])
         with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)
         if done == config.run.steps:

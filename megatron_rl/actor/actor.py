@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.actor import platform
 from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.credit import require_finite_rewards, with_credit
 from megatron_rl.actor.packing import by_sample, column_of
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
+from megatron_rl.actor.untrained import untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
 from megatron_rl.types import Metrics, Share
 
@@ -31,6 +33,8 @@ class MegatronActor(MegatronTrainer):
         super().__init__(spec, rank=rank, world_size=world_size, store=store)
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
+        self._untrained: Tensor | None = None
+        """The tokens that `find_untrained` found; None until the first step."""
 
     def score(self, share: Share) -> dict[int, float]:
         """The log-prob of all actions of each sample together, in nats, under the present weights at temperature 1, for
@@ -49,7 +53,7 @@ class MegatronActor(MegatronTrainer):
         self.take(share)
         passes = self._forward(self._all(), temperature=1.0)
         found: dict[int, float] = {}
-        for batch, one in zip(self._all(), passes, strict=True) if self._reports_metrics else ():
+        for batch, one in zip(self._all(), passes, strict=True) if self.reports_metrics else ():
             found |= {index: float(logp.sum(dtype=np.float64)) for index, logp in by_sample(batch, one.logp_T).items()}
         return found
 
@@ -79,10 +83,10 @@ class MegatronActor(MegatronTrainer):
         if needs.logp_ref:
             with self._as_reference():
                 self._keep("logp_ref_T", self._forward_all())
-        metrics: Metrics = {}
-        if needs.begins_with_pass(len(self._minibatches)):
+        metrics = self._describe_untrained()
+        if needs.begins_with_pass(len(self.minibatches)):
             passes = self._forward_all()
-            self._at_start = passes[: len(self._minibatches[0])]
+            self._at_start = passes[: len(self.minibatches[0])]
             self._keep("logp_old_T", passes)
             metrics = self._describe_mismatch()
         if needs.token_advantages:
@@ -93,7 +97,7 @@ class MegatronActor(MegatronTrainer):
         """The critic's targets at the tokens of this replica's samples, each float32 [L], by the sample's index in the
         step. Only the rank that reports the replica's metrics has them; on others it is empty. It is no collective."""
         found: dict[int, np.ndarray] = {}
-        for batch in self._all() if self._reports_metrics else []:
+        for batch in self._all() if self.reports_metrics else []:
             assert batch.columns.return_T is not None, "`begin` has computed them with the estimator gae"
             found |= by_sample(batch, batch.columns.return_T)
         return found
@@ -131,17 +135,41 @@ class MegatronActor(MegatronTrainer):
         objective, reports = self.spec.objective, []
         with self.agreement.on_errors():
             if self._is_last_stage:
-                require_finite_rewards(self._minibatches)
+                require_finite_rewards(self.minibatches)
         if self._is_last_stage:
-            self._minibatches, kl = with_credit(objective, self._minibatches, coefficients, sum_over_data_ranks)
-            if objective.needs.logp_old_in_credit and self._reports_metrics:
-                num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
+            self.minibatches, kl = with_credit(objective, self.minibatches, coefficients, sum_over_data_ranks)
+            if objective.needs.logp_old_in_credit and self.reports_metrics:
+                num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
                 reports.append({"kl": Metric(kl / num_tokens, "sum")})
         return self.agreement.reduce(reports)
 
+    def find_untrained(self) -> list[int]:
+        """The tokens whose embeddings no training has moved, in ascending order (untrained.py)."""
+        own: list[int] = []
+        tensor, stage, data = self.mesh.coordinates(self.rank)
+        if stage == data == 0 and self.mesh.context_rank(self.rank) == 0:
+            [weight_VH] = [p for name, p in self.parameters().items() if name.endswith("word_embeddings.weight")]
+            first = tensor * len(weight_VH)
+            num_real = max(0, min(self.spec.shape.vocab_size - first, len(weight_VH)))
+            own = [first + row for row in untrained_rows(weight_VH, num_real)]
+        return sorted(token for tokens in self.agreement.gather(own) for token in tokens)
+
+    def _describe_untrained(self) -> Metrics:
+        """The share of the step's actions whose tokens are untrained, if the model has such tokens."""
+        if self._untrained is None:
+            self._untrained = torch.tensor(self.find_untrained(), dtype=torch.int64, device=platform.device())
+        if not len(self._untrained):
+            return {}
+        num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
+        reports = []
+        for batch in self._all() if self.reports_metrics else []:
+            found_T = torch.isin(batch.target_T, self._untrained) & batch.columns.action_mask_T
+            reports.append({"tokens/untrained": Metric(found_T.sum() / num_tokens, "sum")})
+        return self.agreement.reduce(reports)
+
     def _describe_mismatch(self) -> Metrics:
-        num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
-        columns = [batch.columns for batch in self._all() if batch.names] if self._reports_metrics else []
+        num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
+        columns = [batch.columns for batch in self._all() if batch.names] if self.reports_metrics else []
         reports = []
         for c in columns:
             assert c.logp_old_T is not None, "`begin` has just computed them"

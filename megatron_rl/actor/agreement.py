@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_rl import spans
 from megatron_rl.actor import platform
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.types import Metrics
@@ -32,7 +33,8 @@ class Agreement:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order."""
         values = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with spans.span("wait for all ranks"):
+            dist.all_gather_object(values, value, group=self.group)
         return values
 
     def require_none(self, problems: Sequence[str]) -> None:

@@ -43,7 +43,7 @@ class MegatronCritic(MegatronTrainer):
             return {}
         self._set("value_T", [one.logp_T for one in passes])
         found: dict[int, np.ndarray] = {}
-        for batch, one in zip(self._all(), passes, strict=True) if self._reports_metrics else ():
+        for batch, one in zip(self._all(), passes, strict=True) if self.reports_metrics else ():
             found |= by_sample(batch, one.logp_T)
         return found
 
@@ -64,5 +64,5 @@ class MegatronCritic(MegatronTrainer):
             described = describe_values([batch.columns for batch in self._all()], sum_over_data_ranks)
         # One replica reports, because the sums include all replicas.
         reports = [{name: Metric(value, "sum") for name, value in described.items()}]
-        is_first = self._reports_metrics and self.mesh.coordinates(self.rank)[2] == 0
+        is_first = self.reports_metrics and self.mesh.coordinates(self.rank)[2] == 0
         return self.agreement.reduce(reports if is_first else [])

@@ -8,8 +8,9 @@ Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
@@ -43,9 +44,15 @@ def output_weight(gpt: GPTModel) -> Tensor:
     return weight_VH
 
 
-def vocabulary_shard(num_rows: int, vocab_size: int, group: dist.ProcessGroup) -> VocabularyShard:
-    """This rank's part of the vocabulary. Rank r of the group holds the rows [r V, (r + 1) V) of the padded vocabulary;
-    V is `num_rows`."""
+def vocabulary_shard(
+    weight_VH: Tensor, vocab_size: int, group: dist.ProcessGroup, forbidden: Sequence[int] = ()
+) -> VocabularyShard:
+    """This rank's part of the vocabulary. Rank r of the group holds the rows [r V, (r + 1) V) of the padded vocabulary.
+
+    Args:
+        forbidden: the tokens that are never sampled.
+    """
+    num_rows = len(weight_VH)
 
     def reduced(op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], Tensor]:
         def reduce(x: Tensor) -> Tensor:
@@ -55,9 +62,12 @@ def vocabulary_shard(num_rows: int, vocab_size: int, group: dist.ProcessGroup) -
         return reduce
 
     first = group.rank() * num_rows
+    num_real = max(0, min(vocab_size - first, num_rows))
+    columns = [token - first for token in forbidden if first <= token < first + num_real]
     return VocabularyShard(
-        num_real=max(0, min(vocab_size - first, num_rows)),
+        num_real=num_real,
         first=first,
+        forbidden_F=torch.tensor(columns, device=weight_VH.device) if columns else None,
         max_over_ranks=reduced(dist.ReduceOp.MAX),
         sum_over_ranks=reduced(dist.ReduceOp.SUM),
     )

@@ -166,6 +166,15 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
 
 
+def device_memory() -> tuple[int, int] | None:
+    """The used bytes of this rank's GPU, by all its processes, and the pinned host memory that torch holds in this
+    process; None on a CPU."""
+    if not HAS_CUDA:
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free, int(torch.cuda.memory.host_memory_stats()["allocated_bytes.current"])
+
+
 def peak_memory_bytes() -> int:
     """The largest memory that this process has had: what torch has allocated on the GPU, or, on a CPU, the process."""
     return torch.cuda.max_memory_allocated() if HAS_CUDA else processes.peak_memory_bytes()

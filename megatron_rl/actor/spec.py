@@ -37,6 +37,8 @@ class ActorSpec:
     total_steps: int
     """The number of optimizer steps of the run, for the learning rate's schedule."""
     seed: int
+    forbidden: tuple[int, ...] = ()
+    """The tokens that are never sampled (`rollout.sampling.forbid`), in ascending order."""
 
     def __post_init__(self) -> None:
         check_trainable(self.shape, self.policy)

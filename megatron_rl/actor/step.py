@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_rl import spans
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.context import ContextRank
@@ -29,8 +30,11 @@ from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.moe.router import padding_mask
 from megatron_rl.actor.packing import Microbatch, Routes
 from megatron_rl.actor.value_head import values
-from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms.logprobs import VocabularyShard, token_logprobs
 from megatron_rl.types import ModelShape
+
+# Megatron's schedules call it by this name; it runs the backward pass of one micro-batch.
+schedules.backward_step = spans.spanned("backward", schedules.backward_step)
 
 MicrobatchLoss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
 """(index of the micro-batch, logp_T, entropy_T) -> (the micro-batch's share of the loss, any result). logp_T and
@@ -51,14 +55,18 @@ class Schedule:
         temperature: float,
         entropy: bool,
         context: ContextRank | None = None,
+        forbidden: Sequence[int] = (),
     ):
         """
         Args:
             chunks: the rank's models, one for each virtual stage.
             context: the rank's place in its context group; None without context parallelism.
+            forbidden: the tokens that are never sampled (`rollout.sampling.forbid`).
         """
         self.chunks, self.shape, self.temperature, self.entropy = list(chunks), shape, temperature, entropy
-        self.context = context
+        self.context, self._forbidden = context, forbidden
+        self._vocabulary: VocabularyShard | None = None
+        """This rank's part of the vocabulary, once a pass has needed it."""
         self.last = unwrap_model(self.chunks[-1])
         config = self.last.config
         config.finalize_model_grads_func = finalize
@@ -93,16 +101,17 @@ class Schedule:
             batch = microbatches[i]
             # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
             extra = {"fp32_output": False} if self.last.config.bf16 else {}
-            output = model(
-                input_ids=self._part(batch.ids_T, batch)[None],
-                position_ids=None,
-                attention_mask=None,
-                packed_seq_params=packed_sequences(
-                    batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch), batch.shared
-                ),
-                padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
-                **extra,
-            )
+            with spans.span("forward", i):
+                output = model(
+                    input_ids=self._part(batch.ids_T, batch)[None],
+                    position_ids=None,
+                    attention_mask=None,
+                    packed_seq_params=packed_sequences(
+                        batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch), batch.shared
+                    ),
+                    padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
+                    **extra,
+                )
             return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, divisor, loss)
 
         indices = [iter(range(len(microbatches))) for _ in self.chunks]
@@ -132,12 +141,14 @@ class Schedule:
 
     def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor | None]:
         weight_VH = output_weight(self.last)
-        group = parallel_state.get_tensor_model_parallel_group()
+        if self._vocabulary is None:
+            group = parallel_state.get_tensor_model_parallel_group()
+            self._vocabulary = vocabulary_shard(weight_VH, self.shape.vocab_size, group, self._forbidden)
         return token_logprobs(
             hidden_1TH[0],
             weight_VH,
             self._part(batch.target_T, batch),
-            vocabulary_shard(len(weight_VH), self.shape.vocab_size, group),
+            self._vocabulary,
             temperature=temperature,
             mask_T=self._part(batch.columns.action_mask_T, batch),
             entropy=self.entropy,

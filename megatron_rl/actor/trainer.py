@@ -85,12 +85,12 @@ class MegatronTrainer:
         tensor, stage, data = self.mesh.coordinates(rank)
         is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
         self._is_last_stage = stage == self.mesh.pipeline - 1
-        self._reports_metrics = is_first and self._is_last_stage
+        self.reports_metrics = is_first and self._is_last_stage
         """One rank of each data-parallel replica reports its metrics."""
         self._is_first_of_stage = is_first and data == 0
         self._num_mixtures = sum(spec.shape.has_experts(layer) for layer in range(spec.shape.num_layers))
-        self._minibatches: list[list[Microbatch]] = []
-        self._denominators: Sequence[Denominators] = ()
+        self.minibatches: list[list[Microbatch]] = []
+        self.denominators: Sequence[Denominators] = ()
         self._at_start: list[FirstPass] = []
         """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
         stage has them."""
@@ -120,7 +120,7 @@ class MegatronTrainer:
                 group = parallel_state.get_context_parallel_group()
                 context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
             entropy = spec.objective.needs.entropy
-            self._schedule = Schedule(self.chunks, spec.shape, spec.temperature, entropy, context)
+            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, entropy, context, spec.forbidden)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = "Transformer Engine's" if self.fused_norms else "local"
@@ -163,8 +163,8 @@ class MegatronTrainer:
             packed = pack(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
             for batch in (batch for minibatch in packed for batch in minibatch):
                 check_microbatch(batch, self.spec.shape)
-        self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
-        self._denominators, self._at_start = share.denominators, []
+        self.minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
+        self.denominators, self._at_start = share.denominators, []
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         """Do one optimizer step on a mini-batch that `take` was given. The weights may be read after the last one.
@@ -186,8 +186,8 @@ class MegatronTrainer:
                 weight has changed.
         """
         self.require("training")
-        microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
-        columns = self._prepare(minibatch)
+        microbatches, denominators = self.minibatches[minibatch], self.denominators[minibatch]
+        columns = self.prepared(minibatch)
         problems: list[str] = []
 
         def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
@@ -209,8 +209,8 @@ class MegatronTrainer:
                 chunk.zero_grad_buffer()
             self.optimizer.megatron.zero_grad()
             start_counting(self.chunks)
-            results = self._schedule.run(microbatches, loss)
-            reports = results if self._reports_metrics else []
+            results = self.schedule.run(microbatches, loss)
+            reports = results if self.reports_metrics else []
             load_RE = total_load(self.chunks)
             if load_RE is not None:
                 reports = [*reports, *self._describe_experts(load_RE)]
@@ -222,7 +222,7 @@ class MegatronTrainer:
             grad_norm = self.optimizer.gradient_norm()
             if not grad_norm <= LARGEST_NORM:  # or NaN; it is equal on all ranks, so all of them enter the collective
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
-            is_last = minibatch == len(self._minibatches) - 1
+            is_last = minibatch == len(self.minibatches) - 1
             param_norm, update_norm = self.optimizer.update(grad_norm, is_last)
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
@@ -347,22 +347,22 @@ class MegatronTrainer:
             return logp_T.new_zeros(()), FirstPass(logp_T, entropy_T)
 
         with platform.running(), torch.no_grad():
-            return self._schedule.run(microbatches, keep, forward_only=True, temperature=temperature)
+            return self.schedule.run(microbatches, keep, forward_only=True, temperature=temperature)
 
     def _set(self, column: str, values: Sequence[Tensor]) -> None:
         """Set a column of all micro-batches, in their order."""
         remaining = iter(values)
-        self._minibatches = [
+        self.minibatches = [
             [replace(b, columns=replace(b.columns, **{column: next(remaining)})) for b in minibatch]
-            for minibatch in self._minibatches
+            for minibatch in self.minibatches
         ]
 
     def _all(self) -> list[Microbatch]:
-        return [batch for minibatch in self._minibatches for batch in minibatch]
+        return [batch for minibatch in self.minibatches for batch in minibatch]
 
-    def _prepare(self, minibatch: int) -> list[PackedColumns]:
+    def prepared(self, minibatch: int) -> list[PackedColumns]:
         """The columns of this rank's micro-batches, with the columns that the objective adds."""
-        microbatches, objective = self._minibatches[minibatch], self.spec.objective
+        microbatches, objective = self.minibatches[minibatch], self.spec.objective
         first_pass = None
         if objective.needs.first_pass:
             # The first update begins with the weights of logp_old, so the pass of `begin` is still valid.
@@ -371,7 +371,7 @@ class MegatronTrainer:
         columns = [batch.columns for batch in microbatches]
         if not self._is_last_stage:
             return columns
-        return objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_data_ranks)
+        return objective.prepare(columns, first_pass, self.denominators[minibatch], sum_over_data_ranks)
 
     def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
         """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this

@@ -7,11 +7,11 @@ arithmetic and saves the memory of T x V numbers. The vocabulary may be split ov
 all tokens twice in a call, however many chunks there are, and nothing in the backward pass.
 
 Invariants (tests/unit/algorithms): values and gradients equal log_softmax's; apart from rounding, they depend neither
-on the chunks nor on the split of the vocabulary; padding has no probability and no gradient; no tensor has T x V
-elements.
+on the chunks nor on the split of the vocabulary; padding and forbidden tokens have no probability and no gradient; no
+tensor has T x V elements.
 
 Shape letters: T packed tokens, N tokens with a target, C tokens of one chunk, V this rank's columns of the
-vocabulary, R of these columns without padding, H hidden size.
+vocabulary, R of these columns without padding, F of these that are forbidden, H hidden size.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class VocabularyShard:
     """The number of columns that belong to tokens; the columns after them are padding."""
     first: int = 0
     """The token of the first column."""
+    forbidden_F: Tensor | None = None
+    """int64, on the device of the weights: the columns whose tokens are never sampled. Their logits are -inf, so that
+    they have no probability and no gradient, like padding. None: there are none."""
     max_over_ranks: Callable[[Tensor], Tensor] = _one_rank
     """The elementwise maximum over the ranks that share the vocabulary. It may overwrite its argument."""
     sum_over_ranks: Callable[[Tensor], Tensor] = _one_rank
@@ -130,6 +133,8 @@ class _Logprobs(torch.autograd.Function):
         largest_N = _bounded(hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=_precise(hidden_NH.dtype)))
         picked_N, total_N, product_N = (torch.zeros_like(largest_N) for _ in range(3))
         for rows, logits_CR in _chunks(hidden_NH, weight_VH[: vocabulary.num_real], temperature):
+            if vocabulary.forbidden_F is not None:
+                logits_CR.index_fill_(1, vocabulary.forbidden_F, -torch.inf)
             largest_C = _bounded(logits_CR.amax(1))
             largest_N[rows] = largest_C
             picked_N[rows] = logits_CR.gather(1, column_N1[rows]).squeeze(1)
@@ -176,6 +181,8 @@ class _Logprobs(torch.autograd.Function):
                 p_CR = log_p_CR.exp()
                 grad_CR = _bounded(log_p_CR).add_(entropy_N[rows, None]).mul_(slope_entropy_N[rows, None])
                 grad_CR.add_(slope_logp_N[rows, None]).mul_(p_CR.neg_())
+            if ctx.vocabulary.forbidden_F is not None:
+                grad_CR.index_fill_(1, ctx.vocabulary.forbidden_F, 0.0)
             grad_CR.scatter_add_(1, column_N1[rows], slope_here_N1[rows])
             grad_CR = grad_CR.to(weight_VH.dtype)
             if grad_hidden_NH is not None:

@@ -127,6 +127,7 @@ class PolicyObjective:
         ratio/mean, ratio/max, ratio/min: the ratio of pi to the anchor, within exp(+-20). The anchor is pi_old, or the
             engine's policy if the loss needs no pi_old.
         entropy: the mean entropy of the policy, in nats.
+        logp/mean: the mean log-prob of the actions. On policy its negative estimates the entropy.
         kl: the mean KL to the reference policy, in nats.
         correction/mean, correction/bounded, correction/ess: the importance weights before normalisation and rejection:
             their mean, the share of them that the bounds changed, and the effective share of the tokens,
@@ -282,7 +283,7 @@ class PolicyObjective:
 
     def _describe(self, terms: Terms, shares: dict[str, Tensor], num_tokens: int) -> dict[str, Metric]:
         mask_T, log_ratio_T, ratio_T = terms.mask_T, terms.log_ratio_T.detach(), terms.ratio_T.detach()
-        shares |= {"ppo_kl": _k3(log_ratio_T), "ratio/mean": ratio_T}
+        shares |= {"ppo_kl": _k3(log_ratio_T), "ratio/mean": ratio_T, "logp/mean": terms.logp_T}
         # The columns are stacked, so that one kernel computes all means.
         rows = torch.stack([x_T.detach().to(ratio_T.dtype) for x_T in shares.values()])
         means = torch.where(mask_T, rows, 0.0).sum(1) / num_tokens

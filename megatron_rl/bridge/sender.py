@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl import spans
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.bridge.files import FileOutlet
 from megatron_rl.bridge.join import Joining
@@ -143,8 +144,9 @@ class BridgeSender:
         for index, stretch in enumerate(order):
             if index >= SLOTS:
                 settle(order[index - SLOTS])
-            parts = self._parts(stretch, index % SLOTS, version, verify)
-            self._lines[stretch.destination].post(stretch, parts)
+            with spans.span("post", stretch.destination):
+                parts = self._parts(stretch, index % SLOTS, version, verify)
+                self._lines[stretch.destination].post(stretch, parts)
         for stretch in order[-SLOTS:]:
             settle(stretch)
 
@@ -168,7 +170,8 @@ class BridgeSender:
         return content
 
     def _settle(self, stretch: Stretch, version: int, deadline: Deadline) -> None:
-        acknowledgement = self._lines[stretch.destination].acknowledgement(stretch, deadline)
+        with spans.span("wait for engine rank", stretch.destination):
+            acknowledgement = self._lines[stretch.destination].acknowledgement(stretch, deadline)
         if acknowledgement.status == NOT_EXPECTED:
             raise RuntimeError(
                 f"trainer rank {self._rank} pushed version {version}, engine rank {stretch.destination} expected "

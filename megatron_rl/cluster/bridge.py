@@ -160,9 +160,9 @@ class RayBridge:
 
         Returns:
             `sync/bytes`: the bytes that were sent; `sync/paused_s`: the longest pause of an engine's requests, in
-            seconds; `rollout/preempted`: the answers that vLLM preempted since the last push, because its KV cache was
-            full; `sync/repeated`: 1 if a second attempt was needed; `sync/replaced_engines`: the number of engines
-            replaced since the last push.
+            seconds; `sync/transfer_s`: the seconds of the slowest trainer rank's transfer; `rollout/preempted`: the
+            answers that vLLM preempted since the last push, because its KV cache was full; `sync/repeated`: 1 if a
+            second attempt was needed; `sync/replaced_engines`: the number of engines replaced since the last push.
 
         Raises:
             PolicyLost: a trainer rank died or does not answer.
@@ -199,6 +199,7 @@ class RayBridge:
                 return {
                     "sync/bytes": sum(outcomes[name]["bytes"] for name in trainers),
                     "sync/paused_s": max(outcomes[name]["paused_s"] for name in engines),
+                    "sync/transfer_s": max(outcomes[name]["seconds"] for name in trainers),
                     "rollout/preempted": sum(outcomes[name]["preempted"] for name in engines),
                     "sync/repeated": repeated,
                 }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megatron_rl import spans
 from megatron_rl.cluster.payloads import fetch, fetch_numbers
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.types import Metrics, Share, TokenNumbers
@@ -35,15 +36,17 @@ class CriticRank(MegatronRank):
     def values(self, share: Share) -> ray.ObjectRef | None:
         """The values of this replica's samples (`MegatronCritic.values`); None on all its ranks but one."""
         start = time.perf_counter()
-        values = self.actor.values(replace(share, payloads=fetch(share.payloads, with_routes=True)))
+        with spans.span("values"):
+            values = self.actor.values(replace(share, payloads=fetch(share.payloads, with_routes=True)))
         log.info("valued %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return ray.put(values) if values else None
 
     def learn(self, returns: Sequence[Any], num_updates: int) -> list[Metrics]:
         """All updates of a step; returns what is said about its values, and the metrics of each update."""
         start = time.perf_counter()
-        metrics = [self.actor.set_targets(fetch_numbers(returns))]
-        metrics += [self.actor.update(minibatch, {}) for minibatch in range(num_updates)]
+        with spans.span("updates"):
+            metrics = [self.actor.set_targets(fetch_numbers(returns))]
+            metrics += [self.actor.update(minibatch, {}) for minibatch in range(num_updates)]
         log.info("learned in %d updates, %.2f s", num_updates, time.perf_counter() - start)
         return metrics
 

@@ -20,14 +20,17 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from megatron_rl import spans
 from megatron_rl.cluster.environments import RemoteSessions
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch, objects_of
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
+from megatron_rl.cluster.traced import TracedProcess
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.function import load_function
+from megatron_rl.config.observe import PrometheusEndpoint
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import Sessions
@@ -53,14 +56,14 @@ ATTEMPTS = 3
 log = logging.getLogger(__name__)
 
 
-class EngineRank:
+class EngineRank(TracedProcess):
     """One engine, which is a group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
     generates."""
 
     def __init__(
         self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool, record: str, loads_weights: bool = False
     ) -> None:
-        self.logs, self.name = Path(logs), f"engine {index}"
+        self.logs, self.index, self.name = Path(logs), index, f"engine {index}"
         begin_process(self.logs / f"engine_{index}.log", self.name)
         self.config, self.spans_nodes, self.record, self.loads_weights = config, spans_nodes, record, loads_weights
 
@@ -83,10 +86,24 @@ class EngineRank:
                 shares_gpus=config.cluster.colocate,
                 loads_weights=self.loads_weights,
                 make_answers=self._make_answers(),
+                keeps_statistics=self._endpoint is not None,
             )
             self.engine = backend_of(config.rollout)(spec)
             await self.engine.start()
+        if self._endpoint is not None:
+            from megatron_rl.observe.prometheus import serve_engine
+
+            try:
+                serve_engine(self._endpoint, self.index)
+            except OSError as error:  # no reason to end a run; Prometheus shows that its target is away
+                log.warning("observe: vLLM's metrics are not served: %s; choose another prometheus.port", error)
         log.info("the engine is ready")
+
+    @property
+    def _endpoint(self) -> PrometheusEndpoint | None:
+        """What serves vLLM's own metrics, if the run wants it."""
+        found = (section for section in self.config.observe if isinstance(section, PrometheusEndpoint))
+        return next((section for section in found if section.engines), None)
 
     def _make_answers(self) -> MakeAnswers | None:
         config, rollout = self.config, self.config.rollout
@@ -122,12 +139,14 @@ class EngineRank:
 
     async def take(self, version: int, verify: bool) -> list[dict[str, str]]:
         start = time.perf_counter()
-        digests = await self.engine.weights.take(version, verify)
+        with spans.span("take weights", version):
+            digests = await self.engine.weights.take(version, verify)
         log.info("took version %d in %.3f s", version, time.perf_counter() - start)
         return digests
 
     async def commit(self, version: int, dispute: str | None) -> Metrics:
-        metrics = await self.engine.weights.commit(version, dispute)
+        with spans.span("commit weights", version):
+            metrics = await self.engine.weights.commit(version, dispute)
         log.info("answers with version %d", version)
         return metrics
 
@@ -177,6 +196,8 @@ class EngineGroup:
             bring them.
     """
 
+    role = "engine"
+
     def __init__(
         self,
         config: GrpoRunConfig,
@@ -186,6 +207,7 @@ class EngineGroup:
         loads_weights: bool = False,
     ) -> None:
         self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
+        self.deadlines = placement.deadlines
         self.loads_weights = loads_weights
         num = config.rollout.num_engines
         self._records = logs.parent / "unfinished"
@@ -232,7 +254,11 @@ class EngineGroup:
             RuntimeError: an engine could not enter the phase.
         """
         calls = [engine.enter.remote(phase) for engine in self.engines]
-        for process, outcome in zip(self.processes, settle(calls, self._config.cluster.step_timeout_s), strict=True):
+        part = f"to enter the phase {phase}"
+        self.deadlines.begin(part)
+        outcomes = settle(calls, self.deadlines.limit_s(part))
+        self.deadlines.end(part)
+        for process, outcome in zip(self.processes, outcomes, strict=True):
             if isinstance(outcome, GetTimeoutError):
                 log.warning("%s does not enter the phase %s, and is killed", process, phase)
                 ray.kill(process.actor)
@@ -275,7 +301,7 @@ class EngineGroup:
 
     def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
         """See `ports.Stream`."""
-        return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0]
+        return fetch([group.payload], self.deadlines.limit_s("to send tokens"), with_routes)[0]
 
     def close(self) -> None:
         """End all engines that have started. Ray kills the others, and engines that do not end in time."""

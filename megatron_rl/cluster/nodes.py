@@ -14,8 +14,10 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from megatron_rl.cluster.deadlines import Deadlines
 from megatron_rl.cluster.placement import Node, Placement, demands_of, place, place_again
 from megatron_rl.cluster.process import Process
+from megatron_rl.cluster.profiling import nsight_environment
 from megatron_rl.cluster.waiting import explain, settle
 from megatron_rl.config.schema import BaseConfig
 
@@ -68,8 +70,11 @@ class RayPlacement:
         Raises:
             ValueError: there is no room.
         """
+        self._config = config
         self.plan: Placement = place([demand for demand in demands_of(config) if demand.role in roles], read_nodes())
         self._spanning: dict[tuple[str, int], PlacementGroup] = {}
+        self.deadlines = Deadlines(config.cluster.step_timeout_s)
+        """The time limits of all processes of the run."""
         self._lock = threading.Lock()
         """Verifiers are started again in their own threads."""
         for role, groups in self.plan.groups.items():
@@ -79,7 +84,7 @@ class RayPlacement:
     def rank_options(self, role: str, index: int, rank: int) -> dict[str, Any]:
         """Ray's options for an actor that is one rank of a group."""
         place = self.plan.groups[role][index][rank]
-        return _on_node(place.node, place.cpus, place.gpus)
+        return _on_node(place.node, place.cpus, place.gpus) | nsight_environment(self._config, role, rank)
 
     def group_options(self, role: str, index: int) -> dict[str, Any]:
         """Ray's options for an actor that starts the processes of a whole group itself. If the group spans nodes, the

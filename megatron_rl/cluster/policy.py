@@ -14,18 +14,21 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
+from megatron_rl import spans
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch, fetch_numbers
+from megatron_rl.cluster.profiling import ProfiledRank
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Metrics, Share, Shares, TokenNumbers
+from megatron_rl.types import Gradient, Metrics, Share, Shares, TokenNumbers, TokenSpan
 
 if TYPE_CHECKING:
     from megatron_rl.actor.actor import MegatronActor
@@ -36,7 +39,7 @@ PEAK = "memory/trainer_bytes/max"
 """The metric of the largest memory that any rank has had: what torch has allocated on a GPU, or a process on a CPU."""
 
 
-class TrainerRank(MegatronRank):
+class TrainerRank(ProfiledRank, MegatronRank):
     """The process of one rank of the policy."""
 
     def __init__(self, spec: ActorSpec, rank: int, logs: str, role: str) -> None:
@@ -62,7 +65,8 @@ class TrainerRank(MegatronRank):
         payloads = fetch(share.payloads, with_routes=True)
         values = None if share.values is None else fetch_numbers(share.values)
         start = time.perf_counter()
-        metrics: Metrics = self.actor.begin(replace(share, payloads=payloads, values=values), coefficients)
+        with spans.span("begin"):
+            metrics: Metrics = self.actor.begin(replace(share, payloads=payloads, values=values), coefficients)
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
 
@@ -81,11 +85,26 @@ class TrainerRank(MegatronRank):
 
         product_s = self.speed.seconds()
         start = time.perf_counter()
-        metrics = self.actor.update(minibatch, coefficients)
+        with spans.span("update", minibatch):
+            metrics = self.actor.update(minibatch, coefficients)
         seconds = time.perf_counter() - start
         norm = metrics["grad_norm"]
         log.info("update %d: loss %.6g, gradient norm %.6g, %.2f s", minibatch, metrics["loss"], norm, seconds)
         return metrics | {PEAK: float(peak_memory_bytes())}, product_s
+
+    def token_numbers(self, coefficients: Mapping[str, float]) -> dict[int, dict[str, np.ndarray]]:
+        from megatron_rl.actor.inspection import token_numbers
+
+        return token_numbers(self.actor, coefficients)
+
+    def gradient_of(self, minibatch: int, part: TokenSpan, coefficients: Mapping[str, float]) -> Gradient:
+        from megatron_rl.actor.inspection import gradient_of
+
+        return gradient_of(self.actor, minibatch, part, coefficients)
+
+    def find_untrained(self) -> list[int]:
+        tokens: list[int] = self.actor.find_untrained()
+        return tokens
 
     def connect(self, setup: BridgeSetup) -> None:
         if self.sender is not None:
@@ -95,7 +114,8 @@ class TrainerRank(MegatronRank):
     def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
         self.actor.require("pushing")
         assert self.sender is not None, "`connect` comes first"
-        return self.sender.push(version, verify, late)
+        with spans.span("push", version):
+            return self.sender.push(version, verify, late)
 
 
 class PolicyGroup(RankGroup):
@@ -142,6 +162,21 @@ class PolicyGroup(RankGroup):
         rank whose matrix product took longest, and how many times as long as the product of the median rank."""
         self.before("training")
         return [self._update(i, coefficients) for i in range(len(self._shares[0].minibatches))], {}
+
+    def token_numbers(self, coefficients: Mapping[str, float]) -> dict[int, dict[str, np.ndarray]]:
+        """The numbers of all tokens of the step that `begin` was given; see `actor.inspection.token_numbers`."""
+        answers = self._gather_all([rank.token_numbers.remote(dict(coefficients)) for rank in self.ranks], "to look")
+        return {sample: numbers for answer in answers for sample, numbers in answer.items()}
+
+    def find_untrained(self) -> list[int]:
+        """The tokens whose embeddings no training has moved."""
+        tokens: list[int] = self._all("find_untrained", "to look at its embedding")
+        return tokens
+
+    def gradient_of(self, minibatch: int, part: TokenSpan, coefficients: Mapping[str, float]) -> Gradient:
+        """The gradient of some tokens' loss alone; see `actor.inspection.gradient_of`."""
+        answer: Gradient = self._all("gradient_of", "to compute a gradient", minibatch, part, dict(coefficients))
+        return answer
 
     def _update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         calls = [rank.update.remote(minibatch, coefficients) for rank in self.ranks]

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.network import use_interface
 from megatron_rl.processes import STACKS, descendants, log_to, status_of
+from megatron_rl.types import Metrics
 
 INSPECTION_S = 20.0
 """The time limit of `inspect`."""
@@ -57,6 +58,8 @@ class Process:
     actor: Any
     location: Location | None = None
     """Known once the actor has been placed."""
+    memory: Metrics = field(default_factory=dict)
+    """What a trainer rank has told of its GPU's memory by phase (`MegatronRank.enter`)."""
 
     @property
     def placed(self) -> Location:

@@ -51,6 +51,8 @@ from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
 
+ANSWERING = "to answer"
+"""What engines are asked to do, as messages name it."""
 LINGER_S = 0.1
 """A verifier waits so long for more groups, because a call of its process costs much more than another group in it."""
 
@@ -89,7 +91,7 @@ class RayStream:
         Args:
             in_turns: whether all groups that were asked for are handed out together; None: as in the configuration.
         """
-        self._engines, self._timeout_s = engines, config.cluster.step_timeout_s
+        self._engines = engines
         self._largest_part = largest_part(config.rollout)
         self._values = config.rollout.prefix_values
         self._num_objects = num_objects(config.policy.routing_replay)
@@ -179,23 +181,23 @@ class RayStream:
         of processes of rewards that were replaced, and `stream/idle_s` the idle time of all engines together, out of
         `stream/span_s`.
         """
-        end = time.monotonic() + self._timeout_s
+        (deadlines := self._engines.deadlines).begin(ANSWERING)  # the limit is for engines that say nothing
         while True:
             if self._ready and (not self._in_turns or len(self._ready) == len(self._asked)):
                 return self._hand_out()
             # In turns the others end first: no weights arrive while they answer.
             if self._lost and not (self._in_turns and any(self._load.values())):
                 self._ask_again(version)
-                end = time.monotonic() + self._timeout_s
+                deadlines.begin(ANSWERING)
             try:
                 event = self._events.get(timeout=TICK_S)
             except Empty:
                 tick()
-                if self._asked and time.monotonic() > end:
+                if self._asked and deadlines.is_over(ANSWERING):
                     self._end_silent()
-                    end = time.monotonic() + self._timeout_s
+                    deadlines.begin(ANSWERING)
                 continue
-            end = time.monotonic() + self._timeout_s  # the limit is for engines that say nothing
+            deadlines.end(ANSWERING)
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Lost):
@@ -292,9 +294,9 @@ class RayStream:
         with self._lock:
             parts = [part for asked in self._asked.values() for part in asked.parts if not part.answers]
             silent = {part.sent.engine for part in parts if part.sent is not None}
-        for index in silent:
-            log.warning("%s gave no answer in %g s", self._engines.processes[index], self._timeout_s)
-            ray.kill(self._engines.engines[index])
+        for process in (self._engines.processes[index] for index in silent):
+            log.warning("%s gave no answer: %s", process, self._engines.deadlines.describe(ANSWERING))
+            ray.kill(process.actor)
 
     def _verify(self, verifier: RayVerifier) -> None:
         """What the thread of a verifier does: score the groups that are complete, several at once if there are."""

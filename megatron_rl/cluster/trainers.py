@@ -24,6 +24,7 @@ from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_s
 from megatron_rl.cluster.network import find_interface
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.traced import TracedProcess
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.ports import PolicyLost
@@ -39,7 +40,7 @@ DEATH_S = 3.0
 """The time that Ray gets to notice the death of a rank after another rank's error."""
 
 
-class MegatronRank(ABC):
+class MegatronRank(TracedProcess, ABC):
     """The process of one Megatron rank.
 
     Args:
@@ -48,7 +49,8 @@ class MegatronRank(ABC):
 
     def __init__(self, spec: ActorSpec, rank: int, logs: str, role: str) -> None:
         begin_process(Path(logs) / f"{role}_{rank}.log", f"{role} rank {rank}")
-        self.spec, self.rank = spec, rank
+        self.spec, self.rank, self.role = spec, rank, role
+        self.place = f"pipeline stage {spec.policy.parallel.mesh.coordinates(rank)[1]}"
         self.actor: Any = None
 
     @abstractmethod
@@ -94,10 +96,22 @@ class MegatronRank(ABC):
         fused_norms: bool = self.actor.fused_norms
         return fused_norms
 
-    def enter(self, phase: Phase) -> None:
-        start = time.perf_counter()
+    def enter(self, phase: Phase) -> Metrics:
+        """Returns the memory of this rank's GPU before and after, and its pinned memory; nothing on a CPU."""
+        from megatron_rl.actor.platform import device_memory
+
+        start, before = time.perf_counter(), device_memory()
         self.actor.enter(phase)
         log.info("entered the phase %s in %.3f s", phase, time.perf_counter() - start)
+        after = device_memory()
+        if before is None or after is None:
+            return {}
+        role = self.role
+        return {
+            f"memory/{role}_gpu_bytes_before/{phase}": float(before[0]),
+            f"memory/{role}_gpu_bytes_in/{phase}": float(after[0]),
+            f"memory/{role}_pinned_bytes": float(after[1]),
+        }
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         log.info("writing the checkpoint %s", folder)
@@ -263,8 +277,10 @@ class RankGroup:
         self._all("export_hf", "to export the model", str(folder.absolute()))
 
     def enter(self, phase: Phase) -> None:
-        """Make all ranks enter a phase."""
-        self._all("enter", f"to enter the phase {phase}", phase)
+        """Make all ranks enter a phase, and keep what they tell of their GPUs' memory."""
+        told = self._gather_all([rank.enter.remote(phase) for rank in self.ranks], f"to enter the phase {phase}")
+        for process, metrics in zip(self.processes, told, strict=True):
+            process.memory |= metrics
 
     def _all(self, method: str, doing: str, *arguments: Any) -> Any:
         """Call a method on all ranks; see `_gather`."""
@@ -285,12 +301,17 @@ class RankGroup:
             ValueError: the ranks raised it.
             PolicyLost: any other error occurred. Some ranks may then be inside a collective for ever.
         """
+        deadlines = self._placement.deadlines
+        deadlines.begin(doing)
         try:
-            return gather(calls, self.processes, doing, self._cluster.step_timeout_s)
+            answers = gather(calls, self.processes, doing, deadlines.limit_s(doing))
         except ProcessLost as error:
-            raise PolicyLost(str(error)) from error
+            note = f"\n{deadlines.describe(doing)}" if error.silent else ""
+            raise PolicyLost(f"{error}{note}") from error
         except RuntimeError as error:
             raise PolicyLost(str(self._death() or error)) from error
+        deadlines.end(doing)
+        return answers
 
     def _death(self) -> Exception | None:
         """The death of a rank, which its peers may notice as an error of a collective before Ray does."""

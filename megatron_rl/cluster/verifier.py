@@ -17,12 +17,14 @@ from typing import Any, cast
 
 import ray
 
+from megatron_rl import spans
 from megatron_rl.algorithms.shaping import repeated_share, repetition_sizes, shape_verdicts
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import StoredTokens, fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.scoring import Piece, added_up, in_order, results
+from megatron_rl.cluster.traced import TracedProcess
 from megatron_rl.cluster.waiting import ProcessLost, gather, in_thread, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
@@ -35,12 +37,14 @@ from megatron_rl.verifiers.failures import FailureLog
 
 log = logging.getLogger(__name__)
 
+WRITING = "to write the journal"
+"""What a verifier is asked to do, as messages name it."""
 CANCEL_S = 10.0
 """The seconds that asynchronous rewards of one call, or one that asks a server, have to end after their time limits,
 before the process is lost with the scores of all of them."""
 
 
-class VerifierRank:
+class VerifierRank(TracedProcess):
     """The process of the reward functions. A slow or crashing function does not stop the driver."""
 
     def __init__(self, config: GrpoRunConfig, path: str, name: str) -> None:
@@ -81,7 +85,8 @@ class VerifierRank:
             shares = [{size: repeated_share(answer.response_ids, size) for size in sizes} for answer in answers]
             self._judged = payloads, answers, shares
         _, answers, shares = self._judged
-        given = self.rewards.score(indices, answers, TrainerState(step, self.config.run.steps))
+        with spans.span("score", ", ".join(self.config.rewards[index].label for index in indices)):
+            given = self.rewards.score(indices, answers, TrainerState(step, self.config.run.steps))
         for index, scored in zip(indices, given, strict=True):
             num_scored = sum(verdict.score is not None for verdict in scored.verdicts)
             label = self.config.rewards[index].label
@@ -103,11 +108,17 @@ class VerifierRank:
 class VerifierGroup:
     """All verifiers."""
 
+    role = "verifier"
+
     def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
         self._rewards, self._shaping = config.rewards, config.algorithm.shaping
         self._failures = FailureLog(logs / "rewards.log")
         more, num = (placement, restarts, self._failures), config.cluster.verifiers
         self.verifiers = [RayVerifier(config, logs, *more, i) for i in range(num)]
+
+    @property
+    def processes(self) -> list[Process]:
+        return [verifier.process for verifier in self.verifiers]
 
     @property
     def num_restarts(self) -> int:
@@ -225,7 +236,10 @@ class RayVerifier:
         Raises:
             OSError: the disk is full, or the folder cannot be written.
         """
-        self._ask("write", "to write the journal", self._config.cluster.step_timeout_s, dict(groups))
+        deadlines = self._placement.deadlines
+        deadlines.begin(WRITING)
+        self._ask("write", WRITING, deadlines.limit_s(WRITING), dict(groups))
+        deadlines.end(WRITING)
 
     def _score_with(self, indices: list[int], groups: Sequence[Group]) -> list[Scored]:
         """What the rewards of one call gave. If the call is lost, all of them have failed."""

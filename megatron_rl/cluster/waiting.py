@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from megatron_rl import spans
 from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_error, root_cause
 
 TICK_S = 0.2
@@ -111,7 +112,8 @@ def gather(
     waiting = list(references)
     start = time.monotonic()
     while waiting:
-        done, waiting = _wait(waiting, 1, start + timeout_s - time.monotonic())
+        with spans.span("wait", doing):
+            done, waiting = _wait(waiting, 1, start + timeout_s - time.monotonic())
         if not done:
             silent = [processes[references.index(reference)] for reference in waiting]
             raise _describe_silence(silent, processes, doing, timeout_s)

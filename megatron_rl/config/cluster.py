@@ -107,9 +107,11 @@ class ClusterConfig(Section):
     start_timeout_s: PositiveFloat = 1800
     """The longest time, in seconds, that Ray may take to place a process, and that the process may take to load its
     model."""
-    step_timeout_s: PositiveFloat = 7200
+    step_timeout_s: PositiveFloat | None = None
     """The longest time, in seconds, that one part of a step may take: a generation, a forward pass, an update or a
-    checkpoint. After that the process that does not answer counts as lost."""
+    checkpoint. After that the process that does not answer counts as lost. null follows the run: each part may take
+    five times as long as it has taken so far at most, and at least ten minutes. A part that has never ended may take
+    two hours."""
     restarts_per_hour: NonNegativeInt = 5
     """The number of restarts (of the trainer, of an engine or of the verifier) that a run allows within one hour. At
     the next one the run ends and reports their causes. 0 means that the first loss ends the run."""

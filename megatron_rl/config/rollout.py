@@ -32,6 +32,16 @@ class SamplingConfig(Section):
     generate may use fewer."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """The engine samples only from this number of most probable tokens; 0 means all tokens. See `top_p`."""
+    forbid: tuple[str, ...] = ()
+    """Tokens that are never sampled, as they stand in the tokenizer's vocabulary, such as `<pad>`. The engine samples
+    as if their logits were -inf, and the trainer computes its log-probs and entropies in the same way. The rows of the
+    model's vocabulary that have no token in the tokenizer are always forbidden. A token that ends answers or thoughts
+    cannot be forbidden."""
+
+
+class LastSteps(Section):
+    last: PositiveInt
+    """The number of last steps that are kept. A step whose gradient norm jumps is kept, too."""
 
 
 class RolloutConfig(Section):
@@ -92,9 +102,10 @@ class RolloutConfig(Section):
     none. With `environment` the passages are the turns before the last one, each with its observation."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
-    dump: bool = False
+    dump: bool | LastSteps = False
     """Whether the verified rollouts of each step are written into the run's folder, as `rollouts/step_000000.groups`
-    and so on. The driver then fetches the tokens."""
+    and so on. The driver then fetches the tokens. `{last: 20}` keeps the last 20 steps; with `checkpoint.every: 20`
+    `megatron-rl explain` can then compute any of them again exactly. A run that replays writes none with it."""
     replay: Path | None = None
     """The folder with the rollouts that another run has written (`dump`). The run trains on them and starts no engine
     and no verifier, so it evaluates nothing. null means that engines generate."""
@@ -179,7 +190,7 @@ class RolloutConfig(Section):
             engines_for = {
                 "data.eval": run.data.eval,
                 "cluster.colocate": run.cluster.colocate,
-                "rollout.dump": self.dump,
+                "rollout.dump": self.dump is True,
             }
             for name in [name for name, value in engines_for.items() if value]:
                 yield (

@@ -23,7 +23,8 @@ from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.cluster import BridgeConfig, ClusterConfig
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.data import DataConfig, Rows
-from megatron_rl.config.observe import TrackerConfigs
+from megatron_rl.config.health import HealthRule
+from megatron_rl.config.observe import ObserverConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
 from megatron_rl.config.rewards import (
     ExactAnswerReward,
@@ -115,6 +116,11 @@ class RunConfig(Section):
     """The number of training steps of the whole run."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of the data's order, of sampling and of the training ranks."""
+    stop_on: tuple[HealthRule, ...] = ()
+    """The health rules that end the run, with its state saved, in place of a warning; see docs/explaining.md."""
+    recorded_answers: Annotated[int, Field(ge=0)] = 4
+    """The number of answers of each step that samples.jsonl records with their tokens, for people to read in the
+    report: the answers of the step's first groups, in order. 0 records none."""
 
 
 class BaseConfig(Section):
@@ -124,8 +130,9 @@ class BaseConfig(Section):
     balance: BalanceConfig = BalanceConfig()
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    observe: TrackerConfigs = ()
-    """The experiment trackers that receive each logged record in addition to metrics.jsonl."""
+    observe: ObserverConfigs = ()
+    """What watches the run in addition to its own files: experiment trackers, an endpoint for Prometheus, traces and
+    profiles of chosen steps."""
     slurm: SlurmConfig | None = None
     """The Slurm job of a run that is started with `--slurm`; null means its defaults."""
 

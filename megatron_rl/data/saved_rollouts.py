@@ -56,6 +56,18 @@ def write_step(
     os.replace(partial, path_of(folder, step))
 
 
+def keep_step(folder: Path, step: int) -> None:
+    """Let `remove_step` leave the file of a step."""
+    path_of(folder, step).with_suffix(".kept").touch()
+
+
+def remove_step(folder: Path, step: int) -> None:
+    """Remove the file of a step, if there is one that is not kept."""
+    path = path_of(folder, step)
+    if not path.with_suffix(".kept").exists():
+        path.unlink(missing_ok=True)
+
+
 def require_step(folder: Path, step: int) -> Path:
     """The file of a step.
 

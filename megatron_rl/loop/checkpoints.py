@@ -24,6 +24,8 @@ from megatron_rl.ports import Policy, PolicyLost, Sink, StopRequested
 PATTERN = re.compile(r"step_(\d{6,})")
 SCORES = "scores.json"
 """The file with the values of `checkpoint.keep_best`, in the folder of the checkpoints."""
+KEPT = "kept.json"
+"""The file with the steps whose checkpoints are kept for `megatron-rl explain`, in the same form."""
 EXTRA = "extra.json"
 """The file of a checkpoint that holds the loop's own state."""
 
@@ -102,6 +104,8 @@ class Checkpoints:
         """Whether the policy is writing a checkpoint."""
         self._scores: dict[int, float] = _read_scores(folder / SCORES)
         """The value of `keep_best` by step."""
+        self._kept: set[int] = set(_read_scores(folder / KEPT))
+        """The steps whose checkpoints are never deleted."""
         steps = self.steps()
         if resume is None and steps:
             raise ValueError(
@@ -196,9 +200,16 @@ class Checkpoints:
             self._scores[step] = metrics[name]
             (self.folder / SCORES).write_text(json.dumps(self._scores))
 
+    def keep(self, step: int) -> None:
+        """Never delete the newest checkpoint that a replay of this step can begin with."""
+        before = [saved for saved in self.steps() if saved <= step]
+        if before:
+            self._kept.add(before[-1])
+            (self.folder / KEPT).write_text(json.dumps(dict.fromkeys(sorted(self._kept), 1.0)))
+
     def _delete_old(self) -> None:
         steps = self.steps()
-        kept = set(steps[-self.kept.keep :])
+        kept = set(steps[-self.kept.keep :]) | self._kept
         kept |= {step for step in steps if due(step, self.kept.keep_every)}
         kept |= set(sorted(self._scores.keys() & steps, key=lambda step: (self._scores[step], step))[-1:])
         for step in steps:

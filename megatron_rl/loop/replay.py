@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.data.saved_rollouts import read_step, write_step
+from megatron_rl.data.saved_rollouts import read_step, remove_step, write_step
 from megatron_rl.ports import Policy, Ports, Sink, Stream
 from megatron_rl.types import Group, Metrics, Rollouts, Tokens
 
@@ -25,6 +25,8 @@ def dump(config: GrpoRunConfig, folder: Path, stream: Stream, rollouts: Rollouts
     """Write the rollouts of a step, and return them. The driver holds the tokens of one group at a time."""
     tokens = (stream.tokens(group, with_routes=True) for group in rollouts.groups)
     write_step(folder, step, rollouts, tokens, settings(config))
+    if not isinstance(config.rollout.dump, bool):
+        remove_step(folder, step - config.rollout.dump.last)
     return rollouts
 
 

@@ -19,6 +19,8 @@ from megatron_rl.types.step import numbers
 
 MAX_DATASETS = 16
 """The number of data sets that have metrics of their own in a step."""
+DUPLICATE_TOKENS = 64
+"""Shorter answers may be equal by chance."""
 UNSCORED_PROMPTS = 8
 """A run ends after this number of prompts in a row without a scored answer."""
 
@@ -27,7 +29,7 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
     """The metrics of a step's answers and of their verdicts."""
     thinks = bool(config.rollout.delimiter)
     metrics = describe(groups, thinks) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
-    metrics |= describe_thoughts(groups) | describe_episodes(groups)
+    metrics |= describe_thoughts(groups) | describe_episodes(groups) | describe_duplicates(groups)
     if config.rollout.beams is not None:
         metrics |= describe_beams(groups, config.rollout.beams.width)
     if config.rollout.prefix_values is not None:
@@ -39,9 +41,10 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
 
 
 def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
-    """The metrics of each reward, by its name: the mean of its scores, not weighted, and the share of the answers on
-    which it abstained, among the answers to rows that it scores."""
-    metrics: Metrics = {}
+    """The metrics of each reward, by its name: the mean of its scores, not weighted, the share of the answers on which
+    it abstained, among the answers to rows that it scores, and, if there are several rewards, the share of the
+    differences between the answers to a prompt that it makes."""
+    metrics: Metrics = describe_signal(rewards, groups) if len(rewards) > 1 else {}
     for i, reward in enumerate(rewards):
         column = [v.parts[i] for v in verdicts_of([group for group in groups if reward.scores(group.prompt.columns)])]
         scores = [part for part in column if part is not None]
@@ -50,6 +53,37 @@ def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -
         if scores:
             metrics[f"reward/{reward.label}/mean"] = fmean(scores)
     return metrics
+
+
+def describe_signal(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
+    """The share of each reward in the standard deviations of weighted scores within groups, added up over the groups.
+
+    Example: two answers get 1 and 0 from the first reward, and .5 and .3 from the second, whose weight is .5: their
+    standard deviations are .5 and .05, and the shares 91 % and 9 %.
+    """
+    spread = np.zeros(len(rewards))
+    for group in groups:
+        parts = numbers_of([rollout.verdict.parts for rollout in group.rollouts])
+        known = ~np.isnan(parts).any(1)
+        if known.any():
+            spread += parts[known].std(0) * np.abs([reward.weight for reward in rewards])
+    if not spread.sum():
+        return {}
+    shares = spread / spread.sum()
+    return {f"reward/{one.label}/signal": float(share) for one, share in zip(rewards, shares, strict=True)}
+
+
+def numbers_of(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
+    """float64 [N, K]: rows of K numbers, NaN for None."""
+    return np.array([[np.nan if value is None else value for value in row] for row in rows], np.float64)
+
+
+def describe_duplicates(groups: Sequence[Group]) -> Metrics:
+    """`length/duplicates`: among the answers of DUPLICATE_TOKENS or more, the share of the ones that an earlier answer
+    to the same prompt equals; none if there are no such answers. Short answers, such as `42`, are often equal."""
+    long = [[r.digest for r in g.rollouts if r.num_response_tokens >= DUPLICATE_TOKENS and not r.beam] for g in groups]
+    total = sum(map(len, long))
+    return {"length/duplicates": 1 - sum(len(set(own)) for own in long) / total} if total else {}
 
 
 def describe_thoughts(groups: Sequence[Group]) -> Metrics:
@@ -136,7 +170,8 @@ class SilentRewards:
             if failed and reward.label not in self._told:
                 self._told.add(reward.label)
                 sink.warn(
-                    f"reward {reward.label} could not score {failed:.0%} of the answers; logs/rewards.log says why"
+                    f"reward {reward.label} could not score {failed:.0%} of the answers; logs/rewards.log says why",
+                    "silent_reward",
                 )
             own = verdicts_of([group for group in groups if reward.scores(group.prompt.columns)])
             if not own:
@@ -145,7 +180,7 @@ class SilentRewards:
             self._zero_steps[i] = self._zero_steps[i] + 1 if scores == {0.0} else 0
             if self._zero_steps[i] == 2 and len(self._rewards) > 1:
                 told = common_reason(own)
-                sink.warn(f"reward {reward.label} gave 0 to all answers of two steps in a row{told}")
+                sink.warn(f"reward {reward.label} gave 0 to all answers of two steps in a row{told}", "silent_reward")
             if scores:
                 self._silent_steps[i] = 0
                 continue
@@ -158,7 +193,7 @@ class SilentRewards:
                     f"or raise its max_silent_steps"
                 )
             if not self._silent_steps[i] & (self._silent_steps[i] - 1):  # after 1, 2, 4, ... steps
-                sink.warn(f"{seen}; {why}")
+                sink.warn(f"{seen}; {why}", "silent_reward")
 
 
 def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
@@ -171,7 +206,7 @@ def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
         return
     told = common_reason(verdicts)
     if told or len(scores) == 1:
-        sink.warn(f"none of {len(verdicts)} answers scores above 0{told}")
+        sink.warn(f"none of {len(verdicts)} answers scores above 0{told}", "no_score")
 
 
 def common_reason(verdicts: Sequence[Verdict]) -> str:
@@ -216,7 +251,8 @@ class UntrainedSteps:
         sink.warn(
             f"nothing was trained in {self._in_a_row} steps in a row: in each group of answers to one prompt all "
             f"rewards are equal, so every advantage is 0. The rewards of the last step are {seen}. Look at some "
-            "answers (samples.jsonl), choose prompts of another difficulty, or raise rollout.samples_per_prompt"
+            "answers (samples.jsonl), choose prompts of another difficulty, or raise rollout.samples_per_prompt",
+            "no_signal",
         )
 
 
@@ -238,7 +274,7 @@ class UnscoredPrompts:
         if self._in_a_row >= UNSCORED_PROMPTS:
             raise ValueError(f"{self._in_a_row} prompts in a row have no answer with a score: {unscored}")
         if unscored:
-            sink.warn(f"{unscored}; the step trains nothing")
+            sink.warn(f"{unscored}; the step trains nothing", "silent_reward")
 
 
 def describe_unscored(groups: Sequence[Group]) -> str:

@@ -36,5 +36,6 @@ class Stragglers:
             sink.warn(
                 f"trainer rank {rank:.0f} is slow: the same matrix product takes it {ratio:.1f} times as long as the "
                 f"median rank, in {NUM_STEPS} steps in a row. All ranks wait for it; look at the clock, temperature "
-                f"and memory errors of its GPU, and at what else runs on its node (its log names the node)"
+                f"and memory errors of its GPU, and at what else runs on its node (its log names the node)",
+                "slow_rank",
             )

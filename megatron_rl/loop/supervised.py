@@ -12,6 +12,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, WholeState
+from megatron_rl.loop.health import Health
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import deal
@@ -32,7 +33,7 @@ def train_supervised(
     """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
     done. A lost policy is restarted and continues with the newest state that is left."""
     sink, checkpoints = records
-    parts, stragglers = {"stream": rows}, Stragglers()
+    parts, stragglers, health = {"stream": rows}, Stragglers(), Health(sink, config)
 
     def train_from(step: int) -> None:
         while step < config.run.steps:
@@ -60,7 +61,10 @@ def train_supervised(
             metrics |= updated
             step += 1
             whole.mark(step)
-            sink.log(step - 1, metrics)
+            record = sink.log(step - 1, metrics)
+            if message := health.jumps(record):
+                sink.warn(message, "jump")
+            health.look(record)
             stop = stopping()
             whole.save_if_due(sink, is_last=step == config.run.steps, stops=stop)
             if stop:

@@ -22,6 +22,7 @@ from megatron_rl.loop.probes import with_utilities
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
 from megatron_rl.loop.rollouts import batch_of
+from megatron_rl.loop.run_health import RunHealth
 from megatron_rl.loop.shares import plan_step
 from megatron_rl.loop.source import RolloutSource, Through
 from megatron_rl.loop.stopping import NEVER, Stopping
@@ -60,6 +61,7 @@ def train(
     coefficients = Coefficients(config.algorithm, is_exact)
     source = rollout_source(config, shape, ports, prompts, sink, stopping)
     updates = Updates(config, ports.policy, coefficients, sink)
+    health = RunHealth(config, ports.stream, sink, checkpoints)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
 
     def train_from(step: int) -> None:
@@ -72,7 +74,8 @@ def train(
             if step == config.run.steps:
                 metrics |= source.evaluated()
                 checkpoints.judge(step, metrics)
-                return sink.log(step, metrics)
+                sink.log(step, metrics)
+                return
             ports.policy.mirror(step)
             rollouts = source.next(step)
             with sink.phase("plan"):
@@ -83,9 +86,9 @@ def train(
             metrics |= source.evaluated()
             checkpoints.judge(step - 1, metrics)
             # A step is logged before it is saved: if the save is interrupted, it is logged again, and else not missing.
-            shown = rollouts.groups[:1]
-            sink.samples(step - 1, shown, [ports.stream.tokens(group) for group in shown])
-            sink.log(step - 1, metrics)
+            recorded = config.run.recorded_answers
+            sink.samples(step - 1, rollouts.groups, ports.stream.tokens, recorded, shares.policy)
+            health.look(step - 1, sink.log(step - 1, metrics), rollouts)
             whole.save_if_due(sink, is_last=step == config.run.steps, stops=stopping())
 
     step = checkpoints.restore(ports.policy, parts)
@@ -107,6 +110,6 @@ def rollout_source(
         source = EngineSource(config, ports, prompts.train, prompts.heldout, sink, stopping)
     if rollout.prefix_values is not None and rollout.prefix_values.by == "trainer":
         source = Through(source, sink, "prefix_values", partial(with_utilities, config, shape, ports.policy))
-    if rollout.dump:
+    if rollout.dump and rollout.replay is None:
         source = Through(source, sink, "dump", partial(dump, config, config.run_folder / "rollouts", ports.stream))
     return source

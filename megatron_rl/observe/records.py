@@ -10,13 +10,15 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_rl.processes import open_text
-
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+WARNINGS = Path("logs", "warnings.log")
+"""The file of warnings in the run folder, with lines like `step 12: what is wrong`."""
+_STEP = re.compile(rb'\{"step": (\d+),')
 
 
 def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
@@ -30,32 +32,69 @@ def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
     file.flush()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The complete lines of a file, each with the place of its first byte; none if there is no file. Only line feeds
+    end a line, because an answer may contain other line separators. A last line that is being written, or that a crash
+    cut, perhaps inside a character, is left out."""
+    if not path.exists():
+        return
+    place = 0
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield place, line
+            place += len(line)
+
+
+def read_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """The record of one line; a number that is not finite is None.
+
+    Args:
+        number: counted from 1, for the message.
+
+    Raises:
+        ValueError: the line is not JSON.
+    """
+    try:
+        record: dict[str, Any] = json.loads(line, parse_constant=lambda _: None)
+    except ValueError as error:
+        raise ValueError(f"{path}:{number} is not JSON ({error}); remove this line to read the others") from error
+    return record
+
+
+def step_of(line: bytes, path: Path, number: int) -> int:
+    """The step of a line. A line that begins with its step, as all of a run do, is not read further.
+
+    Args:
+        number: see `read_line`.
+
+    Raises:
+        ValueError: see `read_line`.
+    """
+    begin = _STEP.match(line)
+    return int(begin[1] if begin else read_line(line, path, number)["step"])
+
+
+def read_lines(path: Path, last: int | None = None) -> list[dict[str, Any]]:
     """The complete records of a file; an empty list if there is no file.
+
+    Args:
+        last: read only this number of records at the end; None reads all.
 
     Raises:
         ValueError: a complete line is not JSON. The message gives its number.
     """
-    if not path.exists():
-        return []
-    records = []
-    # The file is split only at line feeds, because an answer may contain other line separators. The last piece is
-    # empty, or it is a line that is being written or that a crash cut, perhaps inside a character.
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number} is not JSON ({error}); remove this line to read the others") from error
-    return records
+    numbered = deque(((number, line) for number, (_, line) in enumerate(lines(path), start=1)), maxlen=last)
+    return [read_line(line, path, number) for number, line in numbered]
 
 
 def cut(path: Path, step: int) -> None:
     """Keep only the lines of steps before `step`."""
-    kept = [record for record in read_lines(path) if record["step"] < step]
     replacement = path.with_suffix(".tmp")
-    with open_text(replacement) as file:
-        for record in kept:
-            write_line(file, record)
+    with replacement.open("wb") as file:
+        for number, (_, line) in enumerate(lines(path), start=1):
+            if read_line(line, path, number)["step"] < step:
+                file.write(line)
     os.replace(replacement, path)
 
 

@@ -1,41 +1,45 @@
 """The report of a run, and the comparison of several runs, as an HTML page with curves. The curves are also written as
 a picture.
 
-Invariants: a page loads nothing from elsewhere; text from rows and answers is escaped; the report of a run that
-crashed, or that is still running, contains what is in its files.
+Invariants: a page is one file that loads nothing from elsewhere; text from rows and answers is escaped; the report of a
+run that crashed, or that is still running, contains what is in its files.
 """
 
 from __future__ import annotations
 
-import base64
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
-from matplotlib.figure import Figure
 
-from megatron_rl.observe.curves import Records, colour_of, draw_comparison, draw_curves
+from megatron_rl.observe.curves import draw_comparison, draw_curves
+from megatron_rl.observe.panels import Panel, Records, colour_of, comparison_panels, experiments_of, run_panels
 from megatron_rl.observe.provenance import flat
 from megatron_rl.observe.records import (
+    METRICS,
     SAMPLES,
+    WARNINGS,
     heldout,
     pace,
-    read_lines,
     read_metrics,
     reward_names,
     series,
     time_split,
 )
+from megatron_rl.observe.samples_shown import add_explained, shown_samples
 from megatron_rl.processes import open_text
 
+CONFIG = "config.json"
 NO_VALUE = "\N{EN DASH}"
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
-    """Write `report.html` and `curves.png` from the run folder's metrics.jsonl, samples.jsonl and config.json, and
-    return the path of the page.
+    """Write `report.html` and `curves.png` from the run folder's files, and return the path of the page. It shows
+    headline numbers, curves, warnings and answers.
 
     Args:
         out: the folder to write to; None means the run folder.
@@ -43,44 +47,91 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     Raises:
         ValueError: no step was logged, or a file is not JSON.
     """
-    metrics, made_of = _read(run_folder)
+    metrics, made_of = read_run(run_folder)
+    if not metrics:
+        raise _nothing_logged(run_folder)
     out = out or run_folder
-    return _write(
-        out / "report.html",
+    out.mkdir(parents=True, exist_ok=True)
+    draw_curves(metrics, (made_of or {}).get("resumed_at", ())).savefig(out / "curves.png", dpi=160)
+    return _write(out / "report.html", run_page(run_folder))
+
+
+def run_page(run_folder: Path, is_live: bool = False) -> str:
+    """The page of a run, as HTML.
+
+    Args:
+        is_live: the page asks its server for new data (tools/watch.py).
+
+    Raises:
+        ValueError: a file is not JSON.
+    """
+    version = data_version(run_folder)  # first: what is written while the files are read makes another version
+    metrics, made_of = read_run(run_folder)
+    return _render(
         "report.html.jinja",
-        draw_curves(metrics, (made_of or {}).get("resumed_at", ())),
-        out / "curves.png",
         name=run_folder.resolve().name,
-        tiles=_tiles(metrics, _planned(made_of)),
-        rewards=_rewards(metrics),
-        samples=read_lines(run_folder / SAMPLES)[-3:],
         provenance=made_of,
+        is_live=is_live,
+        overview=_overview(metrics, made_of),
+        data=as_json(_run_data(run_folder, metrics, made_of) | {"version": version}),
     )
+
+
+def live_data(run_folder: Path) -> str:
+    """What a live page shows of a run now, as JSON.
+
+    Raises:
+        ValueError: a file is not JSON.
+    """
+    version = data_version(run_folder)
+    metrics, made_of = read_run(run_folder)
+    overview = _overview(metrics, made_of)
+    return as_json(_run_data(run_folder, metrics, made_of) | {"version": version, "overview": overview})
+
+
+def data_version(run_folder: Path) -> str:
+    """A text that changes when the files of the page change."""
+    paths = [run_folder / name for name in (METRICS, SAMPLES, WARNINGS, CONFIG)]
+    return " ".join(f"{path.stat().st_mtime_ns}:{path.stat().st_size}" if path.exists() else "-" for path in paths)
 
 
 def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
     """Write `comparison.html` and `comparison.png` into the folder `out`, and return the path of the page. It shows the
-    headline numbers, the curves of all runs, and the differences in configuration, versions and commit.
+    headline numbers, the curves of all runs with the seeds of one experiment together, and the differences in
+    configuration, versions and commit.
 
     Raises:
         ValueError: no step was logged in one of the runs, or a file is not JSON, or a run is given twice.
     """
-    read = dict(zip(distinct_names(run_folders), map(_read, run_folders), strict=True))
-    runs = {name: metrics for name, (metrics, _) in read.items()}
-    headline = [_headline(metrics, _planned(made_of)) for metrics, made_of in read.values()]
+    folders = dict(zip(distinct_names(run_folders), run_folders, strict=True))
+    read = {name: read_run(folder) for name, folder in folders.items()}
+    for name, (metrics, _) in read.items():
+        if not metrics:
+            raise _nothing_logged(folders[name])
+    configs = {name: made_of for name, (_, made_of) in read.items()}
+    experiments = experiments_of({name: metrics for name, (metrics, _) in read.items()}, configs)
+    colours = {name: colour_of(i) for i, experiment in enumerate(experiments) for name in experiment.runs}
+    # The runs of an experiment are next to each other.
+    names = list(colours)
+    headline = [_headline(read[name][0], _planned(configs[name])) for name in names]
     known = [label for label in headline[0] if any(row[label] != NO_VALUE for row in headline)]
     if "reward" in known and "loss" in known:  # a policy loss says little about learning
         known.remove("loss")
-    return _write(
-        out / "comparison.html",
+    messages = [
+        message | {"text": f"{name}: {message['text']}"} for name in names for message in warnings_of(folders[name])
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    draw_comparison(experiments).savefig(out / "comparison.png", dpi=160)
+    page = _render(
         "comparison.html.jinja",
-        draw_comparison(runs),
-        out / "comparison.png",
-        names=list(runs),
-        colours=[colour_of(index) for index in range(len(runs))],
+        names=names,
+        colours=[colours[name] for name in names],
+        experiments=[one for one in experiments if len(one.runs) > 1],
         headline=[{label: row[label] for label in known} for row in headline],
-        differences=differences([flat(made_of or {}) for _, made_of in read.values()]),
+        differences=differences([flat(configs[name] or {}) for name in names]),
+        data=as_json(_curve_data(comparison_panels(experiments), messages)),
     )
+    return _write(out / "comparison.html", page)
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -106,26 +157,76 @@ def differences(leaves: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {key.removeprefix("config."): row for key, row in rows.items() if len(set(row)) > 1}
 
 
-def _read(run_folder: Path) -> tuple[Records, dict[str, Any] | None]:
-    """The metrics of a run, and the content of its config.json, which is None if there is no such file."""
+def read_run(run_folder: Path) -> tuple[Records, dict[str, Any] | None]:
+    """The metrics of a run, and the content of its config.json, which is None if there is no such file.
+
+    Raises:
+        ValueError: a file is not JSON.
+    """
     metrics = read_metrics(run_folder)
-    if not metrics:
-        raise ValueError(f"{run_folder} has no metrics.jsonl with a step, so there is nothing to report")
-    path = run_folder / "config.json"
+    path = run_folder / CONFIG
     try:
         return metrics, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}); remove it to get a report without it") from error
 
 
-def _write(page: Path, template: str, figure: Figure, picture: Path, **content: Any) -> Path:
-    page.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=160)
+def warnings_of(run_folder: Path) -> list[dict[str, Any]]:
+    """The warnings of a run, each with its `step` and its `text`. A line without a step has the step of the line before
+    it."""
+    path = run_folder / WARNINGS
+    messages: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        begin = re.match(r"step (\d+): ", line)
+        step = int(begin[1]) if begin else messages[-1]["step"] if messages else 0
+        messages.append({"step": step, "text": line[begin.end() :] if begin else line})
+    return messages
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    """JSON that may stand inside an HTML element: `<`, which could end the element, is written as an escape."""
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _nothing_logged(run_folder: Path) -> ValueError:
+    return ValueError(f"{run_folder} has no metrics.jsonl with a step, so there is nothing to report")
+
+
+def _run_data(run_folder: Path, metrics: Records, made_of: Mapping[str, Any] | None) -> dict[str, Any]:
+    samples, left_out = shown_samples(run_folder / SAMPLES)
+    add_explained(samples, run_folder)
+    rewards = (made_of or {}).get("config", {}).get("rewards", [])
+    curves = _curve_data(run_panels(metrics), warnings_of(run_folder), (made_of or {}).get("resumed_at", []))
+    return curves | {
+        "samples": samples,
+        "left_out": left_out,
+        "rewards": [one.get("name") or one["kind"] for one in rewards],
+    }
+
+
+def _curve_data(
+    panels: Sequence[Panel], messages: Sequence[Mapping[str, Any]], resumed_at: Sequence[int] = ()
+) -> dict[str, Any]:
+    drawn = [asdict(panel) for panel in panels]
+    for line in (line for panel in drawn for line in panel["lines"]):
+        line["values"] = [float(f"{value:.6g}") for value in line["values"]]
+    return {"panels": drawn, "messages": messages, "resumed_at": resumed_at}
+
+
+def _overview(metrics: Records, made_of: Mapping[str, Any] | None) -> str:
+    tiles = _tiles(metrics, _planned(made_of)) if metrics else []
+    return _render("overview.html.jinja", tiles=tiles, rewards=_rewards(metrics))
+
+
+def _render(template: str, **content: Any) -> str:
     templates = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    curves = base64.b64encode(picture.read_bytes()).decode()
+    return environment.get_template(template).render(**content)
+
+
+def _write(page: Path, text: str) -> Path:
     with open_text(page) as file:
-        file.write(environment.get_template(template).render(curves=curves, **content))
+        file.write(text)
     return page
 
 

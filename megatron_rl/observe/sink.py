@@ -8,23 +8,38 @@ tracker is shown once, and the records that it lost are counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from rich.console import Console
 
+from megatron_rl import spans
+from megatron_rl.config.health import HealthRule
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe.live import LiveView
-from megatron_rl.observe.records import METRICS, SAMPLES, cut, write_line
+from megatron_rl.observe.records import METRICS, SAMPLES, WARNINGS, cut, write_line
+from megatron_rl.observe.samples import Pieces, advantage_of, answer_record
 from megatron_rl.observe.trackers import TrackerFeed
 from megatron_rl.processes import open_text
-from megatron_rl.types import Group, Metrics, Tokenizer, Tokens
+from megatron_rl.types import Group, Metrics, Share, Tokenizer, Tokens
 
-NUM_ANSWERS = 3
-"""The largest number of answers that one call of `samples` records."""
-WARNINGS = Path("logs", "warnings.log")
-"""The file of warnings in the run folder, with lines like `step 12: what is wrong`."""
+
+class Watcher(Protocol):
+    """What looks at each step from outside the loop."""
+
+    def begin(self, step: int) -> None:
+        """A step begins, perhaps again."""
+
+    def end(self, step: int) -> Metrics:
+        """A step has ended. Returns what it adds to the step's record. Its time belongs to the next step."""
+        ...
+
+    def close(self) -> None:
+        """The run ends."""
 
 
 def check_unused(run_folder: Path) -> None:
@@ -47,7 +62,7 @@ class RunSink:
 
     Args:
         run_folder: the folder of the files; it is created if it does not exist.
-        steps: the number of steps of the whole run, for the progress bar.
+        run: the number of steps of the whole run, for the progress bar, and the health rules that end it.
         console: an interactive terminal shows a live table, and any other output a plain line for each step.
         tokenizer: decodes the answers.
         delimiter: the text that ends the thought; empty if the model does not think.
@@ -61,7 +76,7 @@ class RunSink:
     def __init__(
         self,
         run_folder: Path,
-        steps: int,
+        run: RunConfig,
         console: Console,
         tokenizer: Tokenizer,
         delimiter: str = "",
@@ -75,11 +90,12 @@ class RunSink:
                 cut(path, resume_at or 0)
         self.run_folder = run_folder
         self._feeds: dict[str, TrackerFeed] = {}
+        self._watchers: list[Watcher] = []
         self._step = self._num_fed = resume_at or 0
         self._warned = ""
         self._told: set[str] = set()
-        self._tokenizer, self._delimiter = tokenizer, delimiter
-        self._view = LiveView(console, steps)
+        self._pieces, self._delimiter, self._stop_on = Pieces(tokenizer), delimiter, run.stop_on
+        self._view = LiveView(console, run.steps)
         self._seconds: dict[str, float] = {}
         self._phase: str | None = None
         self._started: float | None = None
@@ -90,12 +106,24 @@ class RunSink:
         for feed in feeds:
             self._view.tell(f"{feed.kind}: {feed.where}")
 
+    def watch(self, watchers: Sequence[Watcher]) -> None:
+        """Let these look at every step from now on. Steps begin now, or when the step before has been logged."""
+        self._watchers += watchers
+        for watcher in watchers:
+            watcher.begin(self._step)
+
+    def tell(self, message: str) -> None:
+        """Show one line."""
+        self._view.tell(message)
+
     def __enter__(self) -> RunSink:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for watcher in self._watchers:
+            watcher.close()
         for feed in self._feeds.values():
             feed.close(finished=kind is None)
         self._tell_failures()
@@ -117,14 +145,19 @@ class RunSink:
             yield
         finally:
             self._phase = None
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            end = time.perf_counter()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            spans.record(name, round(start * 1e9), round(end * 1e9), spans.PHASES)
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: Metrics) -> Metrics:
         now = time.perf_counter()
         total = now - (self._started or now)
         times = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         times |= {"time/other_s": total - sum(self._seconds.values()), "time/total_s": total}
+        spans.record(f"step {step}", round((self._started or now) * 1e9), round(now * 1e9), spans.PHASES)
         self._seconds, self._started = {}, now
+        for watcher in self._watchers:
+            times |= watcher.end(step)
         lost = {f"observe/{kind}_lost": feed.num_lost for kind, feed in self._feeds.items() if feed.num_lost}
         record = {"step": step, **metrics, **times, **lost}
         self._append(METRICS, record)
@@ -135,6 +168,9 @@ class RunSink:
         self._step = step + 1
         self._num_fed = max(self._num_fed, self._step)
         self._tell_failures()
+        for watcher in self._watchers:
+            watcher.begin(self._step)
+        return record
 
     def rewind(self, step: int) -> None:
         """Remove the lines of `step` and of later steps, which will be done again. The trackers keep their records of
@@ -143,10 +179,18 @@ class RunSink:
             if path.exists():
                 cut(path, step)
         self._step = step
+        for watcher in self._watchers:
+            watcher.begin(step)
 
-    def warn(self, message: str) -> None:
+    def warn(self, message: str, rule: HealthRule | None = None) -> None:
         """Show a warning, and write it with its step to logs/warnings.log. A repetition of the last warning is
-        ignored."""
+        ignored.
+
+        Raises:
+            ValueError: `run.stop_on` has the rule.
+        """
+        if rule in self._stop_on:
+            raise ValueError(f"{message}. The run stops here, because run.stop_on has {rule}")
         if message == self._warned:
             return
         self._warned = message
@@ -165,38 +209,22 @@ class RunSink:
                     f"numbers are in {self.run_folder / METRICS}"
                 )
 
-    def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
-        """Write the first answer of each of the first groups, including special tokens."""
-        for group, payload in zip(groups[:NUM_ANSWERS], payloads[:NUM_ANSWERS], strict=True):
-            sample, prompt = group.rollouts[0], group.prompt
-            response = payload[0].ids[sample.num_prompt_tokens :].tolist()
-            thought, answer = self._split(self._tokenizer.decode(response, skip_special_tokens=False))
-            question = prompt.messages
-            if not isinstance(question, str):
-                question = "\n".join(f"{turn['role']}: {turn['content']}" for turn in question)
-            self._append(
-                SAMPLES,
-                {
-                    "step": step,
-                    "uid": prompt.uid,
-                    "prompt": question,
-                    "thought": thought,
-                    "answer": answer,
-                    "ground_truth": prompt.columns.get("ground_truth"),
-                    "reward": sample.verdict.score if sample.verdict else None,
-                    "reason": sample.verdict.reason if sample.verdict else "",
-                    "details": dict(sample.verdict.details) if sample.verdict else {},
-                    "finish": sample.finish,
-                    "num_tokens": len(response),
-                },
-            )
-
-    def _split(self, text: str) -> tuple[str, str]:
-        """The thought with its delimiter, and the answer."""
-        if not self._delimiter or self._delimiter not in text:
-            return "", text
-        thought, delimiter, answer = text.partition(self._delimiter)
-        return thought + delimiter, answer
+    def samples(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        fetch: Callable[[Group], Sequence[Tokens]],
+        most: int,
+        shares: Sequence[Share] = (),
+    ) -> None:
+        """Write the first answers of the step, including special tokens; see `answer_record`."""
+        answers = ((group, index) for group in groups for index in range(len(group.rollouts)))
+        payload: tuple[Group | None, Sequence[Tokens]] = None, ()
+        for place, (group, index) in enumerate(islice(answers, most)):
+            if payload[0] is not group:
+                payload = group, fetch(group)
+            record = answer_record(group, index, payload[1][index], self._pieces, self._delimiter)
+            self._append(SAMPLES, {"step": step} | record | advantage_of(place, shares))
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
         with open_text(self.run_folder / name, "a") as file:

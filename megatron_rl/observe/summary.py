@@ -36,7 +36,7 @@ def print_summary(run_folder: Path, console: Console) -> None:
     metrics = read_metrics(run_folder)
     if not metrics:
         raise ValueError(f"{run_folder} has no metrics.jsonl with a step, so there is nothing to summarise")
-    for sample in read_lines(run_folder / SAMPLES)[-3:]:
+    for sample in read_lines(run_folder / SAMPLES, last=3):
         console.print(_answer(sample))
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bright_black")
     for column in ("", "before", "after"):

@@ -1,4 +1,5 @@
-"""Experiment trackers in addition to metrics.jsonl: Weights & Biases, TensorBoard, MLflow.
+"""Experiment trackers in addition to metrics.jsonl: Weights & Biases, TensorBoard, MLflow, and the endpoint for
+Prometheus.
 
 Invariants: the steps of a run never wait for a tracker. The failure of a tracker does not end the run: it is shown
 once, lost records are counted, and all numbers are in metrics.jsonl. A resumed run continues the tracker's run, whose
@@ -16,9 +17,16 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from megatron_rl.config.observe import MlflowTracker, TensorboardTracker, WandbTracker
+from megatron_rl.config.observe import (
+    MlflowTracker,
+    PrometheusEndpoint,
+    TensorboardTracker,
+    TrackerConfig,
+    WandbTracker,
+)
 from megatron_rl.config.raised import said
 from megatron_rl.config.schema import BaseConfig
+from megatron_rl.observe.prometheus import PrometheusTracker
 from megatron_rl.observe.provenance import flat, provenance
 from megatron_rl.ports import StopRequested
 
@@ -26,6 +34,9 @@ IDENTITIES = "trackers.json"
 """The file in the run folder that has the id of the run at each kind of tracker."""
 CLOSE_S = 30.0
 """The longest time, in seconds, that the end of a run waits for a tracker that has not accepted all records yet."""
+
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client"}
+"""The Python package of each kind; `pip install` takes the same name."""
 
 Record = Mapping[str, float]
 
@@ -43,13 +54,18 @@ class Tracker(Protocol):
 def missing_packages(config: BaseConfig) -> list[str]:
     """One sentence for each configured tracker whose package is not installed."""
     # A folder with this name in the working folder, like the one that wandb creates, is no package; it has no origin.
-    specs = {tracker.kind: find_spec(tracker.kind) for tracker in config.observe}
+    specs = {section.kind: find_spec(PACKAGES[section.kind]) for section in tracker_sections(config)}
     return [
-        f"observe: the kind {kind} needs a package that is not installed; install it with `pip install {kind}`, or "
-        f"remove the kind from `observe`"
+        f"observe: the kind {kind} needs a package that is not installed; install it with "
+        f"`pip install {PACKAGES[kind]}`, or remove the kind from `observe`"
         for kind, spec in specs.items()
         if spec is None or spec.origin is None
     ]
+
+
+def tracker_sections(config: BaseConfig) -> list[TrackerConfig]:
+    """The sections of `observe` that receive the numbers of each step."""
+    return [section for section in config.observe if isinstance(section, TrackerConfig)]
 
 
 def open_trackers(config: BaseConfig, resume_at: int | None) -> list[TrackerFeed]:
@@ -67,7 +83,7 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[TrackerFeed
     goes_on = resume_at is not None and path.exists()
     identities: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if goes_on else {}
     feeds: list[TrackerFeed] = []
-    for section in config.observe:
+    for section in tracker_sections(config):
         try:
             tracker = _OPEN[type(section)](section, config, identities, resume_at)
         except StopRequested:
@@ -221,4 +237,5 @@ _OPEN: dict[type, Callable[[Any, BaseConfig, dict[str, str], int | None], Tracke
     WandbTracker: _Wandb,
     TensorboardTracker: _Tensorboard,
     MlflowTracker: _Mlflow,
+    PrometheusEndpoint: PrometheusTracker,
 }

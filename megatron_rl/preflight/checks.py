@@ -35,6 +35,7 @@ from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.rollout.programs.budgets import Budgets
+from megatron_rl.rollout.vocabulary import forbidden_ids
 from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.reasoning_gym import missing_package
 
@@ -221,12 +222,16 @@ def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles
             f"{folder / 'tokenizer.json'} has the token id {largest}, but the model's vocabulary ends at "
             f"{shape.vocab_size - 1} (vocab_size of config.json); take the tokenizer that belongs to these weights"
         )
-    if not isinstance(config, GrpoRunConfig) or not config.rollout.delimiter:
+    if not isinstance(config, GrpoRunConfig):
         return faults
-    try:
-        Budgets(folder, config.rollout, on_gpu=config.cluster.gpus_per_engine_rank > 0)
-    except ValueError as error:
-        faults.append(str(error))
+    checks: list[Callable[[], object]] = [lambda: forbidden_ids(folder, shape.vocab_size, config.rollout.sampling)]
+    if config.rollout.delimiter:
+        checks.append(lambda: Budgets(folder, config.rollout, on_gpu=config.cluster.gpus_per_engine_rank > 0))
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            faults.append(str(error))
     return faults
 
 

@@ -38,6 +38,8 @@ class EngineSpec:
     """Whether trainers have the same GPUs, so that `weights.enter` gives them the memory."""
     loads_weights: bool = False
     """Whether `start` loads the weights of the model's folder, as version 0; otherwise the bridge brings them."""
+    keeps_statistics: bool = False
+    """Whether vLLM keeps statistics of its steps and requests, which its own metrics are made of."""
     make_answers: MakeAnswers | None = None
     """Makes what carries out the answers, if there is `rollout.environment`."""
 

@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from megatron_rl import spans
 from megatron_rl.rollout.request_queue import RequestQueue
 from megatron_rl.rollout.routine import resolve
 
@@ -163,7 +164,8 @@ class EngineThread:
             self._guarded(start_and_step)
 
     def _hand_out_step(self) -> None:
-        self.requests.hand_out(self.engine.step())
+        with spans.span("engine step", len(self.requests)):
+            self.requests.hand_out(self.engine.step())
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Make a step. If it fails, all that is waited for ends.

@@ -13,6 +13,7 @@ docs/thinking_rules.md has the rules as a table.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -359,6 +360,7 @@ def as_rollout(
         thought_cut=has_budget and not (transcript.stopped if closed is None else all(closed)),
         thought_budget=thought_budget,
         oldest_version=min((v for v in transcript.version if v >= 0), default=-1),
+        digest=zlib.crc32(np.array(transcript.ids, np.int32).tobytes()),
     )
     return sample, Tokens(
         ids=np.array([*prompt_ids, *transcript.ids], np.int32),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl import spans
 from megatron_rl.rollout.kv_budget import KvBudget
 from megatron_rl.rollout.program import Call
 from megatron_rl.rollout.routine import resolve
@@ -93,6 +94,7 @@ class RequestQueue:
         """Queue requests and return their future outputs."""
         futures: list[Future[RequestOutput]] = [Future() for _ in requests]
         self._unresolved.update(futures)
+        spans.follow("request", futures)
         items = list(zip(requests, futures, strict=True))
         self._waiting.extendleft(reversed([item for item in items if item[0].goes_on]))
         self._waiting.extend(item for item in items if not item[0].goes_on)

@@ -13,6 +13,7 @@ from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
+from megatron_rl.rollout.vocabulary import forbidden_ids
 
 if TYPE_CHECKING:
     from vllm.config.reasoning import ReasoningConfig
@@ -50,8 +51,8 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     if not on_gpu:
         set_cpu_environment()
     remove_leftovers()
-    latent = read_shape(model.path).latent is not None
-    options = _gpu_options(rollout, shares_gpus) if on_gpu else _cpu_options(rollout, latent)
+    shape = read_shape(model.path)
+    options = _gpu_options(rollout, shares_gpus) if on_gpu else _cpu_options(rollout, shape.latent is not None)
     if budgets.opening is not None:
         options["reasoning_config"] = _reasoning(budgets)
     if budgets.beams is not None:
@@ -85,8 +86,10 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     config = arguments.create_engine_config()
     # On a CPU vLLM refuses it, because its workers do not collect them; ours do.
     config.aux_output_config.enable_return_routed_experts = returns_routes
-    engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    engine = LLMEngine(config, Executor.get_class(config), log_stats=spec.keeps_statistics, multiprocess_mode=False)
     remove_own_names()
+    if forbidden := forbidden_ids(model.path, shape.vocab_size, rollout.sampling):
+        engine.collective_rpc("forbid", args=(forbidden,))
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
         engine.collective_rpc("score_together")

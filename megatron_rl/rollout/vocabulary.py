@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
+
+from megatron_rl.config.rollout import SamplingConfig
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
@@ -68,6 +71,37 @@ def single_ids(folder: Path, texts: Sequence[str], key: str) -> list[int]:
                 "model's vocabulary, or write it as several texts"
             )
     return [ids[0] for ids in encoded]
+
+
+def forbidden_ids(folder: Path, vocab_size: int, sampling: SamplingConfig) -> tuple[int, ...]:
+    """The ids that are never sampled, in ascending order: the rows of the model's vocabulary without a token, and the
+    tokens in `rollout.sampling.forbid`.
+
+    Example: a model with 8 rows, a tokenizer with the tokens a, b, </s> and <pad> as the ids 0 to 3, and forbid
+    (<pad>): 3, 4, 5, 6, 7.
+
+    Raises:
+        ValueError: the tokenizer has no such token, or the token ends answers.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():  # transformers can read the tokenizer, and only it knows the ids
+        if sampling.forbid:
+            raise ValueError(f"rollout.sampling.forbid needs {path}; save it with transformers' save_pretrained")
+        return ()
+    known = load_tokenizer(folder).get_vocab(with_added_tokens=True)
+    ends = stop_ids(folder)
+    for token in sampling.forbid:
+        if token not in known:
+            near = get_close_matches(token, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"rollout.sampling.forbid: the tokenizer of {folder} has no token {token!r}{hint}")
+        if known[token] in ends:
+            raise ValueError(
+                f"rollout.sampling.forbid: {token!r} ends answers (eos_token_id), so every answer would use up its "
+                "budget; remove it"
+            )
+    named = {known[token] for token in sampling.forbid}
+    return tuple(sorted(named | (set(range(vocab_size)) - set(known.values()))))
 
 
 WORDS, SIGNS = ("x", "7"), (".", " ", "\n")

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -113,6 +113,21 @@ class RolloutWorker:
         from vllm.v1.outputs import LogprobsTensors
 
         runner._get_prompt_logprobs_dict = of_step
+
+    def forbid(self, tokens: Sequence[int]) -> None:
+        """Give these tokens the logit -inf in everything that this rank computes, so that they are never sampled, and
+        log-probs belong to the distribution that is left. Both of vLLM's model runners ask the model for its logits
+        outside their graphs; on a GPU this has not been run."""
+        model = self.model_runner.model
+        compute_logits = model.compute_logits
+        columns = torch.tensor(tokens, device=self.model_runner.device)
+
+        def without_forbidden(*arguments: Any, **keywords: Any) -> torch.Tensor | None:
+            logits: torch.Tensor | None = compute_logits(*arguments, **keywords)
+            # With tensor parallelism some ranks get none.
+            return logits if logits is None else logits.index_fill_(-1, columns, -torch.inf)
+
+        model.compute_logits = without_forbidden
 
     def receive_stages_on_a_cpu(self) -> None:
         """Give a later pipeline stage the buffer where its model runner keeps the hidden states of the previous stage.

@@ -29,6 +29,7 @@ from megatron_rl.types.rollouts import (
 from megatron_rl.types.step import (
     Credit,
     Denominators,
+    Gradient,
     Metrics,
     MicrobatchPlan,
     Rollouts,
@@ -37,6 +38,7 @@ from megatron_rl.types.step import (
     StepBatch,
     TokenNumbers,
     TokenRewards,
+    TokenSpan,
 )
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "Denominators",
     "Episode",
     "Experts",
+    "Gradient",
     "Group",
     "GroupRequest",
     "LatentAttention",
@@ -68,6 +71,7 @@ __all__ = [
     "TokenNumbers",
     "TokenReward",
     "TokenRewards",
+    "TokenSpan",
     "Tokenizer",
     "Tokens",
     "Verdict",

@@ -199,6 +199,8 @@ class Rollout:
     rollouts of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
     num_item_tokens: int = 0
     """The number of its last tokens that form an item found by beam search; 0 means that it has no item."""
+    digest: int = 0
+    """The CRC-32 of its response's tokens, by which equal answers are found; 0 if nobody has computed it."""
     branch: Branch | None = None
     """The passage that it continues, if it belongs to `Group.continuations`; None for an answer."""
     verdict: Verdict = NOT_JUDGED

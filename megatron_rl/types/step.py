@@ -18,6 +18,33 @@ from megatron_rl.types.rollouts import Group, Tokens
 Metrics = dict[str, float]
 
 
+class TokenSpan(NamedTuple):
+    """Some of the tokens of a step, for `explain`: in each of some samples the tokens [start, stop).
+
+    Example: the first ten tokens of the response of sample 3, whose prompt has five tokens: `TokenSpan((3,), 5, 15)`.
+    """
+
+    samples: tuple[int, ...]
+    """Their indices in the step."""
+    start: int = 0
+    stop: int = 2**31
+
+
+class Gradient(NamedTuple):
+    """The gradient of a part of a step's loss.
+
+    Example: a gradient of norm 5, whose part in the embedding has the norm 3 and lies in the row of token 7:
+    `Gradient(5.0, {"embedding": 9.0, "norms": 16.0}, {"embedding": {7: 9.0}})`.
+    """
+
+    norm: float
+    """The L2 norm over the whole model."""
+    squares: Mapping[str, float]
+    """The squares of the norms of the parts of the model, such as `embedding` and `layer 0 attention`."""
+    rows: Mapping[str, Mapping[int, float]]
+    """The squares of the norms of the largest rows of `embedding` and `output layer`, by token, the largest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenRewards:
     """Rewards at single tokens of several samples. The arrays have one entry for each of its N rewards, in any order;

@@ -60,7 +60,7 @@ def saved_activations(rank, world_size, url, *, folder, samples, layout):
     for chunk in actor.chunks:  # the outputs hold the graph
         chunk.register_forward_hook(lambda module, arguments, output: outputs.append(output))
     with platform.running(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
-        logps = actor._schedule.run([batch], loss, forward_only=True)
+        logps = actor.schedule.run([batch], loss, forward_only=True)
     assert all(tensor.requires_grad for tensor in (*outputs, *logps))
     counted = _storages(held.tensor for held in saved)
     actor.close()

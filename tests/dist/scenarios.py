@@ -25,6 +25,7 @@ from shares import TrainSample, share_of
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.attention import packed_sequences
+from megatron_rl.actor.inspection import gradient_of, token_numbers
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import pack
 from megatron_rl.actor.spec import ActorSpec
@@ -220,7 +221,7 @@ def logits(rank, world_size, url, *, folder, samples, layout):
     return torch.cat(parts, -1)[0].float().numpy(), batch.lengths_S.numpy()
 
 
-def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, vocab_size, temperature):
+def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, vocab_size, temperature, forbidden):
     """The rows of a padded output layer split over the ranks: log-probs and entropies, and the gradients to hidden
     states (summed over the ranks) and to this rank's rows."""
     platform.start(rank, world_size, meet(rank, world_size, url))
@@ -231,7 +232,7 @@ def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, 
         copy_to_tensor_model_parallel_region(hidden, group=dist.group.WORLD),
         weight,
         torch.from_numpy(target_T),
-        vocabulary_shard(width, vocab_size, dist.group.WORLD),
+        vocabulary_shard(weight, vocab_size, dist.group.WORLD, forbidden),
         temperature=temperature,
         entropy=True,
     )
@@ -537,3 +538,16 @@ def replay_engine(rank, world_size, url, *, folder, layout, setup, version):
     updated = actor.update(0, {})
     actor.close()
     return without, replayed, updated
+
+
+def inspect(rank, world_size, url, *, folder, samples, layout, parts, algorithm=ALGORITHM):
+    """What `explain` asks of a step: (numbers of the tokens, gradient of each part, untrained tokens), and the metrics
+    of the update that follows."""
+    actor = build(rank, world_size, url, folder, layout, algorithm)
+    begin(actor, samples, layout, 1)
+    numbers = token_numbers(actor, COEFFICIENTS)
+    gradients = [gradient_of(actor, 0, part, COEFFICIENTS) for part in parts]
+    untrained = actor.find_untrained()
+    metrics = actor.update(0, COEFFICIENTS)
+    actor.close()
+    return (numbers, gradients, untrained), metrics

@@ -8,19 +8,21 @@ import torch
 
 
 # 33 of 64 columns on two ranks; 20 of 64 on four: two ranks hold nothing but padding.
-@pytest.mark.parametrize("world_size, vocab_size", [(1, 64), (2, 33), (4, 20)])
+@pytest.mark.parametrize("world_size, vocab_size, forbidden", [(1, 64, ()), (2, 33, (31, 32)), (4, 20, (3,))])
 @pytest.mark.parametrize("num_tokens", [40, 0])
-def test_values_and_gradients_equal_log_softmax(trainers, world_size, vocab_size, num_tokens):
+def test_values_and_gradients_equal_log_softmax(trainers, world_size, vocab_size, forbidden, num_tokens):
     rng = np.random.default_rng(1)
     hidden_TH = rng.normal(0, 1.5, (num_tokens, 16)).astype(np.float32)
     weight_VH = rng.normal(0, 1, (64, 16)).astype(np.float32)
-    target_T = rng.integers(0, vocab_size, num_tokens)
+    allowed = [v for v in range(vocab_size) if v not in forbidden]
+    target_T = rng.choice(allowed, num_tokens)
     grad_2T = rng.normal(size=(2, num_tokens)).astype(np.float32)
 
     hidden = torch.from_numpy(hidden_TH).double().requires_grad_()
     weight = torch.from_numpy(weight_VH).double().requires_grad_()
-    log_p = (hidden @ weight[:vocab_size].T / 0.7).log_softmax(-1)
-    expected = log_p.gather(1, torch.from_numpy(target_T)[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+    log_p = (hidden @ weight[allowed].T / 0.7).log_softmax(-1)
+    column_T = torch.tensor([allowed.index(v) for v in target_T.tolist()], dtype=torch.int64)
+    expected = log_p.gather(1, column_T[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
     torch.autograd.backward(expected, torch.from_numpy(grad_2T).double().unbind())
 
     results = trainers.run(
@@ -32,6 +34,7 @@ def test_values_and_gradients_equal_log_softmax(trainers, world_size, vocab_size
         grad_2T=grad_2T,
         vocab_size=vocab_size,
         temperature=0.7,
+        forbidden=forbidden,
     )
     # fp32: logits up to 30 / 0.7, sums of sixteen, are exact to 1e-5, and gradients are sums of forty.
     for values, grad_hidden, _ in results:
@@ -39,4 +42,4 @@ def test_values_and_gradients_equal_log_softmax(trainers, world_size, vocab_size
         np.testing.assert_allclose(grad_hidden, hidden.grad.numpy(), atol=1e-4)
     grad_weight = np.concatenate([grad for _, _, grad in results])
     np.testing.assert_allclose(grad_weight, weight.grad.numpy(), atol=1e-4)
-    assert not grad_weight[vocab_size:].any()
+    assert not grad_weight[vocab_size:].any() and not grad_weight[list(forbidden)].any()

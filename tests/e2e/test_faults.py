@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -93,6 +94,12 @@ def test_real_rows_flow_though_an_engine_dies_and_a_reward_hangs(recipe):
 
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert all("</think>" in sample["thought"] or sample["finish"] == "stop" for sample in samples)
+    assert set(Counter(sample["step"] for sample in samples).values()) == {4}
+    for sample in samples:
+        table = sample["tokens"]
+        assert sum(table["lengths"]) == len(sample["thought"] + sample["answer"])
+        assert len(table["columns"]["logp_rollout"]) == sum(table["actions"]) == sample["num_tokens"]
+    assert any("advantage" in sample for sample in samples)
     config = json.loads((folder / "config.json").read_text())
     thinking = config["config"]["rollout"]["thinking"]
     assert thinking["thought_tokens"] == {"kind": "fixed", "tokens": 48} and thinking["response_tokens"] == 32

@@ -47,6 +47,8 @@ def test_only_one_name_is_installed_and_the_data_is_inside(installed):
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names - {"bin", "__pycache__"} == {"megatron_rl"}
     assert (installed / "megatron_rl" / "configs" / "run" / "tiny_grpo.yaml").is_file()
+    page = {path.name for path in (installed / "megatron_rl" / "observe").iterdir()}
+    assert {"page.html.jinja", "page.css", "page.js"} <= page
     assert (installed / "megatron_rl" / "recipes" / "tiny" / "data" / "gsm8k_train_sample.jsonl").is_file()
     assert list(installed.glob("*.dist-info/licenses/LICENSE"))
     tools = {path.name for path in (installed / "megatron_rl" / "tools").iterdir()}

@@ -3,14 +3,40 @@ a kill, also where policy, critic and engines share their machine's memory in ph
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
+import socket
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pytest import approx
 from recipe_runs import of_two_engines
 from test_resume import NOT_COMPARED
 
 from megatron_rl.layout import read_shape
 from megatron_rl.observe.records import METRICS, read_lines
+
+TRACED = 3
+"""The step that is traced and profiled."""
+
+
+@pytest.fixture
+def port() -> int:
+    """The port of the driver's endpoint. The next two, for the engines, are free, too. Systems give connections ports
+    from 32768 on."""
+    while True:
+        with ExitStack() as servers:
+            found = random.randrange(10000, 32000)
+            try:
+                for one in range(3):
+                    servers.enter_context(socket.create_server(("", found + one)))
+            except OSError:
+                continue
+            return found
 
 
 def arguments(task, name: str, *more: str) -> list[str]:
@@ -47,10 +73,66 @@ def check_same(records: list[dict], others: list[dict]) -> None:
                 assert second[name] == value, name
 
 
+def check_trace(path: Path, record: dict) -> None:
+    """It has spans of every role, and the driver's phases add up to the step."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"].partition(" (")[0] for e in events if e["name"] == "process_name"}
+    found: dict[str, set[str]] = {name: set() for name in names.values()}
+    for event in events:
+        assert event["ts"] >= 0 and event["dur"] >= 0
+        if event["ph"] == "X":
+            found[names[event["pid"]]].add(event["name"])
+    trainers = [name for name in found if name.startswith("trainer")]
+    assert set(found) == {"driver", *trainers, "critic rank 0", "critic rank 1", "engine 0", "verifier"}
+    for name in trainers:
+        assert found[name] >= {"begin", "update", "forward", "backward", "optimizer", "wait for all ranks", "push"}
+    assert any(found[name] >= {"post", "wait for engine rank"} for name in trainers) and "score" in found["verifier"]
+    assert found["critic rank 1"] >= {"values", "updates", "forward", "backward"}
+    assert found["engine 0"] >= {"engine step", "request", "take weights", "commit weights"}
+    driver = [event for event in events if event["pid"] == 1 and event.get("cat") == "phases"]
+    [step] = [event for event in driver if event["name"] == f"step {TRACED}"]
+    seconds = {name: sum(event["dur"] for event in driver if event["name"] == name) / 1e6 for name in found["driver"]}
+    phases = {event["name"] for event in driver} - {step["name"]}
+    assert phases >= {"sync", "generate", "update", "other"}
+    assert sum(seconds[phase] for phase in phases) == approx(record["time/total_s"], rel=0.01)
+    assert seconds["update"] == approx(record["time/update_s"], rel=0.01)
+    inside = [event for event in events if event["ph"] == "X" and event["name"] in ("request", "forward")]
+    assert all(step["ts"] <= event["ts"] <= step["ts"] + step["dur"] for event in inside), "one clock"
+
+
+def check_machines(records: list[dict]) -> None:
+    for record in records:
+        for role in ("driver", "trainer", "critic", "engine", "verifier"):
+            assert record[f"memory/{role}_resident_bytes"] > 10 << 20, role
+        assert 0 <= record["machine/waiting"] < 1 and record["machine/trainer_cores"] > 0
+        assert record["memory/object_store_bytes"] >= 0 and record["memory/shm_bytes"] > 0
+        assert record["machine/disk_free_bytes"] > 0 and record["sync/transfer_s"] > 0
+
+
+def check_endpoints(port: int) -> None:
+    """The driver's and both engines' endpoints answer."""
+    driver = samples(port)
+    assert driver["megatron_rl_step"].labels == {"run": "lost"} and driver["megatron_rl_step"].value == 4
+    assert (
+        driver["megatron_rl_time_update_s"].value > 0 and driver["megatron_rl_memory_engine_resident_bytes"].value > 0
+    )
+    for engine in range(2):
+        found = samples(port + 1 + engine)["vllm:generation_tokens_total"]
+        assert found.labels["engine"] == str(engine) and found.value > 0
+
+
+def samples(port: int) -> dict:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {sample.name: sample for family in families for sample in family.samples}
+
+
 @pytest.mark.deep
 @pytest.mark.deadline(900)
-def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, task):
-    run = recipe.run(*arguments(task, "whole"))
+def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, task, port):
+    watched = f"{{kind: prometheus, port: {port}, engines: true}}"
+    looked_at = f"{{kind: trace, steps: [{TRACED}]}}, {{kind: profile, steps: [{TRACED}], ranks: [1]}}"
+    run = recipe.run(*arguments(task, "whole", f"observe=[{watched}, {looked_at}]"))
     assert run.returncode == 0, run.stdout + run.stderr
     runs = recipe.folder / "runs"
     whole = metrics_of(runs / "whole")
@@ -64,13 +146,18 @@ def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, tas
         "step_000006",
     ]
 
+    check_trace(runs / "whole" / "traces" / f"step_{TRACED:06}.json", whole[TRACED])
+    assert "aten::" in (runs / "whole" / "profiles" / f"step_{TRACED:06}_trainer_1.json").read_text()
+    check_machines(whole)
+
     # Another run goes on from step 4. Policy, critic and engines share their memory, and the critic is lost in step 5,
     # while the engines have it.
     shutil.copytree(runs / "whole", runs / "lost")
     (recipe.folder / "gate").touch()
-    shared = ["cluster.colocate=true", "rollout.num_engines=2", "--resume", "4"]
+    shared = ["cluster.colocate=true", "rollout.num_engines=2", f"observe=[{watched}]", "--resume", "4"]
     run = recipe.start(*arguments(task, "lost", *shared))
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
+    check_endpoints(port)
     recipe.process(run, "ray::CriticRank").kill()
     (recipe.folder / "gate").unlink()
     said = recipe.folder / "out.txt"

@@ -35,7 +35,7 @@ ALGORITHM = [
 ]
 """State of its own (coefficients), a reference policy, statistics of the mini-batch."""
 NOT_COMPARED = re.compile(
-    r"time/.*|perf/.*|memory/.*|rollout/tokens_per_s|rollout/idle|reward/.*/seconds|verifier/restarts|slowest_rank/.*|sync/re.*|mirror/.*|eval/.*|stream/asked_again"
+    r"time/.*|perf/.*|memory/.*|rollout/tokens_per_s|rollout/idle|reward/.*/seconds|verifier/restarts|slowest_rank/.*|sync/re.*|mirror/.*|machine/.*|sync/transfer_s|eval/.*|stream/asked_again"
 )
 """What depends on the machine or on what happened to the run; the broken runs make no evaluation."""
 
@@ -112,6 +112,27 @@ def test_the_undisturbed_run_and_its_export(recipe, run_here, whole):
     of_ranks, exported_tensors = (load_file(Path(side) / "model.safetensors") for side in (same.left, same.right))
     assert of_ranks.keys() == exported_tensors.keys()
     assert all(torch.equal(tensor, exported_tensors[name]) for name, tensor in of_ranks.items())
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+def test_a_step_is_explained_from_the_state_before_it(recipe, whole):
+    """From the checkpoint of step 2 and the answers of step 2: loss and gradient of step 3 are the run's, and what is
+    named adds up to them."""
+    shutil.copytree(whole, recipe.folder / "runs" / "whole")
+    done = recipe.run("recipes/explain.py", "runs/whole", "--step", "3", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told, logged = json.loads(done.stdout.splitlines()[-1]), lines(whole)[3]
+    assert told["is_exact"] and "the checkpoint of step 2, trained on the 1 steps between" in told["state"]
+    assert told["gradient"]["norm"] == pytest.approx(logged["grad_norm"], rel=1e-6)
+    assert sum(told["gradient"]["squares"].values()) == pytest.approx(logged["grad_norm"] ** 2, rel=1e-6)
+    assert sum(sum(one["tokens"]["loss"]) for one in told["samples"] if one["tokens"]) == pytest.approx(
+        logged["loss"], abs=1e-4 * abs(logged["loss"]) + 32 * 24 * 1e-6
+    )
+    whole_part, *others = sorted(told["found"], key=lambda one: -len(one["samples"]))
+    assert whole_part["norm"] == told["gradient"]["norm"]
+    assert any(one["stop"] - one["start"] == 1 for one in others), "single tokens were found"
+    assert (recipe.folder / "runs" / "whole" / "explained" / "step_000003.json").exists()
 
 
 @pytest.mark.deadline(900)
@@ -235,7 +256,7 @@ def held_out(folder: Path) -> list[float]:
 
 
 OF_ENGINES = ("sync/", "eval/")
-TIMES = ("time/", "perf/", "memory/", "slowest_rank/")
+TIMES = ("time/", "perf/", "memory/", "machine/", "slowest_rank/")
 
 
 @pytest.mark.deep

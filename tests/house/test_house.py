@@ -22,9 +22,9 @@ from pages import blocks
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
 LAYERS = {
-    **dict.fromkeys(["config", "types", "ports", "processes"], 0),
+    **dict.fromkeys(["config", "types", "ports", "processes", "spans"], 0),
     **dict.fromkeys(["algorithms", "balance", "layout", "verifiers", "data", "observe", "environments"], 1),
-    **dict.fromkeys(["loop", "convert", "planning"], 2),
+    **dict.fromkeys(["loop", "convert", "planning", "explain"], 2),
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
     **dict.fromkeys(["cluster", "preflight"], 4),
     "recipes": 5,

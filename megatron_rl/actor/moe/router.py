@@ -197,6 +197,12 @@ def set_auxiliary_losses(
             router.score_weight_E = policy.load_balancing_loss * router.num_experts / num_tokens * share_E
 
 
+def clear_auxiliary_losses(chunks: Sequence[torch.nn.Module]) -> None:
+    """Leave the auxiliary losses out of the passes that follow."""
+    for router in _routers(chunks):
+        router.z_weight, router.score_weight_E = 0.0, None
+
+
 def describe_auxiliary_losses(chunks: Sequence[torch.nn.Module]) -> dict[str, Metric]:
     """This rank's part of the metric `experts/auxiliary_loss`: the sum of both losses over all layers."""
     losses = [router.auxiliary_loss for router in _routers(chunks)]

@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
+from megatron_rl import spans
 from megatron_rl.actor.optimizer.intervals import COPY, Interval, IntervalState, intervals
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, Norms, gradient_square
 from megatron_rl.actor.state import named_parameters
@@ -93,6 +94,15 @@ class Optimizer(ABC):
         squares = [gradient_square(inner) for inner in self.megatron.chained_optimizers]
         return math.sqrt(sum(squares[1:], start=squares[0]))
 
+    def gradients(self) -> Iterator[tuple[str, int, Tensor]]:
+        """After `gradient_norm`: the gradient of each interval that counts for the norm on this rank, with the
+        parameter's local name and the start of the interval; float32, flat. It is no collective."""
+        for inner in self.megatron.chained_optimizers:
+            norms = Norms(inner)
+            for interval in intervals(inner):
+                if interval.main.grad is not None and norms.counts(interval):
+                    yield self._names[id(interval.parameter)], interval.start, interval.main.grad.view(-1)
+
     @torch.no_grad()
     def update(self, grad_norm: float, is_last: bool) -> tuple[float, float]:
         """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in
@@ -113,7 +123,8 @@ class Optimizer(ABC):
         parameters = [p for inner in self.megatron.chained_optimizers for p in inner.get_parameters()]
         if clip > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
-        found = self._apply()
+        with spans.span("optimizer"):
+            found = self._apply()
         for chunk in self._chunks:
             if is_last and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)

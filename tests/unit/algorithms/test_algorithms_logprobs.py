@@ -48,7 +48,7 @@ class Ranks:
         return reduce
 
 
-def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks: int, width: int, **options):
+def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks: int, width: int, forbidden=(), **options):
     """What `num_ranks` ranks of `width` columns each compute: values of every rank, the gradients to hidden summed
     and those to weight concatenated, and the number of collectives."""
     ranks, vocab_size = Ranks(num_ranks), len(weight_VH)
@@ -59,6 +59,7 @@ def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks: int, width: int, 
         shard = VocabularyShard(
             num_real=max(0, min(width, vocab_size - first)),
             first=first,
+            forbidden_F=torch.tensor([v - first for v in forbidden if first <= v < first + width], dtype=torch.int64),
             max_over_ranks=ranks.collective(rank, lambda x: x.amax(0)),
             sum_over_ranks=ranks.collective(rank, lambda x: x.sum(0)),
         )
@@ -78,11 +79,13 @@ def backward(values, grads) -> None:
     torch.autograd.backward(*zip(*pairs, strict=True))
 
 
-def plain(hidden_TH, weight_VH, target_T, grads, temperature: float = TEMPERATURE):
+def plain(hidden_TH, weight_VH, target_T, grads, temperature: float = TEMPERATURE, forbidden=()):
     """All logits, log_softmax, autograd: values and gradients."""
     hidden, weight = hidden_TH.clone().requires_grad_(), weight_VH.clone().requires_grad_()
-    log_p = (hidden @ weight.T / temperature).log_softmax(1)
-    values = log_p.gather(1, target_T[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+    allowed = [v for v in range(len(weight_VH)) if v not in forbidden]
+    log_p = (hidden @ weight[allowed].T / temperature).log_softmax(1)
+    column_T = torch.tensor([allowed.index(v) for v in target_T.tolist()])
+    values = log_p.gather(1, column_T[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
     backward(values, grads)
     return [x.detach() for x in values], hidden.grad, weight.grad
 
@@ -133,6 +136,23 @@ def test_equals_log_softmax_for_every_chunk_and_split(monkeypatch, num_ranks, wi
     close(got_weight[:VOCAB_SIZE], grad_weight, 1e-13)
     assert not got_weight[VOCAB_SIZE:].any()
     assert num_collectives == 2, "a call exchanges numbers twice, whatever its chunks, and backward never"
+
+
+# The last rank of three has no token that may be sampled, nor has the last of two, beside padding, any but one.
+@pytest.mark.parametrize("num_ranks, width, forbidden", [(1, 29, (4,)), (3, 10, range(20, 29)), (2, 16, range(15, 28))])
+def test_forbidden_tokens_have_no_probability_and_no_gradient(monkeypatch, num_ranks, width, forbidden):
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 5 * width * 8)
+    hidden, weight, target, grads = inputs()
+    target = torch.tensor([v if v not in forbidden else 0 for v in target.tolist()])
+    weight[list(forbidden)] *= 1000  # without the rule they would have all of the probability
+    expected, grad_hidden, grad_weight = plain(hidden, weight, target, grads * 50, forbidden=forbidden)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True, forbidden=forbidden)
+    values, got_hidden, got_weight, _ = split(hidden, weight, target, grads * 50, **options)
+    for of_rank in values:
+        close(of_rank, expected, 1e-13)
+    close(got_hidden, grad_hidden, 1e-11)  # fifty times the slopes, and the rest as above
+    close(got_weight[:VOCAB_SIZE], grad_weight, 1e-11)
+    assert not got_weight[list(forbidden)].any()
 
 
 @pytest.mark.parametrize("num_ranks, width", [(1, 29), (3, 10)])

@@ -72,6 +72,7 @@ def test_policy_objective_golden():
         "ratio/mean": 0.75,
         "ratio/max": 5.0,
         "ratio/min": 0.5,
+        "logp/mean": (-1 - 2 - 1 + math.log(2 * 0.5 * 5)) / 10,
         "entropy": 0.6,
         "masked": 0.0,
         "correction/mean": 0.45,

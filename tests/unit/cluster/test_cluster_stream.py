@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_rl.cluster.asked import IdleTime, deal, largest_part
+from megatron_rl.cluster.deadlines import Deadlines
 from megatron_rl.cluster.payloads import StoredTokens
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.stream import RayStream
@@ -122,14 +123,14 @@ def make_stage(is_asynchronous: bool) -> SimpleNamespace:
     engines, verifier = [HeldEngine(), HeldEngine()], OnesVerifier()
     rollout = SimpleNamespace(max_lag=0, prompts_per_step=4, samples_per_prompt=8, num_engines=2, prefix_values=None)
     rollout.is_asynchronous = is_asynchronous
-    cluster, policy = SimpleNamespace(step_timeout_s=60.0), SimpleNamespace(routing_replay=False)
-    config = SimpleNamespace(rollout=rollout, cluster=cluster, policy=policy, rewards=REWARDS)
+    config = SimpleNamespace(rollout=rollout, policy=SimpleNamespace(routing_replay=False), rewards=REWARDS)
     group = SimpleNamespace(
         engines=engines,
         processes=[Process(f"engine {i}", Path(os.devnull), engine) for i, engine in enumerate(engines)],
         record_of={0: "record 0", 1: "record 1"},
         is_dead=lambda index: False,
         before=lambda phase: None,
+        deadlines=Deadlines(60.0),
         loads_weights=False,
     )
     verifiers = SimpleNamespace(verifiers=[verifier], num_restarts=0, decide=verifier.decide)

@@ -168,14 +168,15 @@ class World:
 
     def log(self, step, metrics):
         self.logged.append((step, metrics))
+        return metrics
 
     def rewind(self, step):
         self.logged = [record for record in self.logged if record[0] < step]
 
-    def samples(self, step, groups, payloads):
+    def samples(self, step, groups, fetch, most, shares=()):
         pass
 
-    def warn(self, message):
+    def warn(self, message, rule=None):
         self.warnings.append(message)
 
 

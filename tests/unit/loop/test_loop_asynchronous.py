@@ -36,9 +36,10 @@ class Recording(World):
         return sorted({NUMBER_OF[name.split(",")[0]] for name in self.names})
 
     def log(self, step, metrics):
-        super().log(step, metrics)
+        record = super().log(step, metrics)
         if "loss" in metrics:
             self.steps[step] = self.in_step
+        return record
 
 
 def asynchronous(max_lag: int, folder="nowhere", every=1, steps=8, **rollout):

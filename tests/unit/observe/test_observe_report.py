@@ -11,10 +11,10 @@ from rich.console import Console
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.schema import BalanceConfig, RunConfig, SftConfig, SftRunConfig
 from megatron_rl.observe import print_summary, write_provenance, write_report
-from megatron_rl.observe.curves import draw_comparison, draw_curves
+from megatron_rl.observe.curves import draw_curves
 from megatron_rl.observe.provenance import git_state
 from megatron_rl.observe.records import read_metrics
-from megatron_rl.observe.report import distinct_names
+from megatron_rl.observe.report import distinct_names, run_page, warnings_of
 from megatron_rl.tools.report import main
 
 CONFIG = SftRunConfig(
@@ -46,20 +46,53 @@ SAMPLE = {
 }  # fmt: skip
 
 
-def test_the_page_is_self_contained_and_escaped(tmp_path):
+def data_of(page: str) -> dict:
+    """What the page's scripts read."""
+    [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
+
+
+def test_the_page_is_one_file_that_loads_nothing(tmp_path):
     write_run(tmp_path, *[record | {"reward/exact_answer/mean": 0.5} for record in GRPO])
-    samples = [json.dumps(SAMPLE | {"uid": f"r:{i}"}) + "\n" for i in range(5)]
-    (tmp_path / "samples.jsonl").write_text("".join(samples))
     write_provenance(tmp_path, CONFIG)
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [s[:22] for s in re.findall(r'(?:src|href)="([^"]*)', page)] == ["data:image/png;base64,"]
-    assert "url(" not in page and "@import" not in page
-    assert "1&lt;b&gt;2" in page and "&lt;script&gt;y" in page and "<script" not in page
-    assert re.findall(r"<span>(r:\d)</span>", page) == ["r:2", "r:3", "r:4"]
-    for text in ("0.375</b><span>first: 0.125", "models/tiny", "cut by the length budget"):
+    links = re.findall(r'<[^>]*\b(?:src|href)="([^"]*)', page)
+    assert [link for link in links if not link.startswith("#")] == ["data:,"]
+    assert "url(" not in page and "@import" not in page and "default-src 'none'" in page
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", page)
+    for text in ("0.375</b><span>first: 0.125", "models/tiny"):
         assert text in page
     assert "<h2>Rewards</h2>" not in page, "one reward that never abstains has no table"
+
+
+def test_an_answer_cannot_end_the_element_that_holds_it(tmp_path):
+    write_run(tmp_path, *GRPO)
+    hostile = SAMPLE | {"answer": "</script><script>alert(1)</script>", "prompt": "<!--<script>", "uid": "\u2028"}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(hostile) + "\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "warnings.log").write_text("step 1: </script>\n")
+    page = run_page(tmp_path)
+    assert "alert(1)</script>" not in page and "<!--" not in page
+    assert page.count("<script") == page.count("</script>") == 2, "the data and the program"
+    assert data_of(page)["samples"] == [hostile] and data_of(page)["messages"] == [{"step": 1, "text": "</script>"}]
+
+
+def test_what_json_has_no_word_for_is_read_by_the_page(tmp_path):
+    write_run(tmp_path, GRPO[0] | {"loss": float("nan"), "grad_norm": float("inf")}, GRPO[1])
+    (tmp_path / "samples.jsonl").write_text(json.dumps(SAMPLE | {"details": {"a": [float("nan")]}}) + "\n")
+    data = data_of(run_page(tmp_path))
+    assert data["samples"][0]["details"] == {"a": [None]}
+    [norm] = [panel for panel in data["panels"] if panel["title"] == "Gradient norm"]
+    assert (norm["lines"][0]["steps"], norm["lines"][0]["values"]) == ([1], [0.5])
+
+
+def test_warnings_keep_their_steps(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "warnings.log").write_text("step 3: slow: step 4: x\nno step\nstep 12: y\n")
+    told = [(message["step"], message["text"]) for message in warnings_of(tmp_path)]
+    assert told == [(3, "slow: step 4: x"), (3, "no step"), (12, "y")]
+    assert warnings_of(tmp_path / "logs") == []
 
 
 @pytest.mark.parametrize(
@@ -120,7 +153,7 @@ def test_resumes_are_marked_in_the_curves(tmp_path):
     for first_step in (0, 1, 4, 9, 6):  # with step 6 the steps after it are done again
         record = json.loads(write_provenance(tmp_path, CONFIG, first_step).read_text())
     assert record["resumed_at"] == [1, 4, 6]
-    assert "resumed with step 1, 4, 6" in write_report(tmp_path).read_text()
+    assert "resumed with step 1, 4, 6" in run_page(tmp_path)
     for axes in draw_curves(read_metrics(tmp_path), record["resumed_at"]).axes:
         assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [0.5, 3.5, 5.5]
     assert json.loads(write_provenance(tmp_path, CONFIG).read_text())["resumed_at"] == []
@@ -184,7 +217,7 @@ def test_a_slightly_negative_reward_is_not_cut(tmp_path):
 
 def test_each_reward_and_its_abstentions_are_told(tmp_path):
     write_run(tmp_path, *SEVERAL)
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = run_page(tmp_path)
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
     assert cells[:5] == ["exact_answer", "0.500", "0.500", "0.0%", "0.50 s"]
     assert cells[5:10] == ["judge:kind", "-1.000", "-1.000", "12.5%", "2.00 s"]
@@ -205,7 +238,7 @@ def test_a_last_step_without_a_score_has_none_in_the_summary(tmp_path):
 
 def test_without_a_verifier_of_record_the_evaluation_is_a_reward(tmp_path):
     write_run(tmp_path, {"reward/mean": 2.0, "eval/reward_mean": -1.5})
-    page = write_report(tmp_path).read_text(encoding="utf-8")
+    page = run_page(tmp_path)
     assert "Held-out reward</span><b>-1.500" in page and "accuracy" not in page
 
 
@@ -243,40 +276,44 @@ def test_a_spoilt_line_is_named(tmp_path, capsys):
     assert status == 1 and "nothing to report" in err
 
 
-@pytest.mark.deep
-def test_runs_are_compared(tmp_path, capsys):
-    for name, scale in (("a", 1.0), ("b", 2.0)):
-        folder = tmp_path / name / "grpo"
+def folders_of_seeds(tmp_path) -> list:
+    """Two seeds of an experiment, another experiment, and a run without configuration that logged other metrics."""
+    folders = [tmp_path / name / "grpo" for name in ("seed_0", "seed_1", "other")]
+    for seed, (folder, scale) in enumerate(zip(folders, (1.0, 0.5, 2.0), strict=True)):
         folder.mkdir(parents=True)
         write_run(folder, *[record | {"reward/mean": record["reward/mean"] * scale} for record in GRPO])
-        changed = CONFIG.model_copy(update={"sft": SftConfig(rows="<b>.jsonl" if name == "b" else "rows.jsonl")})
-        write_provenance(folder, changed)
+        run = CONFIG.run.model_copy(update={"seed": seed, "name": f"run {seed}"})
+        rows = "<b>.jsonl" if folder is folders[2] else "rows.jsonl"
+        write_provenance(folder, CONFIG.model_copy(update={"run": run, "sft": SftConfig(rows=rows)}))
     (tmp_path / "c").mkdir()
     write_run(tmp_path / "c", {"loss": 2.0, "time/total_s": 1.0})
-    runs = [tmp_path / "a" / "grpo", tmp_path / "b" / "grpo", tmp_path / "c"]
-    status, out, _ = command(capsys, *runs[:2], "--out", tmp_path / "out")
+    return [folders[0], folders[2], folders[1], tmp_path / "c"]
+
+
+def test_a_comparison_has_bands_of_seeds_and_the_differences_of_configurations(tmp_path, capsys):
+    runs = folders_of_seeds(tmp_path)
+    (runs[0] / "logs").mkdir()
+    (runs[0] / "logs" / "warnings.log").write_text("step 1: slow\n")
+    status, out, _ = command(capsys, *runs, "--out", tmp_path / "out")
     assert status == 0 and out.strip() == str(tmp_path / "out" / "comparison.html")
     page = (tmp_path / "out" / "comparison.html").read_text(encoding="utf-8")
-    assert re.findall(r"<td><code>([^<]*)</code></td>", page) == [
-        "sft.rows",
-        "&#34;rows.jsonl&#34;",
-        "&#34;&lt;b&gt;.jsonl&#34;",
+    cells = re.findall(r"<td><code>([^<]*)</code></td>", page)
+    rows = cells[cells.index("sft.rows") :][:5]
+    assert rows == ["sft.rows", *["&#34;rows.jsonl&#34;"] * 2, "&#34;&lt;b&gt;.jsonl&#34;", "\N{EN DASH}"]
+    assert cells[cells.index("run.seed") :][:5] == ["run.seed", "0", "1", "2", "\N{EN DASH}"]
+    assert "seed_0/grpo, seed_1/grpo differ only in their seeds" in page
+    assert "0.500 \N{RIGHTWARDS ARROW} 1.500" in page, "the other experiment's reward"
+    data = data_of(page)
+    assert data["messages"] == [{"step": 1, "text": "seed_0/grpo: slow"}]
+    [reward] = [panel for panel in data["panels"] if panel["title"] == "Reward"]
+    assert reward["bands"] == [{"colour": 0, "steps": [0, 1], "low": [0.125, 0.375], "high": [0.25, 0.75]}]
+    assert [(line["label"], line["values"], line["is_thin"]) for line in reward["lines"]] == [
+        ("seed_0/grpo", [0.25, 0.75], True),
+        ("seed_1/grpo", [0.125, 0.375], True),
+        ("seed_0/grpo and 1 more seed", [0.1875, 0.5625], False),
+        ("other/grpo", [0.5, 1.5], False),
     ]
-    assert "a/grpo" in page and "b/grpo" in page and "0.500 \N{RIGHTWARDS ARROW} 1.500" in page
-    assert [s[:22] for s in re.findall(r'(?:src|href)="([^"]*)', page)] == ["data:image/png;base64,"]
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    status, _, _ = command(capsys, *runs, "--out", tmp_path / "out")
-    assert status == 0, "a run without configuration, of other metrics"
-
-
-def test_a_comparison_draws_every_run_in_every_panel_that_it_logged():
-    runs = {
-        "a": [{"step": 0, "reward/mean": 0.5, "loss": 1.0}],
-        "b": [{"step": 0, "reward/mean": -1.0, "grad_norm": 2.0}],
-    }
-    reward, norm = draw_comparison(runs).axes
-    assert [line.get_label() for line in reward.lines[:2]] == ["a", "b"]
-    assert [list(line.get_ydata()) for line in norm.lines] == [[], [2.0]]
 
 
 def test_names_that_tell_runs_apart(tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe import RunSink
 from megatron_rl.observe import sink as sink_module
 from megatron_rl.observe.live import figures, sparkline
@@ -39,7 +40,9 @@ def clock(monkeypatch):
 def sink_of(folder, steps: int = 10, terminal: bool = False, resume_at=None) -> tuple[RunSink, io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=100, color_system=None)
-    return RunSink(folder, steps, console, Letters(), "</think>", resume_at), screen
+    return RunSink(
+        folder, RunConfig(name="x", steps=steps, stop_on=("jump",)), console, Letters(), "</think>", resume_at
+    ), screen
 
 
 def test_phases_and_other_sum_to_the_total(tmp_path, clock):
@@ -68,23 +71,44 @@ def test_phases_do_not_nest_and_survive_an_error(tmp_path, clock):
     assert read_lines(tmp_path / "metrics.jsonl")[0]["time/update_s"] == 2.0
 
 
-def test_answers_are_kept_as_text(tmp_path):
+def test_the_first_answers_of_a_step_are_recorded_and_only_their_tokens_are_fetched(tmp_path):
     sink, _ = sink_of(tmp_path)
     chat = ({"role": "system", "content": "s"}, {"role": "user", "content": "q"})
-    prompts = [Prompt("r:1", (1, 2), "ab", {"ground_truth": "d"}), Prompt("r:2", (3,), chat)] * 2
-    groups, payloads = [], []
+    prompts = [Prompt("r:1", (1, 2), "ab", {"ground_truth": "d", "dataset": "sums"}), Prompt("r:2", (3,), chat)] * 2
+    groups, fetched = [], []
     for prompt, response in zip(prompts, [(3, 27, 4, 0), (5, 6)] * 2, strict=True):
         ids = np.array([*prompt.token_ids, *response], np.int32)
-        sample = Rollout(len(ids), len(prompt.token_ids), len(response), 0, "stop", verdict=Verdict(1.0, "found d"))
-        groups.append(Group(prompt, [sample, sample], None, 0))
-        payloads.append([Tokens(ids, ids > 0, ids * 0.0, ids)] * 2)
-    sink.samples(7, groups, payloads)
-    first, second, _ = read_lines(tmp_path / "samples.jsonl")  # the fourth group is not kept
+        verdict = Verdict(1.0, "found d", parts=(1.0, None))
+        sample = Rollout(len(ids), len(prompt.token_ids), len(response), 1, "stop", verdict=verdict)
+        tokens = Tokens(ids, ids != 27, np.full(len(ids), -0.126, np.float32), np.where(ids != 27, 5, -1))
+        groups.append(Group(prompt, [sample, sample], [tokens, tokens], 0))
+
+    def fetch(group):
+        fetched.append(group)
+        return group.payload
+
+    sink.samples(7, groups, fetch, most=3)
+    first, second, third = read_lines(tmp_path / "samples.jsonl")
+    assert fetched == groups[:2]
     assert first == {
-        "step": 7, "uid": "r:1", "prompt": "ab", "thought": "c</think>", "answer": "d<eos>",
+        "step": 7, "uid": "r:1", "index": 0, "prompt": "ab", "thought": "c</think>", "answer": "d<eos>",
         "ground_truth": "d", "reward": 1.0, "reason": "found d", "details": {}, "finish": "stop", "num_tokens": 4,
+        "num_prompt_tokens": 2, "num_thought_tokens": 1, "datasets": ["sums"], "parts": [1.0, None],
+        "tokens": {
+            "lengths": [1, 8, 1, 5], "actions": [1, 1, 2], "versions": [[5, 1], [-1, 1], [5, 2]],
+            "columns": {"logp_rollout": [-13, -13, -13, -13]},
+        },
     }  # fmt: skip
-    assert (second["prompt"], second["thought"], second["answer"]) == ("system: s\nuser: q", "", "ef")
+    assert second == first | {"index": 1}
+    assert (third["prompt"], third["thought"], third["answer"]) == ("system: s\nuser: q", "", "ef")
+    assert (third["uid"], third["index"]) == ("r:2", 0) and "datasets" not in third
+
+
+def test_no_answer_is_recorded_and_nothing_fetched_if_none_is_asked_for(tmp_path):
+    sink, _ = sink_of(tmp_path)
+    group = Group(Prompt("r:1", (1,), "q"), [Rollout(2, 1, 1, 0, "stop")], None, 0)
+    sink.samples(0, [group], lambda group: pytest.fail("fetched"), most=0)
+    assert not (tmp_path / "samples.jsonl").exists()
 
 
 def test_half_a_character_anywhere_is_written_and_read_and_ends_nothing(tmp_path):
@@ -95,7 +119,7 @@ def test_half_a_character_anywhere_is_written_and_read_and_ends_nothing(tmp_path
     verdict = Verdict(None, f"reason {half}", failed=True, details={f"said/{half}": [half]})
     ids = np.array([1, 3, 0], np.int32)
     group = Group(prompt, [Rollout(3, 1, 2, 0, "stop", verdict=verdict)], None, 0)
-    sink.samples(0, [group], [[Tokens(ids, ids > 0, ids * 0.0, ids)]])
+    sink.samples(0, [group], lambda _: [Tokens(ids, ids > 0, ids * 0.0, ids)], most=1)
     sink.log(0, {f"reward/said/{half}": 1.0, "reward/mean": 1.0})
     sink.warn(f"warning {half}")
     FailureLog(tmp_path / "rewards.log").write(0, "said", [prompt], [verdict])
@@ -202,6 +226,15 @@ def test_a_terminal_gets_a_live_table_that_keeps_the_last_held_out_accuracy(tmp_
     assert "0.125" in last and "nan" in last and "▁█" in last
 
 
+def test_a_rule_that_the_configuration_names_ends_the_run(tmp_path):
+    sink, screen = sink_of(tmp_path)
+    with sink:
+        sink.warn("the disk is nearly full", "disk")
+        with pytest.raises(ValueError, match="it jumps. The run stops here, because run.stop_on has jump"):
+            sink.warn("it jumps", "jump")
+    assert "the disk is nearly full" in screen.getvalue()
+
+
 def test_a_warning_is_told_once_in_a_row_and_kept_with_its_step(tmp_path):
     sink, screen = sink_of(tmp_path, resume_at=4)
     with sink:
@@ -222,7 +255,7 @@ def test_a_warning_is_told_once_in_a_row_and_kept_with_its_step(tmp_path):
 def test_a_warning_stands_above_the_live_table_in_yellow(tmp_path):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=100, color_system="standard")
-    sink = RunSink(tmp_path, 3, console, Letters(), "</think>")
+    sink = RunSink(tmp_path, RunConfig(name="x", steps=3), console, Letters(), "</think>")
     with sink, sink.phase("generate"):
         sink.warn("the clock is slow")
     text = screen.getvalue()

@@ -35,7 +35,7 @@ def config_of(folder, *observe: dict) -> SftRunConfig:
 
 def sink_of(config, resume_at=None) -> tuple[RunSink, io.StringIO]:
     screen = io.StringIO()
-    return RunSink(config.run_folder, 9, Console(file=screen, width=100), None, "", resume_at), screen
+    return RunSink(config.run_folder, config.run, Console(file=screen, width=100), None, "", resume_at), screen
 
 
 def run(config, steps: range, loss: float, resume_at: int | None = None) -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from patience import deadline
 from tiny_references import reference_logp
+from tiny_trainers import NUM_TOKENS
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.rollout.progress import recorded
@@ -68,7 +69,8 @@ def searched(models, context: list[int]) -> list[tuple[tuple[int, ...], list[flo
     beams: list[tuple[tuple[int, ...], list[float]]] = [((), [])]
     for size, model in enumerate(models):
         rows = torch.tensor([[*context, *ids] for ids, _ in beams])
-        logp = (model(rows).logits[:, -1] / TEMPERATURE).log_softmax(-1)
+        logits = model(rows).logits[:, -1, :NUM_TOKENS]  # the other rows have no token
+        logp = (logits / TEMPERATURE).log_softmax(-1)
         longer = [
             ((*ids, token), [*before, float(logp[row, token])])
             for row, (ids, before) in enumerate(beams)

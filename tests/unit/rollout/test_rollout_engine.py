@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_references import reference_logp
+from tiny_trainers import NUM_TOKENS, SPECIAL
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.policy import ModelConfig
@@ -18,6 +19,7 @@ from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Mesh, Prompt
 
+FORBIDDEN = SPECIAL.index("<unk>")
 LONG = 150
 """A prompt of this length is longer than vLLM's largest cache block, so that its prefix is cached."""
 
@@ -29,7 +31,7 @@ def stage(make_stage, folders):
         Mesh(tensor=2),
         max_prompt_tokens=160,
         max_response_tokens=24,
-        sampling={"temperature": 0.7},
+        sampling={"temperature": 0.7, "forbid": ["<unk>"]},
     )
 
 
@@ -48,7 +50,7 @@ def largest_difference(model, groups, temperature: float) -> float:
     worst = 0.0
     for group in groups:
         for _, tokens in group:
-            expected = reference_logp(model, tokens.ids, temperature)
+            expected = reference_logp(model, tokens.ids, temperature, [FORBIDDEN])
             worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
     return worst
 
@@ -100,7 +102,7 @@ def test_log_probs_are_those_of_the_pushed_model(stage, folders, references):
 def test_samples_are_what_they_say(stage, folders):
     asked = prompts()
     groups = stage.run(stage.generate(asked, 64, stage.load(folders[0]), seed=0))
-    finishes = set()
+    finishes, sampled = set(), set()
     for prompt, group in zip(asked, groups, strict=True):
         assert len(group) == 64
         for sample, tokens in group:
@@ -113,7 +115,9 @@ def test_samples_are_what_they_say(stage, folders):
             assert sample.finish == ("stop" if response[-1] == 1 else "length")
             assert sample.finish == "stop" or len(response) == 24
             finishes.add(sample.finish)
+            sampled |= set(response)
     assert finishes == {"stop", "length"}
+    assert sampled == set(range(NUM_TOKENS)) - {FORBIDDEN}, "all tokens but one, and none that the tokenizer lacks"
 
 
 def test_same_seed_and_weights_same_answers(stage, folders):
@@ -126,7 +130,8 @@ def test_same_seed_and_weights_same_answers(stage, folders):
     stage.push(folders[0], 5)
     assert flat(stage.run(stage.generate(prompts(), 4, 5, seed=11))) == first
     assert flat(stage.run(stage.generate(prompts()[::-1], 2, 5, seed=11))) != other
-    assert len({tuple(ids) for ids, _ in first}) == len(first), "samples of a prompt are drawn independently"
+    different = len({tuple(ids) for ids, _ in first})
+    assert different >= len(first) - 2, "samples of a prompt are drawn independently; short ones may be equal"
     rest = flat(stage.run(stage.generate(prompts()[3:], 4, 5, seed=11, first=3)))
     same = sum(a == b for (a, _), (b, _) in zip(rest, first[12:], strict=True))
     assert same >= len(rest) - 2, "the number of engines changes no answer but by rounding"

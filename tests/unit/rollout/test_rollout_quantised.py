@@ -152,7 +152,6 @@ def write_latent_model(folder: Path, seed: int) -> Path:
     for parameter in model.parameters():
         parameter.data.normal_(parameter.ndim == 1, 0.2)
     model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
     return folder
 
 

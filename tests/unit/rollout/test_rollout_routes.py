@@ -56,11 +56,13 @@ def choices(mixtures):
 
 def share_of_others(answers: list[Tokens], choices) -> float:
     """The share of tokens and layers whose experts are not those of the weights that sampled the answer's last action.
-    All tokens but the last one of an answer must have experts."""
+    All tokens but the last one of an answer must have experts; the last one has them if the answer was cut."""
     wrong = total = 0
     for tokens in answers:
-        assert tokens.routes.shape == (len(tokens.ids) - 1, 3, 2) and tokens.routes.dtype == np.uint8
-        expected = choices(tokens.ids)[tokens.version.max() % 2][:-1]
+        num_routed = len(tokens.routes)
+        assert num_routed in (len(tokens.ids) - 1, len(tokens.ids)) and tokens.routes.dtype == np.uint8
+        assert tokens.routes.shape[1:] == (3, 2)
+        expected = choices(tokens.ids)[tokens.version.max() % 2][:num_routed]
         wrong += (np.sort(tokens.routes[:, 1:], -1) != expected).any(-1).sum()
         total += expected.shape[0] * expected.shape[1]
     assert total > 1000

@@ -16,13 +16,15 @@ from megatron_rl.layout.shards import local_extents
 from megatron_rl.types import Mesh, Metrics
 
 CHARACTERS = "0123456789+=,? ."
-
+SPECIAL = ["<pad>", "<eos>", "<think>", "</think>", "<unk>"]
+NUM_TOKENS = len(SPECIAL) + len(CHARACTERS)
+"""The tokens of the tokenizer. The model has more rows."""
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
 """What makes a model Qwen3-MoE. Rows of 96 are a multiple of what vLLM's kernel asks for on a CPU."""
 
 
-def write_model(folder: Path, seed: int, family: str = "Qwen3", **changes) -> Path:
+def write_model(folder: Path, seed: int, family: str = "Qwen3", num_tokens: int = NUM_TOKENS, **changes) -> Path:
     """A model with random weights that are large enough to make the distributions far from flat. Each character is a
     token."""
     import torch
@@ -49,7 +51,7 @@ def write_model(folder: Path, seed: int, family: str = "Qwen3", **changes) -> Pa
         for parameter in model.parameters():
             parameter.normal_(1, 0.2) if parameter.ndim == 1 else parameter.normal_(0, 0.15)
     model.save_pretrained(folder)
-    words = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *CHARACTERS]
+    words = [*SPECIAL, *CHARACTERS, *(f"word {i}" for i in range(num_tokens - NUM_TOKENS))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(

@@ -1,0 +1,1 @@
+"""Which tokens a metric of a step comes from (`megatron-rl explain`)."""

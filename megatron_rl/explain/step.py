@@ -1,0 +1,127 @@
+"""A step as `explain` sees it: every answer with its tokens, verdict, advantage and numbers, and the metrics of the run
+around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.types import Prompt, Rollout, Rollouts, Share, Tokens
+
+METRICS = ("grad_norm", "loss", "mismatch", "reward", "entropy", "length")
+"""What can be explained."""
+STORED = ("reward", "entropy", "length")
+"""The metrics that need no trainers: the answers that were kept have them."""
+LOGGED = {
+    "grad_norm": "grad_norm",
+    "loss": "loss",
+    "mismatch": "mismatch/mean_abs",
+    "reward": "reward/mean",
+    "entropy": "logp/mean",
+    "length": "length/response_mean",
+}
+"""The names of these metrics in metrics.jsonl. The estimate of the entropy is the mean of -log p."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedAnswer:
+    """One sample of the step. Arrays have an entry for each of its L tokens."""
+
+    index: int
+    """Its index in the step."""
+    prompt: Prompt
+    number: int
+    """Its index in its group."""
+    rollout: Rollout
+    tokens: Tokens
+    advantage: float
+    """NaN if it is not trained on."""
+    numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """See `actor.inspection.token_numbers`; empty if it is not trained on."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt.uid}, answer {self.number}"
+
+    @property
+    def distance(self) -> np.ndarray:
+        """float32 [L]: |log-prob of the trainer - log-prob of the engine| at the actions, 0 elsewhere."""
+        if "logp" not in self.numbers:
+            return np.zeros(len(self.tokens.ids), np.float32)
+        return np.where(self.tokens.action_mask, np.abs(self.numbers["logp"] - self.tokens.logp_rollout), 0)
+
+    def value(self, metric: str) -> float:
+        """What the answer adds to a metric of the step, or its own value of it."""
+        if metric == "loss":
+            return float(self.numbers["loss"].sum()) if "loss" in self.numbers else 0.0
+        if metric == "mismatch":
+            return float(self.distance.sum()) / max(1, self.rollout.num_actions)
+        if metric == "reward":
+            reward = self.rollout.verdict.reward
+            return float("nan") if reward is None else reward
+        if metric == "entropy":
+            logp = self.tokens.logp_rollout[self.tokens.action_mask]
+            return -float(logp.mean()) if len(logp) else 0.0
+        return float(self.rollout.num_response_tokens)
+
+    @property
+    def actions(self) -> tuple[int, int]:
+        """The tokens from the first action to the last one, as [start, stop)."""
+        places = self.tokens.action_mask.nonzero()[0]
+        return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedStep:
+    """A step of a run.
+
+    Args:
+        records: the run's metrics by step, from metrics.jsonl.
+    """
+
+    number: int
+    answers: Sequence[ExplainedAnswer]
+    records: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    labels: Sequence[str] = ()
+    """The names of the rewards."""
+    max_lag: int = 0
+    untrained: Sequence[int] = ()
+    """The tokens whose embeddings no training has moved."""
+
+    @property
+    def groups(self) -> list[list[ExplainedAnswer]]:
+        found: dict[int, list[ExplainedAnswer]] = {}
+        for answer in self.answers:
+            found.setdefault(id(answer.prompt), []).append(answer)
+        return list(found.values())
+
+    def logged(self, name: str) -> float | None:
+        """The step's value of a metric; None if it was not logged."""
+        return self.records.get(self.number, {}).get(name)
+
+    def usual(self, name: str, steps: int = 20) -> float | None:
+        """The median of a metric over the steps before this one; None if there is none."""
+        before = [self.records[s] for s in range(self.number - steps, self.number) if s in self.records]
+        values = [record[name] for record in before if name in record]
+        return median(values) if values else None
+
+
+def answers_of(
+    rollouts: Rollouts, shares: Sequence[Share], numbers: Mapping[int, Mapping[str, np.ndarray]]
+) -> list[ExplainedAnswer]:
+    """The answers of a step whose payloads are tokens, in the order of their groups."""
+    advantages = {int(i): float(a) for share in shares for i, a in zip(share.index, share.advantages, strict=True)}
+    found: list[ExplainedAnswer] = []
+    for group in rollouts.groups:
+        payload: Sequence[Any] = group.payload
+        for number, (rollout, tokens) in enumerate(zip(group.rollouts, payload, strict=True)):
+            index = len(found)
+            advantage = advantages.get(index, float("nan"))
+            found.append(
+                ExplainedAnswer(index, group.prompt, number, rollout, tokens, advantage, numbers.get(index, {}))
+            )
+    return found

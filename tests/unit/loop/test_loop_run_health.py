@@ -1,0 +1,57 @@
+"""A step whose gradient norm jumps is told and kept, and a rule of `run.stop_on` ends the run with its state saved."""
+
+from __future__ import annotations
+
+import pytest
+from small_ports import World, config, run
+
+from megatron_rl.data.saved_rollouts import read_step
+
+
+class Jumping(World):
+    """Its eighth update has a large gradient."""
+
+    def update_once(self, minibatch, coefficients):
+        told = super().update_once(minibatch, coefficients)
+        return told | {"grad_norm": 900.0 if self.updates == 8 else 1.5}
+
+    def warn(self, message, rule=None):
+        super().warn(message, rule)
+        if rule in self.stop_on:
+            raise ValueError(f"{message}: {rule}")
+
+    stop_on = ()
+
+
+def given(tmp_path, **rollout):
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8}
+    return config(run={"name": "x", "folder": str(tmp_path), "steps": 12}, rollout=sizes | rollout)
+
+
+def test_a_jump_is_told_and_keeps_its_answers_and_the_checkpoint_before_it(tmp_path):
+    world, cfg = Jumping(), given(tmp_path)
+    assert run(world, tmp_path / "x" / "checkpoints", cfg) == 12
+    [message] = [one for one in world.warnings if "gradient norm" in one]
+    assert message.startswith(
+        "the gradient norm is 900, 600 times its median over the last 7 steps. The step's answers"
+    )
+    assert message.endswith(f"megatron-rl explain {tmp_path}/x --step 7")
+    kept = tmp_path / "x" / "rollouts"
+    assert sorted(path.name for path in kept.iterdir()) == ["step_000007.groups", "step_000007.kept"]
+    assert len(read_step(kept, 7).groups) == 4
+    steps = sorted(path.name for path in (tmp_path / "x" / "checkpoints").glob("step_*"))
+    assert steps == ["step_000007", "step_000011", "step_000012"], "the one before the jump, and the two newest"
+
+
+def test_the_last_steps_are_kept_with_the_one_that_jumped(tmp_path):
+    run(Jumping(), tmp_path / "x" / "checkpoints", given(tmp_path, dump={"last": 3}))
+    left = sorted(path.stem for path in (tmp_path / "x" / "rollouts").glob("*.groups"))
+    assert left == ["step_000007", "step_000009", "step_000010", "step_000011"]
+
+
+def test_a_fatal_rule_ends_the_run_with_its_state(tmp_path):
+    world = Jumping()
+    world.stop_on = ("jump",)
+    with pytest.raises(ValueError, match="900, 600 times its median"):
+        run(world, tmp_path / "x" / "checkpoints", given(tmp_path))
+    assert (tmp_path / "x" / "checkpoints" / "step_000008").is_dir(), "the step is done, and its state is saved"
