@@ -152,7 +152,7 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
         temperature=config.rollout.sampling.temperature,
         total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.updates_per_step,
         seed=config.run.seed,
-        forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout.sampling),
+        forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
     )
 
 

@@ -224,7 +224,7 @@ def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles
         )
     if not isinstance(config, GrpoRunConfig):
         return faults
-    checks: list[Callable[[], object]] = [lambda: forbidden_ids(folder, shape.vocab_size, config.rollout.sampling)]
+    checks: list[Callable[[], object]] = [lambda: forbidden_ids(folder, shape.vocab_size, config.rollout)]
     if config.rollout.delimiter:
         checks.append(lambda: Budgets(folder, config.rollout, on_gpu=config.cluster.gpus_per_engine_rank > 0))
     for check in checks:

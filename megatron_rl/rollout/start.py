@@ -88,7 +88,7 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     config.aux_output_config.enable_return_routed_experts = returns_routes
     engine = LLMEngine(config, Executor.get_class(config), log_stats=spec.keeps_statistics, multiprocess_mode=False)
     remove_own_names()
-    if forbidden := forbidden_ids(model.path, shape.vocab_size, rollout.sampling):
+    if forbidden := forbidden_ids(model.path, shape.vocab_size, rollout):
         engine.collective_rpc("forbid", args=(forbidden,))
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")

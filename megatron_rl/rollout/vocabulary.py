@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from megatron_rl.config.rollout import SamplingConfig
+from megatron_rl.config.rollout import RolloutConfig
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def single_ids(folder: Path, texts: Sequence[str], key: str) -> list[int]:
     return [ids[0] for ids in encoded]
 
 
-def forbidden_ids(folder: Path, vocab_size: int, sampling: SamplingConfig) -> tuple[int, ...]:
+def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tuple[int, ...]:
     """The ids that are never sampled, in ascending order: the rows of the model's vocabulary without a token, and the
     tokens in `rollout.sampling.forbid`.
 
@@ -81,9 +81,9 @@ def forbidden_ids(folder: Path, vocab_size: int, sampling: SamplingConfig) -> tu
     (<pad>): 3, 4, 5, 6, 7.
 
     Raises:
-        ValueError: the tokenizer has no such token, or the token ends answers.
+        ValueError: the tokenizer has no such token, or the token ends answers or thoughts.
     """
-    path = folder / "tokenizer.json"
+    sampling, path = rollout.sampling, folder / "tokenizer.json"
     if not path.is_file():  # transformers can read the tokenizer, and only it knows the ids
         if sampling.forbid:
             raise ValueError(f"rollout.sampling.forbid needs {path}; save it with transformers' save_pretrained")
@@ -101,6 +101,11 @@ def forbidden_ids(folder: Path, vocab_size: int, sampling: SamplingConfig) -> tu
                 "budget; remove it"
             )
     named = {known[token] for token in sampling.forbid}
+    if rollout.delimiter and named & set(token_ids(folder, rollout.delimiter)):
+        raise ValueError(
+            f"rollout.sampling.forbid has a token of rollout.delimiter {rollout.delimiter!r}, so that no thought would "
+            "end by itself; remove it"
+        )
     return tuple(sorted(named | (set(range(vocab_size)) - set(known.values()))))
 
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models
 
-from megatron_rl.config.rollout import RolloutConfig, SamplingConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.vocabulary import forbidden_ids, stop_ids, thinking_faults, token_ids
 
@@ -30,19 +30,25 @@ def test_a_folder_without_an_end_is_refused(folder):
         stop_ids(folder)
 
 
+def _rollout(*forbid, delimiter="") -> RolloutConfig:
+    return RolloutConfig(delimiter=delimiter, sampling={"forbid": forbid})
+
+
 def test_rows_without_a_token_and_named_tokens_are_forbidden(folder):
     tokens = {"a": 0, "</s>": 1, "<pad>": 2, "b": 5}
     Tokenizer(models.WordLevel(tokens, unk_token="a")).save(str(folder / "tokenizer.json"))
-    assert forbidden_ids(folder, 8, SamplingConfig()) == (3, 4, 6, 7)
-    assert forbidden_ids(folder, 6, SamplingConfig(forbid=("<pad>",))) == (2, 3, 4)
+    assert forbidden_ids(folder, 8, _rollout()) == (3, 4, 6, 7)
+    assert forbidden_ids(folder, 6, _rollout("<pad>")) == (2, 3, 4)
     with pytest.raises(ValueError, match="rollout.sampling.forbid: the tokenizer of .* has no token '<pat>'; did you "):
-        forbidden_ids(folder, 8, SamplingConfig(forbid=("<pat>",)))
+        forbidden_ids(folder, 8, _rollout("<pat>"))
     with pytest.raises(ValueError, match="'</s>' ends answers .* remove it"):
-        forbidden_ids(folder, 8, SamplingConfig(forbid=("</s>",)))
+        forbidden_ids(folder, 8, _rollout("</s>"))
+    with pytest.raises(ValueError, match="forbid has a token of rollout.delimiter 'b', so that no thought would end"):
+        forbidden_ids(folder, 8, _rollout("b", delimiter="b"))
     (folder / "tokenizer.json").unlink()
-    assert forbidden_ids(folder, 8, SamplingConfig()) == ()
+    assert forbidden_ids(folder, 8, _rollout()) == ()
     with pytest.raises(ValueError, match="forbid needs .*tokenizer.json"):
-        forbidden_ids(folder, 8, SamplingConfig(forbid=("<pad>",)))
+        forbidden_ids(folder, 8, _rollout("<pad>"))
 
 
 def test_delimiters_of_one_and_more_tokens(folder):
