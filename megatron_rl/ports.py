@@ -200,11 +200,12 @@ class Sink(Protocol):
     def rewind(self, step: int) -> None:
         """Forget the records of `step` and of later steps, which will be done again."""
 
-    def warn(self, message: str, rule: HealthRule | None = None) -> None:
+    def warn(self, message: str, rule: HealthRule | None = None, step: int | None = None) -> None:
         """Show a warning about something that does not stop the run. A repetition of the last message is not shown.
 
         Args:
             rule: the health rule that is broken, if there is one.
+            step: the step that it is about; None: the one that runs.
 
         Raises:
             ValueError: `run.stop_on` has the rule.

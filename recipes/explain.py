@@ -75,12 +75,12 @@ class Start:
         )
 
 
-def start_of(run: Path, step: int) -> Start:
+def start_of(run: Path, rollouts: Path, step: int) -> Start:
     """The newest state before a step; the nearest one, which may be later, if the steps between were not kept."""
     saved = [0, *find_checkpoints(run / "checkpoints")]
     before = [s for s in saved if s <= step]
     between = range(before[-1], step)
-    if all(path_of(run / "rollouts", s).exists() for s in between):
+    if all(path_of(rollouts, s).exists() for s in between):
         return Start(before[-1], between, True)
     nearest = min(saved, key=lambda s: (abs(s - step), s))
     return Start(nearest, range(0), nearest == step)
@@ -95,16 +95,29 @@ def config_of(run: Path) -> GrpoRunConfig:
     path = run / "config.json"
     if not path.is_file():
         raise ValueError(f"{run} has no config.json, so it is no run's folder; give the folder run.folder/run.name")
-    given = json.loads(path.read_text(encoding="utf-8"))["config"]
-    if "rollout" not in given:
-        raise ValueError(f"{run} is a supervised run; only steps of reinforcement learning can be explained")
-    given["rollout"] |= {"replay": str(run / "rollouts"), "dump": False}
-    given["data"]["eval"] = None
-    given["cluster"] |= {"colocate": False, "mirror": False}
-    given["checkpoint"]["keep_best"] = None
-    given |= {"observe": [], "eval": given["eval"] | {"every": 0}}
-    given["run"]["stop_on"] = []
-    return validate(PpoRunConfig if given.get("critic") else GrpoRunConfig, given).absolute()
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        given, version = record["config"], record.get("versions", {}).get("megatron_rl")
+        if "rollout" not in given:
+            raise ValueError(f"{run} is a supervised run; only steps of reinforcement learning can be explained")
+        replayed = given["rollout"].get("replay") or str(run / "rollouts")
+        own = {
+            "rollout": {"replay": replayed, "dump": False},
+            "data": {"eval": None},
+            "cluster": {"colocate": False, "mirror": False},
+            "checkpoint": {"keep_best": None},
+            "eval": {"every": 0},
+            "run": {"stop_on": []},
+        }
+        given |= {name: given.get(name, {}) | values for name, values in own.items()} | {"observe": []}
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not the file that a run writes ({error!r})") from error
+    try:
+        return validate(PpoRunConfig if given.get("critic") else GrpoRunConfig, given).absolute()
+    except ValueError as error:
+        raise ValueError(
+            f"{path} was written by megatron_rl {version}, and this version refuses it: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +137,15 @@ def read_rollouts(config: GrpoRunConfig, run: Path, step: int) -> Rollouts:
     """
     from megatron_rl.loop.replay import settings
 
-    if not path_of(run / "rollouts", step).exists():
-        kept = [int(path.stem.removeprefix("step_")) for path in sorted((run / "rollouts").glob("step_*.groups"))]
+    folder = config.rollout.replay or run / "rollouts"
+    if not path_of(folder, step).exists():
+        kept = [int(path.stem.removeprefix("step_")) for path in sorted(folder.glob("step_*.groups"))]
         found = f"it has the steps {kept[0]} to {kept[-1]}" if kept else "it has none"
         raise ValueError(
             f"{run} has not kept the answers of step {step}: {found}. rollout.dump: true keeps the answers of all "
             "steps, and {last: 20} of the last ones"
         )
-    return read_step(run / "rollouts", step, settings(config))
+    return read_step(folder, step, settings(config))
 
 
 def look(config: GrpoRunConfig, asked: ExplainRequest) -> ExplainedStep:
@@ -167,7 +181,8 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
     from megatron_rl.loop.updates import Updates
     from megatron_rl.recipes.grpo import policy_spec, start_critic
 
-    looked, start, shape = look(config, asked), start_of(asked.run, asked.step), read_shape(config.model.path)
+    looked, shape = look(config, asked), read_shape(config.model.path)
+    start = start_of(asked.run, config.rollout.replay or asked.run / "rollouts", asked.step)
     coefficients = Coefficients(config.algorithm, False)
     with ExitStack() as cleaning, waiting(console, "Ray starts") as tell:
         threads, ranks = threads_of_ranks(config, num_cores()), config.num_trainer_ranks
@@ -185,7 +200,7 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
             saved = trained.load(find_checkpoints(asked.run / "checkpoints")[start.checkpoint])
             coefficients.restore(saved["coefficients"])
         coefficients.max_mismatch = math.inf  # what differs is to be seen, and not refused
-        quiet: Any = SimpleNamespace(phase=lambda name: nullcontext(), warn=lambda message, rule=None: None)
+        quiet: Any = SimpleNamespace(phase=lambda name: nullcontext(), warn=lambda message, *about: None)
         updates = Updates(config, trained, coefficients, quiet)
         for step in (*start.replayed, asked.step):
             rollouts = read_rollouts(config, asked.run, step)
@@ -201,7 +216,7 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
             if asked.metric == "grad_norm":
                 found = _search(policy, shares, looked, coefficients.values)
         answers = [replace(answer, numbers=numbers.get(answer.index, {})) for answer in looked.answers]
-        looked = replace(looked, answers=answers, untrained=policy.find_untrained())
+        looked = replace(looked, answers=answers, untrained=policy.find_untrained(), is_exact=start.is_exact)
     return Explanation(looked, asked.metric, str(start), start.is_exact, _whole(found), found, causes(looked))
 
 
@@ -253,12 +268,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 told = compute(config, asked, interrupt.check, Path(logs))
             from megatron_rl.data.tokenizer import open_tokenizer
 
-            path = write(told, run)
+            path = None if asked.metric in STORED else write(told, run)
             if options.json:
                 print(json.dumps(as_json(told)))
             else:
                 show(told, cast(Tokenizer, open_tokenizer(config.model.path)), console)
-                console.print(f"all numbers: {path}", style="bright_black", soft_wrap=True)
+                if path is not None:
+                    console.print(f"all numbers: {path}", style="bright_black", soft_wrap=True)
         return 0
     except (StopRequested, KeyboardInterrupt):
         return 128 + (interrupt.signal or signal.SIGINT)

@@ -55,7 +55,7 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
         )
     prompts = read_prompts(config, open_tokenizer(config.model.path)).train
     none: Any = None
-    sink: Any = SimpleNamespace(phase=nullcontext, warn=lambda message, rule=None: console.print(message))
+    sink: Any = SimpleNamespace(phase=nullcontext, warn=lambda message, *about: console.print(message))
     with engines_alone(config, out / "logs", interrupt.check) as (engines, verifiers):
         ports = Ports(none, none, RayStream(config, engines, verifiers))
         source = EngineSource(config, ports, prompts, [], sink, NEVER)

@@ -29,20 +29,21 @@ MEANINGS: Mapping[HealthRule, str] = {
     "jump": "the gradient norm is more than 20 times its median over the last steps",
     "no_signal": "no group of answers had a signal in two steps in a row, so that nothing was trained",
     "no_score": "no answer of a step scores above 0",
-    "silent_reward": "a reward scores no answer, cannot score some of them, or gives 0 to all of them in two steps",
+    "silent_reward": "a reward scores no answer, cannot score some of them, or, as one of several, gives 0 to all of "
+    "them in two steps",
     "one_reward": "one of several rewards makes 95 % of the differences between answers in five steps in a row",
-    "entropy": "the entropy has fallen to a tenth of its first level, and the reward has not risen since",
+    "entropy": "the entropy has fallen to a tenth within the last 50 steps, and the reward has not risen meanwhile",
     "length": "more than half of the answers end at the length limit in three steps in a row",
     "thoughts": "the budget ends more than half of the thoughts in three steps in a row",
-    "duplicates": "a quarter of the answers of 64 tokens or more equal another answer to their prompt",
-    "mismatch": "trainer and engine differ five times as much as in the first steps, and by 1e-4 nats or more",
+    "duplicates": "more than a quarter of the answers of 64 tokens or more equal another answer to their prompt",
+    "mismatch": "trainer and engine differ five times as much as 50 steps ago, and by 1e-4 nats or more",
     "ratio": "the ratio differs from 1 by more than 1 % although the weights are the ones that gave logp_old",
     "untrained_tokens": "tokens were sampled whose embeddings no training has moved",
     "lag": "the answers are as old as `rollout.max_lag` allows in five steps in a row",
     "idle_engines": "the engines have no request for 80 % of the time in five steps in a row of an asynchronous run",
     "slow_rank": "one trainer rank is 1.5 times as slow as the median rank in five steps in a row",
-    "memory": "a process has grown by a tenth of the machine's memory since the first steps, or what sleeping engines "
-    "keep on a GPU by 4 GB",
+    "memory": "a process has grown by a tenth of the machine's memory within the last 50 steps, or what sleeping "
+    "engines keep on a GPU by 4 GB",
     "disk": "at the pace of the last steps the disk of the run's folder is full in fewer than 50 steps",
 }
 """When each rule is broken."""

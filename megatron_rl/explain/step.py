@@ -57,9 +57,9 @@ class ExplainedAnswer:
     def value(self, metric: str) -> float:
         """What the answer adds to a metric of the step, or its own value of it."""
         if metric == "loss":
-            return float(self.numbers["loss"].sum()) if "loss" in self.numbers else 0.0
+            return float(self.numbers["loss"].sum()) if self.numbers else float("nan")
         if metric == "mismatch":
-            return float(self.distance.sum()) / max(1, self.rollout.num_actions)
+            return float(self.distance.sum()) / max(1, self.rollout.num_actions) if self.numbers else float("nan")
         if metric == "reward":
             reward = self.rollout.verdict.reward
             return float("nan") if reward is None else reward
@@ -91,6 +91,8 @@ class ExplainedStep:
     max_lag: int = 0
     untrained: Sequence[int] = ()
     """The tokens whose embeddings no training has moved."""
+    is_exact: bool = True
+    """Whether the numbers belong to the weights that the step began with."""
 
     @property
     def groups(self) -> list[list[ExplainedAnswer]]:

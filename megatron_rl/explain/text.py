@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.explain.search import FoundSpan
-from megatron_rl.explain.step import LOGGED, ExplainedAnswer, ExplainedStep
+from megatron_rl.explain.step import LOGGED, STORED, ExplainedAnswer, ExplainedStep
 from megatron_rl.types import Gradient, Tokenizer
 
 NUM_ANSWERS, NUM_TOKENS, NUM_CONTEXT = 5, 5, 6
@@ -52,6 +52,8 @@ def show(told: Explanation, tokenizer: Tokenizer, console: Console) -> None:
     else:
         _show_answers(told, console)
     say("what is odd about this step:" if told.causes else "nothing that is known to be odd was found in this step")
+    if told.metric in STORED:
+        say("(without trainers only a part is looked for; --metric grad_norm looks for all)", "bright_black")
     for cause in told.causes:
         say(f"  - {cause}", "yellow")
 
@@ -67,7 +69,9 @@ def _show_gradient(told: Explanation, tokenizer: Tokenizer, say: Any) -> None:
             row = f", {largest / square:.1%} of it in the row of {_shown(tokenizer, token)}" if square else ""
         say(f"  {square / total:7.2%}  {group}{row}")
     tokens = [one for one in told.found if one.is_token][:NUM_TOKENS]
-    if tokens:
+    if not tokens:
+        say(f"the search ended after {len(told.found)} passes, before it reached single tokens")
+    else:
         say("the tokens with the largest gradients of their own (norm of the token's loss alone):")
     answers = {answer.index: answer for answer in told.step.answers}
     for one in tokens:
@@ -83,7 +87,8 @@ def describe_answer(answer: ExplainedAnswer) -> str:
     reward = "no score" if verdict.reward is None else f"reward {verdict.reward:g}"
     reason = f" ({verdict.reason})" if verdict.reason else ""
     size = f"{answer.rollout.num_response_tokens} tokens"
-    return f"{answer.name}: {size}, {reward}{reason}, advantage {answer.advantage:.4g}"
+    trained = f"advantage {answer.advantage:.4g}" if np.isfinite(answer.advantage) else "not trained"
+    return f"{answer.name}: {size}, {reward}{reason}, {trained}"
 
 
 def describe_token(answer: ExplainedAnswer, place: int, tokenizer: Tokenizer) -> str:
@@ -158,5 +163,7 @@ def write(told: Explanation, folder: Path) -> Path:
     """Write the explanation into the run's folder, where the report finds it."""
     path = folder / "explained" / f"step_{told.step.number:06d}.json"
     path.parent.mkdir(exist_ok=True)
+    if told.metric != "grad_norm" and path.exists():  # it has the same numbers of tokens, and what the search found
+        return path
     path.write_text(json.dumps(as_json(told)), encoding="utf-8")
     return path

@@ -16,7 +16,7 @@ from math import isfinite
 from statistics import fmean, median
 
 from megatron_rl.config.health import HealthRule
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.schema import BaseConfig, CheckpointConfig, GrpoRunConfig
 from megatron_rl.ports import Sink
 from megatron_rl.types import Metrics
 
@@ -39,20 +39,20 @@ class Health:
     def __init__(self, sink: Sink, config: BaseConfig) -> None:
         self._sink = sink
         self._rules, self._max_lag = dict(RULES), 0
+        self._kept = config.checkpoint
         if isinstance(config, GrpoRunConfig):
             self._max_lag = config.rollout.max_lag
             if config.algorithm.loss.anchor == "engine":  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
-        self._history: deque[Metrics] = deque(maxlen=WINDOW)
+        self._history: deque[Metrics] = deque(maxlen=max(WINDOW, (self._kept.keep + 3) * self._kept.every))
         self._told: dict[HealthRule, int] = {}
         """The number of steps since each rule that was told was broken last."""
 
-    def jumps(self, metrics: Metrics) -> str:
-        """What to say if the gradient norm of the newest step, which `look` has not seen yet, jumps; else empty."""
-        return jump([*self._history, metrics])
-
-    def look(self, metrics: Metrics) -> None:
+    def look(self, step: int, metrics: Metrics, on_jump: Callable[[str], str] = str) -> None:
         """Look at the metrics of the newest step, and warn.
+
+        Args:
+            on_jump: is called if the gradient norm jumps, with what to say, and returns what to say.
 
         Raises:
             ValueError: a rule of `run.stop_on` is broken.
@@ -64,7 +64,7 @@ class Health:
         self._told |= dict.fromkeys(broken, 0)
         for rule, message in broken.items():
             if rule not in silent:
-                self._sink.warn(message, rule)
+                self._sink.warn(on_jump(message) if rule == "jump" else message, rule, step)
 
     def _broken(self) -> Iterator[tuple[HealthRule, str]]:
         for rule, find in self._rules.items():
@@ -72,6 +72,8 @@ class Health:
                 yield rule, message
         if self._max_lag and (message := lag_at_bound(self._history, self._max_lag)):
             yield "lag", message
+        if message := disk(self._history, self._kept):
+            yield "disk", message
 
 
 def series(history: History, name: str) -> list[float]:
@@ -105,7 +107,7 @@ def entropy(history: History) -> str:
         return ""
     before, now = median(values[:SETTLED]), median(values[-SETTLED:])
     gained = fmean(rewards[-SETTLED:]) > fmean(rewards[:SETTLED])
-    if gained or now > 0.1 * before:
+    if gained or before < 0.01 or now > 0.1 * before:
         return ""
     return (
         f"the entropy of a token has fallen from {before:.3g} to {now:.3g} nats, and the mean reward has not risen "
@@ -164,10 +166,10 @@ def mismatch(history: History) -> str:
     before, now = median(values[:SETTLED]), values[-1]
     if now <= 5 * before or now < 1e-4:
         return ""
+    times = f", {now / before:.0f} times as much as {len(values) - 1} steps ago" if before else ""
     return (
-        f"trainer and engine differ by {now:.1e} nats for a token, {now / before:.0f} times as much as in the first "
-        "steps: log-probs of rare tokens may round more as the policy sharpens, or an engine has other weights "
-        "(bridge.verify: true compares all of them after each push)"
+        f"trainer and engine differ by {now:.1e} nats for a token{times}: log-probs of rare tokens may round more as "
+        "the policy sharpens, or an engine has other weights (bridge.verify: true compares all of them after each push)"
     )
 
 
@@ -217,30 +219,27 @@ def memory(history: History) -> str:
     for name in sorted(history[-1]):
         if name.endswith("_resident_bytes"):
             bound, what = 0.1 * machine, f"the largest process of the role {name[7:-15]}"
+            advice = "look at what your reward functions and environments keep; a resumed run begins with new processes"
         elif name.endswith("_gpu_bytes_before/training"):
             bound, what = 4e9, "what the engines keep on a GPU while they sleep"
+            advice = "the trainer needs this memory; lower rollout.max_sequences, or stop and resume the run"
         else:
             continue
         values = series(history, name)
         if len(values) > 2 * SETTLED and (grown := values[-1] - median(values[:SETTLED])) > bound:
-            return (
-                f"{what} has grown by {grown / 1e9:.1f} GB to {values[-1] / 1e9:.1f} GB over the last {len(values)} "
-                f"steps: at this pace memory ends after {_steps_left(values, machine):,.0f} more. Look at what your "
-                "reward functions and environments keep; a run may be stopped and resumed, which frees it"
-            )
+            now, num = values[-1] / 1e9, len(values)
+            return f"{what} has grown by {grown / 1e9:.1f} GB to {now:.1f} GB over the last {num} steps: {advice}"
     return ""
 
 
-def _steps_left(values: Sequence[float], limit: float) -> float:
-    """The number of steps after which a growing number reaches a limit at its pace."""
-    return max(0.0, (limit - values[-1]) / ((values[-1] - values[0]) / (len(values) - 1)))
-
-
-def disk(history: History) -> str:
+def disk(history: History, kept: CheckpointConfig) -> str:
+    """Checkpoints fill the disk until the oldest ones are deleted. After that the same moments of two periods are
+    compared."""
+    period = kept.every * -(-2 * SETTLED // kept.every) if kept.every else 2 * SETTLED
     values = series(history, "machine/disk_free_bytes")
-    if len(values) <= SETTLED or values[-1] >= values[0]:
+    if len(values) <= (kept.keep + 1) * kept.every + period or values[-1] >= values[-1 - period]:
         return ""
-    left = values[-1] / ((values[0] - values[-1]) / (len(values) - 1))
+    left = values[-1] / ((values[-1 - period] - values[-1]) / period)
     if left >= 50:
         return ""
     return (
@@ -261,7 +260,6 @@ RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "untrained_tokens": untrained_tokens,
     "idle_engines": idle_engines,
     "memory": memory,
-    "disk": disk,
+    "jump": jump,
 }
-"""What finds each rule of the metrics broken, and says so; empty if it is not. `jump` is asked apart, because the
-step's groups are kept first."""
+"""What finds each rule of the metrics broken, and says so; empty if it is not."""

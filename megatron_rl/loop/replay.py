@@ -35,7 +35,10 @@ def settings(config: GrpoRunConfig) -> dict[str, Any]:
     return {
         "rewards": {reward.label: reward.weight for reward in config.rewards},
         "algorithm.shaping": [shaping.model_dump(mode="json") for shaping in config.algorithm.shaping],
-        "rollout.sampling": config.rollout.sampling.model_dump(mode="json"),
+        # Files of earlier versions lack the key `forbid`.
+        "rollout.sampling": config.rollout.sampling.model_dump(
+            mode="json", exclude=set() if config.rollout.sampling.forbid else {"forbid"}
+        ),
         "rollout.samples_per_prompt": config.rollout.samples_per_prompt,
         "rollout.prompts_per_step": config.rollout.prompts_per_step,
     }

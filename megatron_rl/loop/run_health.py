@@ -17,7 +17,7 @@ MOST_KEPT = 5
 
 class RunHealth:
     def __init__(self, config: GrpoRunConfig, stream: Stream, sink: Sink, checkpoints: Checkpoints) -> None:
-        self._config, self._stream, self._sink, self._checkpoints = config, stream, sink, checkpoints
+        self._config, self._stream, self._checkpoints = config, stream, checkpoints
         self._health = Health(sink, config)
         self._num_kept = 0
 
@@ -27,16 +27,18 @@ class RunHealth:
         Raises:
             ValueError: a rule of `run.stop_on` is broken.
         """
-        message = self._health.jumps(metrics)
-        if message and self._num_kept < MOST_KEPT:
+
+        def kept(message: str) -> str:
+            if self._num_kept == MOST_KEPT:
+                return f"{message}. {MOST_KEPT} such steps are kept already, and this one is not"
             self._num_kept += 1
             self._keep(step, rollouts)
-            self._sink.warn(
+            return (
                 f"{message}. The step's answers and the newest checkpoint before it are kept; this command names the "
-                f"tokens: megatron-rl explain {self._config.run_folder} --step {step}",
-                "jump",
+                f"tokens: megatron-rl explain {self._config.run_folder} --step {step}"
             )
-        self._health.look(metrics)
+
+        self._health.look(step, metrics, kept)
 
     def _keep(self, step: int, rollouts: Rollouts) -> None:
         folder = self._config.run_folder / "rollouts"

@@ -61,10 +61,7 @@ def train_supervised(
             metrics |= updated
             step += 1
             whole.mark(step)
-            record = sink.log(step - 1, metrics)
-            if message := health.jumps(record):
-                sink.warn(message, "jump")
-            health.look(record)
+            health.look(step - 1, sink.log(step - 1, metrics))
             stop = stopping()
             whole.save_if_due(sink, is_last=step == config.run.steps, stops=stop)
             if stop:

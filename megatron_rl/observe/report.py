@@ -91,7 +91,7 @@ def live_data(run_folder: Path) -> str:
 
 def data_version(run_folder: Path) -> str:
     """A text that changes when the files of the page change."""
-    paths = [run_folder / name for name in (METRICS, SAMPLES, WARNINGS, CONFIG)]
+    paths = [run_folder / name for name in (METRICS, SAMPLES, WARNINGS, CONFIG, "explained")]
     return " ".join(f"{path.stat().st_mtime_ns}:{path.stat().st_size}" if path.exists() else "-" for path in paths)
 
 

@@ -182,23 +182,25 @@ class RunSink:
         for watcher in self._watchers:
             watcher.begin(step)
 
-    def warn(self, message: str, rule: HealthRule | None = None) -> None:
+    def warn(self, message: str, rule: HealthRule | None = None, step: int | None = None) -> None:
         """Show a warning, and write it with its step to logs/warnings.log. A repetition of the last warning is
         ignored.
 
         Raises:
             ValueError: `run.stop_on` has the rule.
         """
+        if message != self._warned:
+            self._warned = message
+            self._show(message, self._step if step is None else step)
         if rule in self._stop_on:
             raise ValueError(f"{message}. The run stops here, because run.stop_on has {rule}")
-        if message == self._warned:
-            return
-        self._warned = message
+
+    def _show(self, message: str, step: int) -> None:
         self._view.warn(message)
         path = self.run_folder / WARNINGS
         path.parent.mkdir(exist_ok=True)
         with open_text(path, "a") as file:
-            file.write(f"step {self._step}: {' '.join(message.splitlines())}\n")
+            file.write(f"step {step}: {' '.join(message.splitlines())}\n")
 
     def _tell_failures(self) -> None:
         for feed in self._feeds.values():

@@ -160,7 +160,7 @@ class Quiet:
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def warn(self, message: str, rule: str | None = None) -> None:
+    def warn(self, message: str, rule: str | None = None, step: int | None = None) -> None:
         assert "scores above 0" in message, message
 
 

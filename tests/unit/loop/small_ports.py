@@ -176,7 +176,7 @@ class World:
     def samples(self, step, groups, fetch, most, shares=()):
         pass
 
-    def warn(self, message, rule=None):
+    def warn(self, message, rule=None, step=None):
         self.warnings.append(message)
 
 

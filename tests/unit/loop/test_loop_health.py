@@ -32,11 +32,11 @@ class Screen:
     def __init__(self):
         self.told = []
 
-    def warn(self, message, rule=None):
-        self.told.append((rule, message))
+    def warn(self, message, rule=None, step=None):
+        self.told.append((rule, message, step))
 
 
-def run(records, max_lag=2, anchor="old"):
+def run(records, max_lag=2, anchor="old", checkpoint=None):
     """The warnings of a run with these metrics, and the steps that jump."""
     config = validate(
         GrpoRunConfig,
@@ -45,16 +45,16 @@ def run(records, max_lag=2, anchor="old"):
             "model": {"path": "m"},
             "data": {"train": "r.jsonl"},
             "rollout": {"max_lag": max_lag},
+            "checkpoint": checkpoint or {},
             **({} if anchor == "old" else {"algorithm": {"loss": {"kind": "dppo_tv"}, "correction": None}}),
         },
     )
-    screen, jumps = Screen(), []
+    screen = Screen()
     health = Health(screen, config)
     for step, record in enumerate(records):
-        if message := health.jumps(record):
-            jumps.append((step, message))
-        health.look(record)
-    return screen.told, jumps
+        health.look(step, record)
+    jumps = [(step, message) for rule, message, step in screen.told if rule == "jump"]
+    return [(rule, message) for rule, message, _ in screen.told if rule != "jump"], jumps
 
 
 def steps(count, **changes):
@@ -127,11 +127,20 @@ def test_memory_that_grows_and_a_disk_that_fills():
     [(rule, message)] = run(kept)[0]
     assert rule == "memory" and "what the engines keep on a GPU" in message
     free = "machine/disk_free_bytes"
-    [(rule, message)] = run([HEALTHY | {free: 100e9 - 2e9 * s} for s in range(10)])[0]
-    assert rule == "disk" and message.startswith(
-        "the disk of the run's folder has 90.0 GB left, and is full in about 45"
-    )
-    assert run([HEALTHY | {free: 1000e9 - 2e9 * s} for s in range(10)])[0] == []
+    [(rule, message)] = run([HEALTHY | {free: 100e9 - 2e9 * s} for s in range(11)])[0]
+    assert rule == "disk" and "has 80.0 GB left, and is full in about 40 steps" in message
+    assert run([HEALTHY | {free: 1000e9 - 2e9 * s} for s in range(11)])[0] == []
+
+
+def test_a_disk_that_checkpoints_fill_once_and_numbers_that_are_0_are_no_fault():
+    """The first checkpoints take room, until the oldest one is deleted."""
+    free = "machine/disk_free_bytes"
+    stairs = [800e9, 800e9, 700e9, 700e9, 600e9, 600e9, *[500e9] * 30]
+    checkpoint = {"every": 2, "keep": 2}
+    assert run([HEALTHY | {free: value} for value in stairs], checkpoint=checkpoint)[0] == []
+    [(rule, message)] = run([*steps(6, **{"mismatch/mean_abs": 0.0}), *steps(1, **{"mismatch/mean_abs": 2e-4})])[0]
+    assert rule == "mismatch" and message.startswith("trainer and engine differ by 2.0e-04 nats for a token: log-probs")
+    assert run(steps(20, entropy=0.0))[0] == []
 
 
 def test_every_rule_has_a_meaning():

@@ -15,8 +15,8 @@ class Jumping(World):
         told = super().update_once(minibatch, coefficients)
         return told | {"grad_norm": 900.0 if self.updates == 8 else 1.5}
 
-    def warn(self, message, rule=None):
-        super().warn(message, rule)
+    def warn(self, message, rule=None, step=None):
+        super().warn(message, rule, step)
         if rule in self.stop_on:
             raise ValueError(f"{message}: {rule}")
 
