@@ -58,11 +58,11 @@ class Deadlines:
         """Note that a part has ended after this time. The driver's log tells a part's first limit."""
         is_first = part not in self._longest_s
         self._longest_s[part] = max(seconds, self._longest_s.get(part, 0.0))
-        if is_first:
+        if is_first and self._fixed_s is None:
             log.info("limit %s: %.0f s, because it took %.1f s", part, self.limit_s(part), seconds)
 
     def describe(self, part: str) -> str:
-        """Where the limit of a part comes from, and what to do if it is too short."""
+        """Says where the limit of a part comes from, and what to do if it is too short."""
         if self._fixed_s is not None:
             return "cluster.step_timeout_s is the limit; raise it if this part of a step may take longer"
         if part in self._longest_s:

@@ -1,1 +1,1 @@
-"""Which tokens a metric of a step comes from (`megatron-rl explain`)."""
+"""Finds the tokens that a metric of a step comes from (`megatron-rl explain`)."""

@@ -27,15 +27,15 @@ class ShownSamples(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """Where a record is."""
+    """The place of a record in the file."""
 
     number: int
-    """Of the line, counted from 1."""
+    """The number of the line, counted from 1."""
     step: int
     rank: int
     """The number of records of the same step before it."""
     place: int
-    """Of the line's first byte."""
+    """The offset of the line's first byte."""
     size: int
 
 

@@ -79,7 +79,7 @@ def _lanes(spans: Iterable[TimeSpan], nests: bool) -> list[list[TimeSpan]]:
     """The spans, divided so that the ones in a lane are disjoint or, if `nests`, inside each other."""
     lanes: list[list[TimeSpan]] = []
     ends: list[list[int]] = []
-    """For each lane the ends of the spans that are open where the next one begins."""
+    """The ends of the spans that are open where the next one begins, for each lane."""
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         for still_open in ends:
             while still_open and still_open[-1] <= span.start_ns:

@@ -43,7 +43,7 @@ Record = Mapping[str, float]
 
 class Tracker(Protocol):
     where: str
-    """Where people find the run: a URL, or a command."""
+    """The place where people find the run: a URL, or a command."""
 
     def log(self, record: Record) -> None:
         """Send one record, which contains its `step`. It may raise any exception of the tracker's package."""

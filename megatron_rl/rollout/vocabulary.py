@@ -101,7 +101,7 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
                 "budget; remove it"
             )
     named = {known[token] for token in sampling.forbid}
-    if rollout.delimiter and named & set(token_ids(folder, rollout.delimiter)):
+    if named and rollout.delimiter and named & set(token_ids(folder, rollout.delimiter)):
         raise ValueError(
             f"rollout.sampling.forbid has a token of rollout.delimiter {rollout.delimiter!r}, so that no thought would "
             "end by itself; remove it"

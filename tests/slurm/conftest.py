@@ -25,6 +25,8 @@ NOT_COMPARED = (
     "time/",
     "perf/",
     "memory/",
+    "machine/",
+    "sync/transfer_s",
     "rollout/tokens_per_s",
     "rollout/idle",
     "stream/asked_again",

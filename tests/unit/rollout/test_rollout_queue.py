@@ -85,7 +85,7 @@ def test_a_cancelled_group_ends_whether_it_runs_or_waits(stage, requests):
         while not recorded([stage.engine._progress.path], 0, 0).size:
             await stage.engine._thread.call(lambda: None)
         waiting = {request.answer[0] for request, _ in requests._waiting}
-        assert waiting == {1, 2, 3}
+        assert {2, 3} <= waiting <= {1, 2, 3}, "short answers of group 0 may have ended"
         for ticket in (3, 1, 0):
             await stage.engine.cancel(ticket)
         assert {request.answer[0] for request, _ in [*requests._running.values(), *requests._waiting]} <= {2}
