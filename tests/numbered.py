@@ -45,6 +45,8 @@ SHAPES = {
     "mixtral": replace(_DENSE, family="mixtral", experts=_EXPERTS),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3_direct": replace(_DEEPSEEK, latent=replace(_LATENT, query_rank=0)),
+    **{name: replace(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},
+    "glm4_moe": replace(_DEEPSEEK, family="glm4_moe", latent=None, optional=("qkv_bias", "head_norms")),
 }
 """Numbers of heads, FFN sizes and numbers of experts divide by at least 4; the other sizes need not divide by
 anything."""

@@ -40,7 +40,7 @@ def served(draw, engines: Engines) -> ModelShape:
     """Models that the engines can hold: where q and k are normalised over all heads, a KV head is on one rank or on
     all."""
     shape = draw(shapes())
-    if FAMILIES[shape.family].qk_norm == "full" and shape.num_kv_heads > 1:
+    if FAMILIES[shape.family].qk_norm(shape) == "full" and shape.num_kv_heads > 1:
         return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
     return shape
 
@@ -65,7 +65,7 @@ def enlarged(shape: ModelShape) -> ModelShape:
 @st.composite
 def meshes(draw, shape: ModelShape) -> Mesh:
     """Meshes with every kind of replica, and with stages and virtual stages of any length, 0 included."""
-    whole_heads = FAMILIES[shape.family].qk_norm == "full"  # of the others several ranks may share a KV head
+    whole_heads = FAMILIES[shape.family].qk_norm(shape) == "full"  # of the others several ranks may share a KV head
     tensor = draw(st.sampled_from([n for n in (1, 2, 4) if shape.num_kv_heads % n == 0 or not whole_heads]))
     context, data = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     chunks, pipeline, virtual = draw(st.sampled_from([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2)]))

@@ -77,8 +77,8 @@ def transformer_config(
         ffn_hidden_size=shape.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        qk_layernorm=family.qk_norm == "head",  # it also sums the q and k norms' gradients over TP
-        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_norm(shape) == "head",  # it also sums the q and k norms' gradients over TP
+        add_qkv_bias=family.qkv_bias(shape),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -280,9 +280,9 @@ def _local_block(config: TransformerConfig, shape: ModelShape, number: int | Non
             layer.submodules.self_attention.module = LatentSelfAttention
             attention.core_attention = LatentCoreAttention
             attention.q_layernorm = attention.kv_layernorm = Norm
-        elif family.qk_norm == "head":
+        elif family.qk_norm(shape) == "head":
             attention.q_layernorm = attention.k_layernorm = Norm
-        elif family.qk_norm == "full":
+        elif family.qk_norm(shape) == "full":
             attention.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_heads})
             attention.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_kv_heads})
     block.layer_norm = Norm

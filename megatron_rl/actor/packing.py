@@ -27,7 +27,7 @@ class Routes:
     """The experts that the engine chose for the tokens of a row, in all L layers K each."""
 
     expert_TLK: Tensor
-    """uint8"""
+    """uint8; int16 if the engine told 16 bits (`Tokens.routes`)"""
     is_known_T: Tensor
     """bool: whether the engine told its choice for the token. Where it is False, `expert_TLK` means nothing."""
 
@@ -221,10 +221,12 @@ def _pack_routes(tokens: Sequence[Tokens], padded: Sequence[int]) -> Routes | No
     Args:
         padded: the numbers of tokens of the samples in the row, padding included.
     """
-    shape = next((mine.routes.shape[1:] for mine in tokens if mine.routes is not None), None)
-    if shape is None:
+    given = next((mine.routes for mine in tokens if mine.routes is not None), None)
+    if given is None:
         return None
-    expert_TLK, is_known_T = np.zeros((sum(padded), *shape), np.uint8), np.zeros(sum(padded), bool)
+    # torch computes with few of its unsigned dtypes, and no model has 2^15 experts.
+    dtype = np.uint8 if given.dtype == np.uint8 else np.int16
+    expert_TLK, is_known_T = np.zeros((sum(padded), *given.shape[1:]), dtype), np.zeros(sum(padded), bool)
     start = 0
     for mine, room in zip(tokens, padded, strict=True):
         if mine.routes is not None:

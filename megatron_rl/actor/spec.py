@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 OF_MIXTURES = ("load_balancing_loss", "router_z_loss", "routing_replay")
 """The keys of `policy` that need a model with experts."""
-MAX_EXPERTS = 256
-"""The most experts of a layer whose choices fit into bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
     _check_experts(policy.parallel)
     _check_router(shape.experts)
     if policy.routing_replay:
-        _check_replay(shape.experts, policy.megatron.transformer)
+        _check_replay(policy.megatron.transformer)
 
 
 def _check_router(experts: Experts) -> None:
@@ -81,17 +79,12 @@ def _check_router(experts: Experts) -> None:
         )
 
 
-def _check_replay(experts: Experts, switches: Mapping[str, Switch]) -> None:
+def _check_replay(switches: Mapping[str, Switch]) -> None:
     """Refuse what the engine's choices cannot be replayed with.
 
     Args:
         switches: `policy.megatron.transformer`.
     """
-    if experts.num_experts > MAX_EXPERTS:
-        raise ValueError(
-            f"policy.routing_replay stores one byte for an expert, so it works with at most {MAX_EXPERTS} experts, but "
-            f"the model has {experts.num_experts}; set it to false"
-        )
     if switches.get("moe_router_fusion"):
         raise ValueError(
             "policy.routing_replay does not work with policy.megatron.transformer.moe_router_fusion, whose kernel "

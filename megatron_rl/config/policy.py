@@ -122,9 +122,9 @@ class PolicyConfig(Section):
     so it changes the policy without a gradient, and also where no reward asked for it."""
     routing_replay: bool = False
     """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370); the
-    experts' weights are the trainer's own. For models with at most 256 experts. The choices need one byte for each
-    token, layer and active expert, in addition to the other 13 bytes of a token. false: the trainer chooses; in bf16
-    some of its choices differ from the engine's, which shows in the mismatch."""
+    experts' weights are the trainer's own. The choices need one byte for each token, layer and active expert, or two
+    with more than 256 experts, in addition to the other 13 bytes of a token. false: the trainer chooses; in bf16 some
+    of its choices differ from the engine's, which shows in the mismatch."""
     load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts
     times the sum over the experts of their share of the choices times their mean score. Shares and means are over all

@@ -15,7 +15,6 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
-_FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 _CLASSIFIES = "ForSequenceClassification"
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
@@ -59,10 +58,10 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
-    for key, value in _FIXED.items():
+    table = FAMILIES[family]
+    for key, value in table.known.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
-    table = FAMILIES[family]
     heads = _size(config, "num_attention_heads")
     if config.get("head_dim") is None and "head_dim" not in table.absent and _size(config, "hidden_size") % heads:
         raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")

@@ -54,7 +54,7 @@ def _may_be(family: Family, shape: ModelShape, mesh: Mesh, axis: str, ways: int)
     except ValueError:  # the axes do not fit together
         return False
     shares = shape.latent is None and mesh.tensor > shape.num_kv_heads  # see `_check_shared_heads`
-    if shares and (mesh.tensor % shape.num_kv_heads or family.qk_norm == "full"):
+    if shares and (mesh.tensor % shape.num_kv_heads or family.qk_norm(shape) == "full"):
         return False
     return not any(value % ways for _, value, ways, _ in _divisions(family, shape, mesh))
 
@@ -82,7 +82,7 @@ def _check_shared_heads(family: Family, shape: ModelShape, mesh: Mesh) -> None:
     refused = f"the model has {shape.num_kv_heads} KV heads, which policy.parallel.tensor={mesh.tensor} does not divide"
     if mesh.tensor % shape.num_kv_heads:
         raise ValueError(refused)
-    if family.qk_norm == "full":
+    if family.qk_norm(shape) == "full":
         raise ValueError(
             f"{refused}, and a {family.name} model normalises the heads of all ranks together, so no two ranks may "
             f"hold the same head; set it to {shape.num_kv_heads} or less"

@@ -23,6 +23,9 @@ from megatron_rl.layout.splits import part
 from megatron_rl.layout.view import FileTensor, View
 from megatron_rl.types import Mesh, ModelShape
 
+MEGATRON_LAYER = "decoder.layers.{}."
+DESCRIBED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -45,25 +48,24 @@ class Family:
     absent: Mapping[str, float] = field(default_factory=dict)
     """What transformers takes for keys that config.json lacks, where it does not derive them from other keys.
     `rope_theta` is 10,000 if it is not here either."""
+    known: Mapping[str, Any] = field(default_factory=DESCRIBED.copy)
+    """The only value of some keys of config.json, and their value if they are absent."""
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""
     vllm_repeats_ends: bool = False
     """Whether vLLM builds embedding, final norm and output layer on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
-    megatron_layer: str = "decoder.layers.{}."
     vllm_layer: str = "model.layers.{}."
 
-    @property
-    def qk_norm(self) -> Literal["none", "head", "full"]:
+    def qk_norm(self, shape: ModelShape) -> Literal["none", "head", "full"]:
         """How q and k are normalised. `head`: each head alone; `full`: all heads together; `none`: not at all."""
         known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
         known = {None: "none", ("head",): "head", ("q",): "full"}
-        return known[self._dims("self_attn.q_norm.weight")]
+        return known[self._dims("self_attn.q_norm.weight", shape)]
 
-    @property
-    def qkv_bias(self) -> bool:
-        return self._dims("self_attn.q_proj.bias") is not None
+    def qkv_bias(self, shape: ModelShape) -> bool:
+        return self._dims("self_attn.q_proj.bias", shape) is not None
 
     @property
     def post_norm(self) -> bool:
@@ -78,11 +80,23 @@ class Family:
 
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
-        rows = (rule for rule in (*self.attention, *self.dense, *self.mixture) if rule.float32)
-        return any(hf_name.endswith(f".{tensor.name}") for rule in rows for tensor in rule.hf)
+        return any(rule.float32 for rule in self._rules_of(hf_name))
 
-    def _dims(self, name: str) -> tuple[str, ...] | None:
-        rules = (*self.attention, *self.dense, *self.mixture)
+    def is_sent_as_float32(self, hf_name: str) -> bool:
+        """Whether the engine holds an HF tensor in float32 for every dtype of the model."""
+        return any(rule.is_sent_as_float32 for rule in self._rules_of(hf_name))
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rows of all kinds of layers."""
+        return (*self.attention, *self.dense, *self.mixture)
+
+    def _rules_of(self, hf_name: str) -> list[Rule]:
+        return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
+
+    def _dims(self, name: str, shape: ModelShape | None = None) -> tuple[str, ...] | None:
+        """The dims of an HF tensor of a layer, in one model or, without `shape`, in any model."""
+        rules = [rule for rule in self.rules if shape is None or rule.when(shape)]
         return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)
 
     def last_rule(self, shape: ModelShape) -> Rule | None:
@@ -137,7 +151,7 @@ class Family:
         pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
         name = re.sub(rf"^{pattern}", "", hf_name)
         ends = (self.embedding, self.final_norm, self.output, VALUE_HEAD)
-        for rule in (*self.attention, *self.dense, *self.mixture, *ends):
+        for rule in (*self.rules, *ends):
             for tensor in rule.hf:
                 if tensor.is_named(name):
                     return f"{self.name}'s row {rule.megatron}: {tensor}"
@@ -198,7 +212,7 @@ class Family:
                 kind = shape.has_experts(layer)
                 if kind not in rows:
                     rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
-                hf_prefix, local_prefix = self.hf_layer.format(layer), prefix + self.megatron_layer.format(i)
+                hf_prefix, local_prefix = self.hf_layer.format(layer), prefix + MEGATRON_LAYER.format(i)
                 placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
             if last:
                 placed.append(Placed(place(self.final_norm), "", prefix))

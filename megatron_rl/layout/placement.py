@@ -77,7 +77,7 @@ def place_row(
         hf_box = _with(extents, piece.dim, piece.start, piece.stop)
         local_box = _with(extents, piece.dim, piece.local_start, piece.local_start + length)
         boxes.append((rule.hf[piece.tensor].name, hf_box, local_box))
-    return Placement(local_name, tuple(boxes), experts, rule.float32)
+    return Placement(local_name, tuple(boxes), experts, rule.is_sent_as_float32)
 
 
 def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:

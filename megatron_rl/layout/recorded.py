@@ -106,7 +106,7 @@ class Recording:
                         f"{prefix}{local_name}: the experts {sorted(place)} do not lie one after the other, as vLLM's "
                         "linear placement has them"
                     )
-            float32 = family.is_float32(hf_prefix + pieces[0][0])
+            float32 = family.is_sent_as_float32(hf_prefix + pieces[0][0])
             placement = Placement(local_name, pieces, experts, float32)
             rows.append((hf_prefix, prefix, placements.setdefault(placement, len(placements))))
         return cls(tuple(placements), tuple(rows))
@@ -117,8 +117,7 @@ class _Names:
 
     def __init__(self, family: Family) -> None:
         self._layer = re.compile(re.escape(family.hf_layer).replace(re.escape("{}"), r"(\d+)"))
-        rules = (*family.attention, *family.dense, *family.mixture)
-        kinds = dict.fromkeys(tensor.name for rule in rules if rule.per_expert for tensor in rule.hf)
+        kinds = dict.fromkeys(tensor.name for rule in family.rules if rule.per_expert for tensor in rule.hf)
         self._kinds = [(kind, re.compile(re.escape(kind).replace(re.escape("{}"), r"(\d+)"))) for kind in kinds]
 
     def split(self, shard: Shard) -> tuple[str, str, str, int | None]:

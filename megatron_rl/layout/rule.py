@@ -74,6 +74,13 @@ class Rule:
     """Whether a model of the family has this row."""
     float32: bool = False
     """Trainer and engine hold the parameter in float32 for every dtype of the model, and it is sent as float32."""
+    served_float32: bool = False
+    """The engine alone holds the parameter in float32 for every dtype of the model. It is sent as float32; trainer and
+    files have the model's dtype."""
+
+    @property
+    def is_sent_as_float32(self) -> bool:
+        return self.float32 or self.served_float32
 
     @property
     def per_expert(self) -> bool:

@@ -63,7 +63,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         elements = 4 * hidden * rows + query + key + value + 2 * query
         numbers = 2 * rows + shape.num_heads * split
         mlp = 5  # gate and up, silu of gate, up a second time, and the product
-        norm = FAMILIES[shape.family].qk_norm
+        norm = FAMILIES[shape.family].qk_norm(shape)
         if norm == "head":  # the input of k's norm is a view of q, k and v together
             elements += query + projected
             numbers += (query + key) / shape.head_dim

@@ -39,7 +39,7 @@ class Completion:
     stopped: bool
     """True if the model ended its answer, False if the token limit or one of `Call.stops` ended the call."""
     routes: np.ndarray | None = None
-    """uint8 [R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
+    """[R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
     engine does not give them."""
     candidates: Mapping[int, float] = field(default_factory=dict)
     """The log-probs of `Call.num_candidates` tokens."""

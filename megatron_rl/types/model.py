@@ -106,6 +106,9 @@ class ModelShape:
     it."""
     rotary_share: float = 1.0
     """The share of each head's dims that are rotated, which are its first ones (0.5 in GLM-4.5)."""
+    optional: tuple[Literal["qkv_bias", "head_norms"], ...] = ()
+    """What the model has of that, in families whose checkpoints differ in it (GLM-4.5): biases of q, k and v, and norms
+    of each head's q and k."""
     value_head: bool = False
     """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
 

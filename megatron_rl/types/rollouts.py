@@ -58,9 +58,9 @@ class Tokens:
     version: np.ndarray
     """int32 [L]: the version of the weights that sampled each action; -1 elsewhere."""
     routes: np.ndarray | None = None
-    """uint8 [R, layers, K]: the K experts that the engine chose in every layer for the first R <= L tokens, when it
-    computed the keys and values that the last token saw. Layers without experts have any numbers. None if the engine
-    did not tell."""
+    """uint8, or uint16 with more than 256 experts, [R, layers, K]: the K experts that the engine chose in every layer
+    for the first R <= L tokens, when it computed the keys and values that the last token saw. Layers without experts
+    have any numbers. None if the engine did not tell."""
 
 
 LARGEST_SCORE = 3.4e38

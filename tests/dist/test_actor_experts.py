@@ -14,6 +14,7 @@ import transformers
 from shares import TrainSample
 from sizes import VOCAB_SIZE
 from test_actor_families import BALANCED
+from transformers_models import open_model
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import read_shape
@@ -111,9 +112,7 @@ def numbers(trainers, folders, rows):
 def plain_gradient(folder: Path, rows: list[Tokens], balance: float, z: float) -> dict[str, np.ndarray]:
     """The gradient of the mean negative log-prob and of the auxiliary losses, in float64 with transformers: all rows
     at once, as the papers write the losses."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
+    model = open_model(folder, torch.float64, experts_implementation="eager")
     routers = [module.gate for _, module in model.named_modules() if hasattr(module, "gate")]
     seen = [[] for _ in routers]
     for router, calls in zip(routers, seen, strict=True):
@@ -250,9 +249,7 @@ class GivenRouter(torch.nn.Module):
 
 def replayed_gradient(folder: Path, rows: list[Tokens]) -> tuple[float, dict[str, np.ndarray]]:
     """The mean negative log-prob with the rows' choices and its gradient, in float64 with transformers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float64, experts_implementation="eager"
-    )
+    model = open_model(folder, torch.float64, experts_implementation="eager")
     blocks = [(number, layer.mlp) for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
     routers = []
     for number, block in blocks:

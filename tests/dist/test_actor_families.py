@@ -20,6 +20,8 @@ from shares import TrainSample
 from sizes import VOCAB_SIZE
 from test_actor_checkpoint import check_resumed
 from test_actor_layouts import check, plain_pytorch
+from test_layout_families import rename
+from transformers_models import open_model
 
 from megatron_rl.config.policy import MegatronConfig
 from megatron_rl.tools import megatron_to_hf
@@ -70,6 +72,19 @@ LATENT = dict(
     first_k_dense_replace=1,
     routed_scaling_factor=1.5,
 )
+LITE = tuple(key for key in LATENT if key not in ("first_k_dense_replace",))
+KIMI_YARN = {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+GLM = dict(
+    head_dim=16,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+)
 QWEN3_MOE = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
@@ -88,9 +103,16 @@ MODELS = {
         dict(**LATENT, q_lora_rank=20, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}),
     ),
     "deepseek_v3_direct": ("DeepseekV3", dict(**LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=None)),
+    "kimi_k2": (
+        "DeepseekV3",
+        dict(**LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=20, rope_parameters=YARN | KIMI_YARN),
+    ),
+    "glm4_moe_lite": ("Glm4MoeLite", dict(**{key: LATENT[key] for key in LITE}, q_lora_rank=20)),
+    "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
+    "glm4_moe_plain": ("Glm4Moe", dict(**GLM, rope_parameters=YARN | {"partial_rotary_factor": 0.25})),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_not_normalised", "deepseek_v3", "deepseek_v3_direct")
+MIXTURES = tuple(name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek", "kimi", "glm4")))
 
 
 def write_models(root: Path) -> dict[str, Path]:
@@ -99,13 +121,18 @@ def write_models(root: Path) -> dict[str, Path]:
         config = getattr(transformers, f"{family}Config")(**(COMMON | more))
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or parameter_name.endswith("bias"):  # ones and zeros would hide what is lost
+            if "norm" in parameter_name:  # ones and zeros would hide what is lost
                 parameter.data.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("bias"):  # large ones would send all tokens to the same experts
+                parameter.data.uniform_(-0.3, 0.3)
+            elif parameter_name.endswith("gate.weight"):  # zeros in transformers' GLM
+                parameter.data.normal_(0, 0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
         model.save_pretrained(root / name)
         (root / name / "tokenizer.json").write_text("{}")
+    rename(root / "kimi_k2", "kimi_k2")
     return {name: root / name for name in MODELS}
 
 
@@ -174,10 +201,10 @@ def test_every_parameter_is_gathered_before_it_is_used(trainers, folders, long_s
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", cover.essential(MODELS, "llama", "olmo3", "deepseek_v3"))
+@pytest.mark.parametrize("name", cover.essential(MODELS, "llama", "olmo3", "deepseek_v3", "glm4_moe"))
 def test_logits_equal_those_of_transformers(trainers, folders, long_samples, name):
     mesh = Mesh(data=2, expert=2) if name == "mixtral" else Mesh(tensor=2)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
+    model = open_model(folders[name])
     (logits, lengths), *_ = trainers.run(
         "logits", mesh.world_size, folder=folders[name], samples=long_samples, layout=Layout(mesh)
     )
@@ -188,7 +215,7 @@ def test_logits_equal_those_of_transformers(trainers, folders, long_samples, nam
             expected = model(ids[None]).logits[0].numpy()
         got = logits[start : start + len(ids), : expected.shape[1]]
         # fp32 rounding of logits of order 1; transformers' own for DeepSeek-V3 are 1.1e-5 from float64.
-        np.testing.assert_allclose(got, expected, atol=2e-5 if "deepseek" in name else 1e-5)
+        np.testing.assert_allclose(got, expected, atol=2e-5 if "n_group" in MODELS[name][1] else 1e-5)
 
 
 @pytest.mark.parametrize("name", cover.essential(MODELS, "deepseek_v3"))

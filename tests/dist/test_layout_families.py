@@ -7,6 +7,7 @@ Megatron-Core does not build (post-norms, wide q and k norms).
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -45,6 +46,15 @@ LATENT = dict(
     scoring_func="sigmoid",
     topk_method="noaux_tc",
 )
+WITHOUT_KINDS = {key: value for key, value in LATENT.items() if key not in ("scoring_func", "topk_method")}
+GLM = dict(
+    head_dim=12,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_shared_experts=2,
+    first_k_dense_replace=2,
+)
 MODELS = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 12}),
@@ -66,6 +76,10 @@ MODELS = {
     "olmo3_tied": ("Olmo3", {"sliding_window": 8, "tie_word_embeddings": True, "head_dim": 12}),
     "deepseek_v3": ("DeepseekV3", LATENT | {"q_lora_rank": 20}),
     "deepseek_v3_direct": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
+    "kimi_k2": ("DeepseekV3", LATENT | {"q_lora_rank": 20, "n_group": 1}),
+    "glm4_moe_lite": ("Glm4MoeLite", WITHOUT_KINDS | {"q_lora_rank": 20}),
+    "glm4_moe": ("Glm4Moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
+    "glm4_moe_plain": ("Glm4Moe", GLM | {"first_k_dense_replace": 1}),  # vLLM wants a mixture on every stage
 }
 """Sizes apart from each other, so that no two symbols of the tables can be mistaken for one another."""
 
@@ -77,7 +91,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     for name, (family, more) in MODELS.items():
         config = getattr(transformers, f"{family}Config")(**(COMMON | more))
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / name)
+    rename(root / "kimi_k2", "kimi_k2")
     return {name: root / name for name in MODELS}
+
+
+def rename(folder: Path, model_type: str) -> None:
+    """Give a model a name that transformers does not know."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -104,6 +125,8 @@ MEGATRON = [
         Mesh(tensor=4, pipeline=3, data=2, context=2, expert=4, expert_tensor=2, layers=(1, 2, 1)),
     ),
     ("deepseek_v3_direct", Mesh(tensor=2)),
+    ("glm4_moe", Mesh(tensor=2, pipeline=2, expert=2, expert_tensor=1)),
+    ("glm4_moe_plain", Mesh(data=2, expert=2)),
 ]
 
 
@@ -143,6 +166,9 @@ ENGINES = [
     ("deepseek_v3", 2, 1, True),
     ("deepseek_v3", 1, 2, False),
     ("deepseek_v3_direct", 2, 1, False),
+    ("glm4_moe_lite", 2, 1, False),
+    ("glm4_moe", 2, 1, True),
+    ("glm4_moe_plain", 1, 2, False),
 ]
 
 

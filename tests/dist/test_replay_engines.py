@@ -44,9 +44,14 @@ MODELS = {
         SIZES | dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=32, norm_topk_prob=True),
     ),
     "latent": ("DeepseekV3", SMALL | LATENT),
+    "kimi": ("DeepseekV3", SMALL | LATENT | dict(n_routed_experts=384, n_group=1, topk_group=1)),
+    "wide": (
+        "Qwen3Moe",
+        SIZES | dict(num_experts=512, num_experts_per_tok=4, moe_intermediate_size=8, norm_topk_prob=True),
+    ),
 }
-"""Four active experts of 32 are as large as the MLP of the dense model. The latent one has routers with a bias, and a
-first layer without experts."""
+"""Four active experts of 32 are as large as the MLP of the dense model. The latent ones have routers with a bias, and a
+first layer without experts. The last two have as many experts as Kimi-K2 and Qwen3-Next."""
 NUM_PROMPTS, RESPONSE = 24, 64
 
 
@@ -110,7 +115,7 @@ def test_in_bf16_a_mixture_agrees_like_a_dense_model(scored, tensor):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name, tensor", [("mixture", 2), ("latent", 1)])
+@pytest.mark.parametrize("name, tensor", [("mixture", 2), ("latent", 1), ("kimi", 1), ("wide", 2)])
 def test_in_fp32_both_choose_the_same(scored, name, tensor):
     """Replay then changes nothing but rounding: partial sums in another order."""
     without, replayed, updated, known = scored(name, tensor, "float32")

@@ -1,19 +1,27 @@
-"""DeepSeek-V3 has latent attention, routed and shared experts, and dense first layers (arXiv:2412.19437).
+"""DeepSeek-V3 has latent attention, routed and shared experts, and dense first layers (arXiv:2412.19437). Kimi-K2 and
+GLM-4.7-Flash have the same architecture.
 
-The router's bias has no gradient; it is a parameter in HF and vLLM and a float32 buffer in Megatron
-(`router.expert_bias`). Rotary dims are interleaved pairs on all sides, so no row is permuted.
+Rotary dims are interleaved pairs on all sides, so no row is permuted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from megatron_rl.layout.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM, mixture_rows
+from megatron_rl.layout.families.biased_mixture import (
+    BIASED_MIXTURE,
+    TOKEN_AFTER_NEXT,
+    only,
+    read_experts,
+    served_in_float32,
+)
+from megatron_rl.layout.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.rule import HfTensor, Ignored, Rule
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS, query_rank
-from megatron_rl.types import Experts, LatentAttention, ModelShape
+from megatron_rl.types import LatentAttention, ModelShape
 
 
 def _low_rank(shape: ModelShape) -> bool:
@@ -85,41 +93,9 @@ _ATTENTION = (
     ),
 )
 
-_SHARED_EXPERTS = (
-    Rule(
-        REPLICATED,
-        hf=(HfTensor("mlp.gate.e_score_correction_bias", ("experts",)),),
-        megatron="mlp.router.expert_bias",
-        float32=True,  # its updates are so small that bfloat16 would round them away
-    ),
-    Rule(
-        ROWS,
-        hf=(
-            HfTensor("mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
-            HfTensor("mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
-        ),
-        megatron="mlp.shared_experts.linear_fc1.weight",
-        vllm="mlp.shared_experts.gate_up_proj.weight",
-    ),
-    Rule(
-        COLUMNS,
-        hf=(HfTensor("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),),
-        megatron="mlp.shared_experts.linear_fc2.weight",
-    ),
-)
-
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    known = {
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-        "rope_interleave": True,
-        "num_key_value_heads": config["num_attention_heads"],
-    }
-    for key, value in known.items():
-        if config.get(key, value) != value:
-            raise ValueError(f"{key} is {config[key]!r}; only {value!r} is supported")
+    only(config, rope_interleave=True, num_key_value_heads=config["num_attention_heads"])
     latent = LatentAttention(
         query_rank=config["q_lora_rank"] or 0,
         kv_rank=config["kv_lora_rank"],
@@ -127,19 +103,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         rope_dim=config["qk_rope_head_dim"],
         value_dim=config["v_head_dim"],
     )
-    experts = Experts(
-        num_experts=config["n_routed_experts"],
-        num_active=config["num_experts_per_tok"],
-        ffn_size=config["moe_intermediate_size"],
-        shared_ffn_size=config["n_shared_experts"] * config["moe_intermediate_size"],
-        first_dense_layers=config["first_k_dense_replace"],
-        score="sigmoid",
-        normalised=config["norm_topk_prob"],
-        num_groups=config["n_group"],
-        num_active_groups=config["topk_group"],
-        scaling_factor=config["routed_scaling_factor"],
-    )
-    return {"latent": latent, "experts": experts, "head_dim": latent.nope_dim + latent.rope_dim}
+    return {"latent": latent, "head_dim": latent.nope_dim + latent.rope_dim, **read_experts(config)}
 
 
 DEEPSEEK_V3 = Family(
@@ -147,8 +111,17 @@ DEEPSEEK_V3 = Family(
     vllm_model="DeepseekV3ForCausalLM",
     attention=_ATTENTION,
     dense=(MLP_NORM, *GATED_MLP),
-    mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *_SHARED_EXPERTS),
+    mixture=BIASED_MIXTURE,
     read_config=_read,
-    ignored=(Ignored(r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction is neither trained nor served"),),
+    ignored=(TOKEN_AFTER_NEXT,),
     **ENDS,
 )
+KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")
+"""Kimi-K2 (arXiv:2507.20534) is DeepSeek-V3 with 384 experts, 64 heads and one dense layer."""
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="glm4_moe_lite",
+    vllm_model="Glm4MoeLiteForCausalLM",
+    mixture=served_in_float32(BIASED_MIXTURE),
+)
+"""GLM-4.7-Flash has DeepSeek-V3's attention and mixture, and vLLM holds its routers in float32."""

@@ -102,8 +102,8 @@ def test_arrays_of_different_lengths_are_refused_by_name():
         pack_row([broken], 1)
 
 
-def with_routes(one: TrainSample, routes) -> TrainSample:
-    return replace(one, tokens=replace(one.tokens, routes=np.array(routes, np.uint8)))
+def with_routes(one: TrainSample, routes, dtype=np.uint8) -> TrainSample:
+    return replace(one, tokens=replace(one.tokens, routes=np.array(routes, dtype)))
 
 
 def test_routes_belong_to_the_tokens_themselves():
@@ -115,6 +115,11 @@ def test_routes_belong_to_the_tokens_themselves():
     assert known.tolist() == [True, True, False, False] + [False] * 4 + [True, False, False, False]
     assert batch.routes.expert_TLK[known].tolist() == [[[1], [2]], [[3], [4]], [[255], [6]]]
     assert pack_row([sample("b", [8, 9], [0, 1])], 1).routes is None
+
+
+def test_routes_of_more_than_256_experts_have_16_bits():
+    batch = pack_row([with_routes(sample("a", [5, 6], [0, 1]), [[[383, 511]], [[255, 256]]], np.uint16)], 1)
+    assert batch.routes.expert_TLK.tolist() == [[[383, 511]], [[255, 256]]]
 
 
 def test_more_routes_than_tokens_are_refused_by_name():

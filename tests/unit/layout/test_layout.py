@@ -142,13 +142,25 @@ def test_latent_down_projections_by_hand():
 
 
 def test_what_the_tables_say_of_a_family():
-    assert {name: (f.qk_norm, f.qkv_bias, f.post_norm, f.router_bias) for name, f in FAMILIES.items()} == {
+    found = {
+        name: (family.qk_norm(shape), family.qkv_bias(shape), family.post_norm, family.router_bias)
+        for name, shape in SHAPES.items()
+        for family in [FAMILIES[shape.family]]
+    }
+    plain = replace(SHAPES["glm4_moe"], optional=())
+    assert FAMILIES["glm4_moe"].qk_norm(plain) == "none" and not FAMILIES["glm4_moe"].qkv_bias(plain)
+    assert found == {
         "llama": ("none", False, False, False),
         "qwen2": ("none", True, False, False),
         "qwen3": ("head", False, False, False),
+        "qwen3_tied": ("head", False, False, False),
         "qwen3_moe": ("head", False, False, False),
         "mixtral": ("none", False, False, False),
         "olmo2": ("full", False, True, False),
         "olmo3": ("full", False, True, False),
         "deepseek_v3": ("none", False, False, True),
+        "deepseek_v3_direct": ("none", False, False, True),
+        "kimi_k2": ("none", False, False, True),
+        "glm4_moe_lite": ("none", False, False, True),
+        "glm4_moe": ("head", True, False, True),
     }

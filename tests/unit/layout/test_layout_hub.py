@@ -225,7 +225,7 @@ def test_experts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, llama"),
+        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, llama"),
         ({"model_type": "qwen3"}, "num_attention_heads"),
         (LLAMA | {"attention_bias": True}, "attention_bias is True"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -418,7 +418,7 @@ def test_the_base_of_rotation_that_config_json_leaves_out_is_the_familys(tmp_pat
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"kimi_k2"}))  # it is DeepSeek-V3 to transformers
 def test_every_familys_base_of_rotation_is_transformers(family):
     with lasting():  # the import takes seconds, and sets a variable of the environment
         from transformers import AutoConfig

@@ -46,7 +46,7 @@ def smallest_data(tensor: int, options: dict) -> int:
 def is_whole(name: str, shape: ModelShape, fused: bool) -> bool:
     """Whether each TP rank holds the whole tensor."""
     if "norm" in name:
-        wide = FAMILIES[shape.family].qk_norm == "full" and ("q_norm" in name or "k_norm" in name)
+        wide = FAMILIES[shape.family].qk_norm(shape) == "full" and ("q_norm" in name or "k_norm" in name)
         return not wide
     if name.endswith((".gate.weight", "e_score_correction_bias")):
         return True
@@ -93,7 +93,7 @@ def test_megatron_holds_every_expert(stages, name):
 @pytest.mark.parametrize("name", cover.essential(SHAPES, "qwen2", "qwen3_tied", "olmo3", "mixtral", "deepseek_v3"))
 def test_vllm_holds_every_element(name):
     shape = SHAPES[name]
-    wide_norms = FAMILIES[shape.family].qk_norm == "full"
+    wide_norms = FAMILIES[shape.family].qk_norm(shape) == "full"
     for tensor, expert_parallel, pipeline in cover.cases(
         (1, 2, 4) if wide_norms else (1, 2, 4, 8), (False, True), (1, 4)
     ):

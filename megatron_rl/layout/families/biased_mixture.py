@@ -1,0 +1,92 @@
+"""The mixture that DeepSeek-V3 began with (arXiv:2412.19437), and Kimi-K2 and GLM-4.5 have too: sigmoid scores, a bias
+that balances the choice of experts, shared experts, and dense first layers.
+
+The router's bias has no gradient; it is a parameter in HF and vLLM and a float32 buffer in Megatron
+(`router.expert_bias`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.layout.families.rows import mixture_rows
+from megatron_rl.layout.rule import HfTensor, Ignored, Rule
+from megatron_rl.layout.splits import COLUMNS, REPLICATED, ROWS
+from megatron_rl.types import Experts
+
+BIASED_MIXTURE = (
+    *mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"),
+    Rule(
+        REPLICATED,
+        hf=(HfTensor("mlp.gate.e_score_correction_bias", ("experts",)),),
+        megatron="mlp.router.expert_bias",
+        float32=True,  # its updates are so small that bfloat16 would round them away
+    ),
+    Rule(
+        ROWS,
+        hf=(
+            HfTensor("mlp.shared_experts.gate_proj.weight", ("shared_ffn", "hidden")),
+            HfTensor("mlp.shared_experts.up_proj.weight", ("shared_ffn", "hidden")),
+        ),
+        megatron="mlp.shared_experts.linear_fc1.weight",
+        vllm="mlp.shared_experts.gate_up_proj.weight",
+    ),
+    Rule(
+        COLUMNS,
+        hf=(HfTensor("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),),
+        megatron="mlp.shared_experts.linear_fc2.weight",
+    ),
+)
+TOKEN_AFTER_NEXT = Ignored(r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction is neither trained nor served")
+"""The layer after the last one, which predicts the token after the next one."""
+
+
+def served_in_float32(mixture: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The same rows for a class of vLLM that holds the router's weight in float32."""
+    return tuple(replace(rule, served_float32=rule.megatron == "mlp.router.weight") for rule in mixture)
+
+
+def only(config: Mapping[str, Any], **known: Any) -> None:
+    """
+    Args:
+        known: the one value of a key that the family's table describes, which is also its value if it is absent.
+
+    Raises:
+        ValueError: config.json has another value.
+    """
+    for key, value in known.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} is {config[key]!r}; only {value!r} is supported")
+
+
+def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """ModelShape's field `experts`."""
+    only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    first_dense = config["first_k_dense_replace"] if "mlp_layer_types" not in config else _first_dense(config)
+    experts = Experts(
+        num_experts=config["n_routed_experts"],
+        num_active=config["num_experts_per_tok"],
+        ffn_size=config["moe_intermediate_size"],
+        shared_ffn_size=config["n_shared_experts"] * config["moe_intermediate_size"],
+        first_dense_layers=first_dense,
+        score="sigmoid",
+        normalised=config["norm_topk_prob"],
+        num_groups=config["n_group"],
+        num_active_groups=config["topk_group"],
+        scaling_factor=config["routed_scaling_factor"],
+    )
+    return {"experts": experts}
+
+
+def _first_dense(config: Mapping[str, Any]) -> int:
+    """The number of dense layers, by the kind of each layer."""
+    kinds: list[str] = config["mlp_layer_types"] or ["dense"]
+    dense = kinds.count("dense")
+    if config["mlp_layer_types"] and kinds != ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense):
+        raise ValueError(
+            f"mlp_layer_types is {kinds}; supported are `dense` for some first layers and `sparse` for all others, "
+            f"num_hidden_layers of them in all"
+        )
+    return dense
