@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron_rl.convert import tiktoken_files
 from megatron_rl.layout import critic_config
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -37,7 +38,8 @@ def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
 
 def companions(folder: Path, dtype: str | None, value_head: bool = False) -> dict[str, bytes]:
     """The contents of the configuration, tokenizer, chat template and generation configuration, by file name.
-    config.json loses its `quantization_config`, because no written tensor is quantised.
+    config.json loses its `quantization_config`, because no written tensor is quantised. A tokenizer of ranks and code
+    becomes tokenizer.json.
 
     Args:
         dtype: the dtype that config.json is to name; None keeps the one that it names.
@@ -58,4 +60,4 @@ def companions(folder: Path, dtype: str | None, value_head: bool = False) -> dic
         for path in sorted(folder.glob(pattern)):
             if path.is_file():
                 files[path.name] = path.read_bytes()
-    return files
+    return files | (tiktoken_files.tokenizer_files(folder) if tiktoken_files.is_needed(folder) else {})

@@ -41,6 +41,12 @@ class TokenizerFiles:
                 self.core = Tokenizer.from_file(str(path))
             except Exception as error:  # tokenizers raises plain Exception
                 raise ValueError(f"{path} cannot be read ({error}); copy it again") from error
+        elif (folder / "tiktoken.model").is_file():
+            raise ValueError(
+                f"model.path: {folder} has a tokenizer of ranks and code (tiktoken.model), which no run executes; "
+                f"`megatron-rl convert to-hf {folder} TARGET` writes the model with a tokenizer.json, and "
+                f"model.path=TARGET uses it"
+            )
         elif not any(all((folder / name).is_file() for name in names) for names in SLOW_FORMS):
             raise ValueError(
                 f"model.path: {folder} has no tokenizer: neither tokenizer.json nor tokenizer.model is there; copy it "

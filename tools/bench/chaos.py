@@ -189,7 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")], check=True)
+        task = [sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")]
+        subprocess.run(task, check=True, stdout=sys.stderr)  # stdout is for the result
         whole = ChaosRun(folder, "undisturbed", given.steps, given.mirror)
         before = shared_memory()
         start = time.monotonic()

@@ -51,6 +51,7 @@ _LATENT = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+_GLM = {"model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "use_qk_norm": True}
 CONFIGS = {
     **{name: _COMMON | {"model_type": name} for name in ("llama", "qwen2", "qwen3", "olmo2")},
     "qwen3_tied": _COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -60,6 +61,8 @@ CONFIGS = {
     "olmo3": _COMMON | {"model_type": "olmo3", "sliding_window": 8},
     "deepseek_v3": _COMMON | _LATENT,
     "deepseek_v3_direct": _COMMON | _LATENT | {"q_lora_rank": None},
+    **{name: _COMMON | _LATENT | {"model_type": name} for name in ("kimi_k2", "glm4_moe_lite")},
+    "glm4_moe": _COMMON | _LATENT | _GLM,
 }
 """The config.json of each model."""
 assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
