@@ -40,12 +40,12 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     vocab_size = model.get("text_config", model)["vocab_size"]
     # The module names the rows that are left so; ids of a template must not move.
     special = [named.get(number, f"<|reserved_token_{number}|>") for number in range(num_ranks, vocab_size)]
-    converter = TikTokenConverter(
-        str(folder / RANKS), pattern=read_pattern(folder, config), extra_special_tokens=special
-    )
+    pattern = read_pattern(folder, config)
+    converter: Any = TikTokenConverter  # it has no types
+    made = converter(str(folder / RANKS), pattern=pattern, extra_special_tokens=special).converted()
     kept = {key: value for key, value in config.items() if key != "auto_map"}
     return {
-        "tokenizer.json": converter.converted().to_str().encode(),
+        "tokenizer.json": made.to_str().encode(),
         "tokenizer_config.json": json.dumps(
             kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2, ensure_ascii=False
         ).encode(),

@@ -72,7 +72,6 @@ LATENT = dict(
     first_k_dense_replace=1,
     routed_scaling_factor=1.5,
 )
-LITE = tuple(key for key in LATENT if key not in ("first_k_dense_replace",))
 KIMI_YARN = {"beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 GLM = dict(
     head_dim=16,
@@ -107,7 +106,7 @@ MODELS = {
         "DeepseekV3",
         dict(**LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=20, rope_parameters=YARN | KIMI_YARN),
     ),
-    "glm4_moe_lite": ("Glm4MoeLite", dict(**{key: LATENT[key] for key in LITE}, q_lora_rank=20)),
+    "glm4_moe_lite": ("Glm4MoeLite", dict(**LATENT, q_lora_rank=20)),
     "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
     "glm4_moe_plain": ("Glm4Moe", dict(**GLM, rope_parameters=YARN | {"partial_rotary_factor": 0.25})),
 }

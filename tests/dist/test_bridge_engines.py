@@ -31,6 +31,7 @@ from scenarios import TEMPERATURE, Layout
 from shares import TrainSample
 from sizes import VOCAB_SIZE
 from torch import Tensor
+from transformers_models import open_model
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
@@ -92,6 +93,15 @@ LATENT = dict(
 """vLLM's kernel for decoding on a CPU has DeepSeek-V3's kv_lora_rank and rotary dims alone. The scaling factor
 and the weights keep the rounding of fp32 small: with DeepSeek-V3's 2.5 and the other models' 0.2 transformers' own
 logits are 1e-5 from those in float64."""
+OF_DEEPSEEK = ("scoring_func", "topk_method", "num_nextn_predict_layers")
+GLM = dict(
+    attention_bias=True,
+    use_qk_norm=True,
+    **{key: LATENT[key] for key in ("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")},
+    **{key: LATENT[key] for key in ("moe_intermediate_size", "n_shared_experts", "routed_scaling_factor")},
+    initializer_range=0.1,
+    first_k_dense_replace=1,
+)
 MODELS = {
     "dense": ("Qwen3", dict(tie_word_embeddings=False)),
     "tied": ("Qwen3", dict(tie_word_embeddings=True)),
@@ -99,9 +109,11 @@ MODELS = {
     "post-norm": ("Olmo2", dict(pad_token_id=0)),
     "windows": ("Olmo3", WINDOWS),
     "latent": ("DeepseekV3", LATENT),
+    "lite": ("Glm4MoeLite", {key: value for key, value in LATENT.items() if key not in OF_DEEPSEEK}),
+    "glm": ("Glm4Moe", GLM),
 }
-"""All have norms of q and k. An expert's 48, or 24 on each of two ranks, are no multiple of what vLLM's kernel asks for
-on a CPU. The answers are longer than the window."""
+"""All but the latent ones have norms of q and k. An expert's 48, or 24 on each of two ranks, are no multiple of what
+vLLM's kernel asks for on a CPU. The answers are longer than the window."""
 
 FLEETS = {
     "dense, two TP1": ("dense", Engines(2, 1)),
@@ -116,6 +128,9 @@ FLEETS = {
     "windows, TP2": ("windows", Engines(1, 2)),
     "latent, TP1": ("latent", Engines(1, 1)),
     "latent, TP2 and expert parallel": ("latent", Engines(1, 2, expert_parallel=True)),
+    "lite, TP1": ("lite", Engines(1, 1)),
+    "glm, TP1": ("glm", Engines(1, 1)),
+    "glm, TP2 and expert parallel": ("glm", Engines(1, 2, expert_parallel=True)),
 }
 TP2_PP2, TP4, PP4 = Mesh(tensor=2, pipeline=2), Mesh(tensor=4), Mesh(pipeline=4)
 EP2_TP2 = Mesh(tensor=2, data=2, expert=2)
@@ -141,6 +156,9 @@ CASES = [
     ("windows, TP2", TP4, 1),
     ("latent, TP1", TP2_PP2, 1),
     ("latent, TP2 and expert parallel", EP2_TP2, 1),
+    ("lite, TP1", TP2_PP2, 1),
+    ("glm, TP1", TP2_PP2, 1),
+    ("glm, TP2 and expert parallel", EP2_TP2, 1),
 ]
 """(fleet, trainer, engines of the fleet that join), fleet by fleet: starting one is what takes long."""
 
@@ -157,6 +175,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name:
                 parameter.data.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("bias"):
+                parameter.data.uniform_(-0.3, 0.3)
+            elif parameter_name.endswith("gate.weight"):
+                parameter.data.normal_(0, 0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
@@ -225,8 +247,7 @@ def as_checkpoint(folder: Path, base: Path, mesh: Mesh, live: list[dict[str, Ten
 @torch.no_grad()
 def largest_mismatch(folder: Path, answers: list[Tokens]) -> float:
     """The largest difference between an engine's log-prob of a token and that of transformers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    largest = 0.0
+    model, largest = open_model(folder), 0.0
     for tokens in answers:
         ids_T = torch.from_numpy(tokens.ids).long()
         logp_TV = (model(ids_T[None]).logits[0] / TEMPERATURE).log_softmax(-1)

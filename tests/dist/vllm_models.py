@@ -3,7 +3,6 @@ in a process for each rank over gloo. No weight is loaded."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,9 +51,10 @@ def parameters(
         recording = record_form(model, shape, form) if form else record_loading(model, shape, torch.float32)
         assert all(before[name] is tensor for name, tensor in model.named_parameters()), "the model is as it was"
     dist.barrier()
+    for path in Path("/dev/shm").glob(f"*-{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
+        path.unlink(missing_ok=True)  # where vLLM's groups have shared memory (AVX-512), they keep it until they end
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
-    gc.collect()  # the groups' shared memory goes with objects that refer to each other
     return type(model).__name__, found, recording
 
 
@@ -71,7 +71,7 @@ def record_form(model: torch.nn.Module, shape: ModelShape, form: str) -> Recordi
 
 def rank_parameters(url: str, rank: int, cases: Sequence[tuple]) -> list[tuple | None]:
     """Of each case (folder, tensor, pipeline, expert_parallel, form); None where the engine has no such rank."""
-    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": "layout"}
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": f"layout{os.getppid()}"}
     return [
         parameters(*case[:4], rank, f"{url}{number}", *case[4:]) if rank < case[1] * case[2] else None
         for number, case in enumerate(cases)

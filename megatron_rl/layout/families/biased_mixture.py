@@ -64,13 +64,19 @@ def only(config: Mapping[str, Any], **known: Any) -> None:
 def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """ModelShape's field `experts`."""
     only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    first_dense = config["first_k_dense_replace"] if "mlp_layer_types" not in config else _first_dense(config)
+    dense, num_layers = config["first_k_dense_replace"], config["num_hidden_layers"]  # vLLM needs the first one, too
+    kinds = ["dense"] * dense + ["sparse"] * (num_layers - dense)
+    if (config.get("mlp_layer_types") or kinds) != kinds:
+        raise ValueError(
+            f"mlp_layer_types is {config['mlp_layer_types']}, but first_k_dense_replace is {dense} and "
+            f"num_hidden_layers {num_layers}; supported are as many `dense` layers first, and then `sparse` ones"
+        )
     experts = Experts(
         num_experts=config["n_routed_experts"],
         num_active=config["num_experts_per_tok"],
         ffn_size=config["moe_intermediate_size"],
         shared_ffn_size=config["n_shared_experts"] * config["moe_intermediate_size"],
-        first_dense_layers=first_dense,
+        first_dense_layers=dense,
         score="sigmoid",
         normalised=config["norm_topk_prob"],
         num_groups=config["n_group"],
@@ -78,15 +84,3 @@ def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
         scaling_factor=config["routed_scaling_factor"],
     )
     return {"experts": experts}
-
-
-def _first_dense(config: Mapping[str, Any]) -> int:
-    """The number of dense layers, by the kind of each layer."""
-    kinds: list[str] = config["mlp_layer_types"] or ["dense"]
-    dense = kinds.count("dense")
-    if config["mlp_layer_types"] and kinds != ["dense"] * dense + ["sparse"] * (config["num_hidden_layers"] - dense):
-        raise ValueError(
-            f"mlp_layer_types is {kinds}; supported are `dense` for some first layers and `sparse` for all others, "
-            f"num_hidden_layers of them in all"
-        )
-    return dense
