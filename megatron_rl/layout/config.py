@@ -63,8 +63,6 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
     heads = _size(config, "num_attention_heads")
-    if config.get("head_dim") is None and "head_dim" not in table.absent and _size(config, "hidden_size") % heads:
-        raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
     theta, scaling = _rope(config, table.absent.get("rope_theta", 10_000.0))
     rotary_share = _rotary_share(config, table)
     fields: dict[str, Any] = {
@@ -82,7 +80,11 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
         "rope_scaling": scaling,
         "rotary_share": rotary_share,
     }
-    shape = ModelShape(family, **(fields | table.read_config(config)))
+    special = table.read_config(config)
+    given = config.get("head_dim") is not None or "head_dim" in table.absent or "head_dim" in special
+    if not given and _size(config, "hidden_size") % heads:
+        raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
+    shape = ModelShape(family, **(fields | special))
     for part in (shape.experts, shape.latent):
         if empty := [field.name for field in fields_of(part) if getattr(part, field.name) is None] if part else []:
             raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")

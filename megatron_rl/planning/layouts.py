@@ -14,6 +14,7 @@ from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
+from megatron_rl.layout.splits import padded
 from megatron_rl.planning.estimates import largest_plan, largest_work, most_microbatches, training_seconds
 from megatron_rl.planning.gpu import GpuMemory
 from megatron_rl.planning.memory import run_memory, trainer_limit
@@ -94,7 +95,9 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
         offload = optimizer.offload if isinstance(optimizer, AdamConfig) else None
         return Layout(parallel, recompute, offload, seconds, memory)
 
-    sizes = [one for one in parallel_sizes(config, shape, gpus_per_node) if one.alignment <= num_tokens]
+    longest = min(int(work.lengths.max()), num_tokens)  # a layout whose alignment lifts it above the cap is no layout
+    sizes = parallel_sizes(config, shape, gpus_per_node)
+    sizes = [one for one in sizes if padded(longest, one.alignment) <= num_tokens]
     without = [fitting(parallel, recompute, 0.0) for parallel in sizes for recompute in ("none", "full")]
     candidates = sorted((layout for layout in without if layout), key=lambda layout: layout.seconds)
     found: list[Layout] = []

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 
 from megatron_rl.convert import tiktoken_files
 from megatron_rl.data.tokenizer import open_tokenizer
-from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.tools import megatron_to_hf
 
 PARTS = (
@@ -116,12 +115,6 @@ def test_special_tokens_and_rows_without_a_name_keep_their_numbers(converted):
     assert tokenizer.convert_ids_to_tokens([unnamed]) == [f"<|reserved_token_{unnamed}|>"]
     assert len(tokenizer) == len(RANKS) + 8 and tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-
-
-def test_a_run_is_told_to_convert_it(folder, converted):
-    with pytest.raises(ValueError, match=r"tiktoken.model.*convert to-hf"):
-        TokenizerFiles(folder)
-    assert TokenizerFiles(converted).core is not None
 
 
 @pytest.mark.parametrize(

@@ -361,6 +361,11 @@ def quantise(home):
     path.write_text(json.dumps(CONFIG | {"quantization_config": blocks}))
 
 
+def only_ranks(home):
+    no_vocabulary(home)
+    (home / "model" / "tiktoken.model").write_text("YQ== 0\n")
+
+
 def no_vocabulary(home):
     (home / "model" / "tokenizer.json").unlink()
 
@@ -376,6 +381,7 @@ def no_vocabulary(home):
         (lambda home: (home / "model" / "config.json").write_text("{"), "config.json is no"),
         (quantise, "model holds fp8 weights in blocks of 128 x 128, with which no run can begin"),
         (no_vocabulary, "has no tokenizer: neither tokenizer.json nor tokenizer.model is there"),
+        (only_ranks, "has a tokenizer of ranks and code (tiktoken.model), which no run executes; `megatron-rl convert"),
         (lambda home: (home / "model" / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
         (lambda home: (home / "model" / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not JSON"),
         (
