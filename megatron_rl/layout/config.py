@@ -46,7 +46,7 @@ def read_shape(folder: Path) -> ModelShape:
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     try:
-        return _shape(family, config)
+        return shape_of(FAMILIES[family], config)
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
     except ValueError as error:
@@ -57,11 +57,15 @@ def read_shape(folder: Path) -> ModelShape:
         raise ValueError(f"{path}: a value has the wrong type ({said}); is this the config.json of a model?") from error
 
 
-def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
-    table = FAMILIES[family]
+def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
+    """The sizes of a model of a family, by its config.json.
+
+    Raises:
+        ValueError, KeyError, TypeError: see `read_shape`; the message does not name the file.
+    """
     for key, value in table.known.items():
         if config.get(key, value) != value:
-            raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
+            raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
     heads = _size(config, "num_attention_heads")
     theta, scaling = _rope(config, table.absent.get("rope_theta", 10_000.0))
     rotary_share = _rotary_share(config, table)
@@ -84,7 +88,7 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     given = config.get("head_dim") is not None or "head_dim" in table.absent or "head_dim" in special
     if not given and _size(config, "hidden_size") % heads:
         raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
-    shape = ModelShape(family, **(fields | special))
+    shape = ModelShape(table.name, **(fields | special))
     for part in (shape.experts, shape.latent):
         if empty := [field.name for field in fields_of(part) if getattr(part, field.name) is None] if part else []:
             raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
@@ -95,7 +99,7 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
             f"partial_rotary_factor is {shape.rotary_share}, which rotates {shape.rotary_dim} of the {shape.head_dim} "
             "dims of a head; only even numbers are supported"
         )
-    if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
+    if shape.sliding_layers and shape.rope_scaling and table.name != "olmo3":
         raise ValueError("rope scaling together with sliding windows is supported only for olmo3")
     return shape
 

@@ -96,8 +96,8 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
         return Layout(parallel, recompute, offload, seconds, memory)
 
     longest = min(int(work.lengths.max()), num_tokens)  # a layout whose alignment lifts it above the cap is no layout
-    sizes = parallel_sizes(config, shape, gpus_per_node)
-    sizes = [one for one in sizes if padded(longest, one.alignment) <= num_tokens]
+    known = parallel_sizes(config, shape, gpus_per_node)
+    sizes = [one for one in known if padded(longest, one.alignment) <= num_tokens]
     without = [fitting(parallel, recompute, 0.0) for parallel in sizes for recompute in ("none", "full")]
     candidates = sorted((layout for layout in without if layout), key=lambda layout: layout.seconds)
     found: list[Layout] = []

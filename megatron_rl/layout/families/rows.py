@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from typing import TypedDict
 
+from megatron_rl.layout.family import Family
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, QKV, REPLICATED, ROWS, VOCABULARY
 
@@ -138,3 +140,17 @@ def mixture_rows(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
             vllm=f"{block}.experts.routed_experts.w2_weight",
         ),
     )
+
+
+def first_name(rule: Rule) -> str:
+    """The HF name that stands for a row in tables that are made of others."""
+    return rule.hf[0].name
+
+
+def rows_of(family: Family, *hf_names: str) -> tuple[Rule, ...]:
+    """The rows of a family that these HF tensors are the first ones of."""
+    return tuple(rule for rule in family.rules if first_name(rule) in hf_names)
+
+
+def rows_without(rows: Iterable[Rule], hf_names: Collection[str]) -> tuple[Rule, ...]:
+    return tuple(rule for rule in rows if first_name(rule) not in hf_names)

@@ -1,0 +1,221 @@
+"""Proposes the table of a model that no family has yet, from its config.json and the names and extents of its tensors.
+
+The nearest family is the one that leaves the fewest tensors over. Where it has rows that the model lacks they go, and
+where another family has rows for what is left over they come. What no row of any family has is told, and so is every
+key of config.json that nothing read: there a model may differ without a tensor that shows it, such as in a rotation.
+Invariant (tests/unit/layout): without the family of a known model the proposal has that family's rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.layout.config import shape_of
+from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts
+from megatron_rl.layout.families.rows import first_name, rows_of, rows_without
+from megatron_rl.layout.family import Family
+from megatron_rl.types import ModelShape
+
+Extents = tuple[int, ...]
+KINDS = ("attention", "dense", "mixture")
+"""The fields of a family that hold the rows of layers."""
+HARMLESS = {
+    *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "use_cache"),
+    *("aux_loss_alpha", "ep_size", "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "seq_aux"),
+}
+"""Keys of config.json that change no logits of a trained model."""
+
+
+class _Read(dict[str, Any]):
+    """A config.json that notes which of its keys are read."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.keys_read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.keys_read.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.keys_read.add(str(key))
+        return super().__contains__(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    family: Family
+    """The proposed table, under the model's own `model_type`."""
+    shape: ModelShape
+    nearest: str
+    """The family that it begins with."""
+    taken: tuple[tuple[str, str, str], ...]
+    """(kind of row, family, the row's first HF name) of each row that comes from another family."""
+    dropped: tuple[str, ...]
+    """The first HF names of the nearest family's rows that the model does not have."""
+    understood: int
+    """The number of tensors that rows describe, with the same extents."""
+    ignored: dict[str, str]
+    """The reason of each tensor that the family declares as not needed."""
+    unknown: dict[str, Extents]
+    """The tensors that no row of any family describes."""
+    missing: dict[str, Extents]
+    """The tensors that the rows ask for and the files do not have, or have with other extents."""
+    unread: dict[str, Any]
+    """The keys of config.json that nothing reads, without `HARMLESS`."""
+
+    def source(self) -> str:
+        """The text of the file `layout/families/<model_type>.py`."""
+        name, begin = self.family.name, FAMILIES[self.nearest]
+        base, biased = self.nearest.upper(), self.family.read_config is read_experts
+        imported = {self.nearest, *(family for _, family, _ in self.taken)}
+        changes = [f'name="{name}"', f'vllm_model="{self.family.vllm_model}"']
+        for kind in KINDS:
+            other = begin
+            if getattr(self.family, kind) and not getattr(begin, kind) and not biased:
+                other = FAMILIES["qwen3_moe"]
+                imported.add(other.name)
+            rows = "BIASED_MIXTURE" if biased and kind == "mixture" else f"{other.name.upper()}.{kind}"
+            names = [first_name(rule) for rule in getattr(other, kind) if first_name(rule) in self.dropped]
+            rows = f"rows_without({rows}, {names})" if names else rows
+            added = "".join(f", *rows_of({of.upper()}, {hf!r})" for at, of, hf in self.taken if at == kind)
+            if added:
+                changes.append(f"{kind}=(*{rows}{added})")
+            elif rows != f"{base}.{kind}":
+                changes.append(f"{kind}={rows}")
+        if self.family.read_config is not begin.read_config:
+            changes.append(f"read_config={'read_experts' if biased else 'QWEN3_MOE.read_config'}")
+        if self.shape.rotary_share != 1.0 and begin.rotary_share is None:
+            changes.append(f"rotary_share={self.shape.rotary_share}")
+        if self.family.known != begin.known:
+            changes.append(f"known={dict(self.family.known)}")
+        text = "\n".join(f"    {change}," for change in changes)
+        lines = [f"from megatron_rl.layout.families.{_module(family)} import {family.upper()}" for family in imported]
+        if biased:
+            lines.append("from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts")
+        if "rows_" in text:
+            lines.append("from megatron_rl.layout.families.rows import rows_of, rows_without")
+        return (
+            f'"""{name}: like {self.nearest}. Name the paper here, and what differs."""\n\n'
+            "from __future__ import annotations\n\nfrom dataclasses import replace\n\n"
+            + "\n".join(sorted(lines))
+            + f"\n\n{name.upper()} = replace(\n    {base},\n{text}\n)\n"
+        )
+
+
+def propose(config: Mapping[str, Any], tensors: Mapping[str, Extents]) -> Proposal:
+    """
+    Args:
+        config: config.json.
+        tensors: the extents of the tensors of the files, by name.
+
+    Raises:
+        ValueError: no family can read this config.json; the message has what each of them misses.
+    """
+    found, faults = [], []
+    for nearest, family in _candidates():
+        read = _Read({key: value for key, value in config.items() if key not in family.known})
+        try:
+            shape = shape_of(family, read)
+        except (ValueError, KeyError, TypeError) as error:
+            faults.append(f"{family.name}: {error}")
+            continue
+        found.append(_complete(nearest, family, shape, dict(config), read.keys_read, tensors))
+    if not found:
+        raise ValueError("no family can read config.json: " + "; ".join(faults))
+    return min(found, key=lambda one: (len(one.unknown) + len(one.missing), len(one.taken) + len(one.dropped)))
+
+
+def _candidates() -> Iterator[tuple[str, Family]]:
+    """(the family that it begins with, a table): every family, and dense ones with each kind of mixture. Heads may be
+    rotated in part."""
+    for name, family in FAMILIES.items():
+        whole = replace(family, rotary_share=family.rotary_share or 1.0)
+        yield name, whole
+        if not family.mixture:
+            yield name, replace(whole, mixture=BIASED_MIXTURE, read_config=read_experts)
+            other = FAMILIES["qwen3_moe"]
+            yield name, replace(whole, mixture=other.mixture, read_config=other.read_config)
+
+
+def _complete(
+    nearest: str,
+    family: Family,
+    shape: ModelShape,
+    config: dict[str, Any],
+    read: set[str],
+    tensors: Mapping[str, Extents],
+) -> Proposal:
+    """The proposal that begins with a family."""
+    expected = {name: tensor.extents for name, tensor in family.file_tensors(shape).items()}
+    prefix = re.compile(re.escape(family.hf_layer).replace(re.escape("{}"), r"\d+"))
+    over = {prefix.sub("", name) for name in tensors.keys() - expected.keys()}
+    lost = {prefix.sub("", name) for name, extents in expected.items() if tensors.get(name) != extents}
+    dropped = tuple(dict.fromkeys(first_name(rule) for rule in family.rules if all(_is_in(t, lost) for t in rule.hf)))
+    taken = tuple(_taken(family, shape, over))
+    rows: dict[str, Any] = {kind: rows_without(getattr(family, kind), list(dropped)) for kind in KINDS}
+    for kind, other, hf_name in taken:
+        rows[kind] += rows_of(FAMILIES[other], hf_name)
+    name = str(config.get("model_type"))
+    of_vllm = (config.get("architectures") or [family.vllm_model])[0]
+    known = {key: config.get(key, value) for key, value in family.known.items()}  # where they differ, rows show it
+    whole = replace(replace(family, **rows), name=name, vllm_model=of_vllm, known=known)
+    described = {key: tensor.extents for key, tensor in whole.file_tensors(shape).items()}
+    understood = [key for key, extents in described.items() if tensors.get(key) == extents]
+    ignored = {
+        key: one.reason for key in tensors.keys() - described.keys() for one in whole.ignored if one.matches(key, shape)
+    }
+    return Proposal(
+        family=whole,
+        shape=replace(shape, family=name),
+        nearest=nearest,
+        taken=taken,
+        dropped=dropped,
+        understood=len(understood),
+        ignored=ignored,
+        unknown={key: tensors[key] for key in sorted(tensors.keys() - described.keys() - ignored.keys())},
+        missing={key: described[key] for key in described if tensors.get(key) != described[key]},
+        unread={
+            key: value
+            for key, value in config.items()
+            if (key not in read | HARMLESS and value is not None) or family.known.get(key, value) != value
+        },
+    )
+
+
+def _taken(family: Family, shape: ModelShape, over: set[str]) -> Iterator[tuple[str, str, str]]:
+    """The rows of other families whose tensors are all left over."""
+    known = {first_name(rule) for rule in family.rules}
+    for other in FAMILIES.values():
+        for kind in KINDS:
+            for rule in getattr(other, kind):
+                try:
+                    rule.extents(shape)
+                except KeyError:  # of a dim that this model does not have
+                    continue
+                if (
+                    rule.when(shape)
+                    and first_name(rule) not in known
+                    and all(_is_in(tensor, over) for tensor in rule.hf)
+                ):
+                    known.add(first_name(rule))
+                    yield kind, other.name, first_name(rule)
+
+
+def _is_in(tensor: Any, names: set[str]) -> bool:
+    return any(tensor.is_named(name) for name in names)
+
+
+def _module(family: str) -> str:
+    """The module of `layout/families` that has a family."""
+    modules = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo2": "olmo", "olmo3": "olmo"}
+    return modules.get(family, family)

@@ -1,0 +1,92 @@
+"""A known model whose family is taken away: the proposal has its rows again."""
+
+from __future__ import annotations
+
+import pytest
+from test_layout_hub import DEEPSEEK, MIXTRAL, QWEN3
+
+from megatron_rl.layout import FAMILIES
+from megatron_rl.layout.config import shape_of
+from megatron_rl.layout.family import Family
+from megatron_rl.layout.proposal import Proposal, propose
+
+GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+}
+CONFIGS = {
+    "qwen3": QWEN3,
+    "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK,
+    "glm4_moe": GLM,
+    "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"},
+    "olmo3": QWEN3 | {"model_type": "olmo3", "sliding_window": 8},
+}
+
+
+def forgotten(monkeypatch, name: str, **more) -> tuple[Proposal, Family]:
+    """The proposal for a model whose family is unknown, and the family.
+
+    Args:
+        more: tensors that the model has besides.
+    """
+    family, config = FAMILIES[name], CONFIGS[name]
+    tensors = {key: held.extents for key, held in family.file_tensors(shape_of(family, config)).items()}
+    monkeypatch.delitem(FAMILIES, name)
+    return propose(config, tensors | more), family
+
+
+BEGUN = {
+    "qwen3": {"llama"},
+    "olmo3": {"olmo2"},
+    "deepseek_v3": {"kimi_k2", "glm4_moe_lite"},
+    "kimi_k2": {"deepseek_v3", "glm4_moe_lite"},
+    "glm4_moe": {"qwen3"},
+}
+"""The families that each proposal may begin with."""
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_the_rows_of_a_known_family_are_found_without_it(monkeypatch, name):
+    found, family = forgotten(monkeypatch, name)
+    shape = shape_of(family, CONFIGS[name])
+    assert found.nearest in BEGUN[name] and not found.unknown and not found.missing
+    assert found.family.hf_tensors(found.shape) == family.hf_tensors(shape)
+    for layer in range(shape.num_layers):
+        wanted = {
+            (rule.split, rule.hf, rule.megatron, rule.vllm, rule.fused) for rule in family.layer_rules(shape, layer)
+        }
+        rows = found.family.layer_rules(found.shape, layer)
+        assert {(rule.split, rule.hf, rule.megatron, rule.vllm, rule.fused) for rule in rows} == wanted
+
+
+def test_the_text_is_the_table(monkeypatch):
+    found, _ = forgotten(monkeypatch, "glm4_moe")
+    names: dict = {}
+    exec(found.source(), names)
+    written = names["GLM4_MOE"]
+    assert written.rules == found.family.rules and written.known == found.family.known
+    assert (written.name, written.rotary_share, written.read_config) == ("glm4_moe", 0.5, found.family.read_config)
+    assert shape_of(written, GLM) == found.shape
+
+
+def test_keys_that_nothing_reads_and_tensors_without_a_row_are_told(monkeypatch):
+    monkeypatch.setitem(CONFIGS, "qwen3", QWEN3 | {"residual_multiplier": 0.5, "use_cache": True, "hidden_act": "gelu"})
+    monkeypatch.setitem(FAMILIES, "qwen3", FAMILIES["qwen3"])
+    config, family = CONFIGS["qwen3"], FAMILIES["qwen3"]
+    tensors = {key: held.extents for key, held in family.file_tensors(shape_of(family, QWEN3)).items()}
+    tensors["model.layers.0.self_attn.gate.weight"] = (3, 5)
+    tensors["model.norm.weight"] = (7,)
+    found = propose(config, tensors)
+    assert found.unread == {"residual_multiplier": 0.5, "hidden_act": "gelu"}
+    assert found.unknown == {"model.layers.0.self_attn.gate.weight": (3, 5)}
+    assert list(found.missing) == ["model.norm.weight"] and found.understood == len(tensors) - 2
+
+
+def test_a_config_json_that_no_family_reads_is_refused():
+    with pytest.raises(ValueError, match=r"no family can read config.json: llama: .*num_attention_heads"):
+        propose({"model_type": "new"}, {})

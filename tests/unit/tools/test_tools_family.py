@@ -1,0 +1,42 @@
+"""The proposal of a table, checked with transformers' own model and Megatron."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=60,
+    max_position_embeddings=128,
+    pad_token_id=0,
+)
+
+
+def write(folder: Path, family: str) -> Path:
+    config = getattr(transformers, f"{family}Config")(**SIZES)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("family", "nearest", "fits"), [("SeedOss", "qwen2", True), ("Ernie4_5", "llama", False)])
+def test_a_model_without_a_table_is_proposed_and_checked(tmp_path, family, nearest, fits):
+    """Seed-OSS has Qwen2's tensors and forward pass. ERNIE 4.5 has Llama's tensors, but it rotates pairs."""
+    folder = write(tmp_path / "model", family)
+    command = [sys.executable, "-m", "megatron_rl", "family", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["nearest"], told["unknown"], told["missing"]) == (0 if fits else 1, nearest, {}, {})
+    of_logprobs = told["checks"].pop("Megatron's log-probs equal transformers'")
+    assert set(told["checks"].values()) == {None}
+    assert of_logprobs is None if fits else "the forward pass is another one" in of_logprobs

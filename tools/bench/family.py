@@ -1,0 +1,236 @@
+"""Propose the table of a model that no family has yet, and check it.
+
+    megatron-rl family models/New-30B [--json]
+
+It reads config.json and the headers of the weights, and prints the nearest family, the tensors that rows describe, the
+ones that no row describes, the keys of config.json that nothing reads, and the text of a file for layout/families/.
+Then it makes a tiny random model of the same config.json with transformers' own class and checks the proposal with it:
+the table has each tensor once; converted for TP2 x PP2 and back the weights have the same bits; the log-probs of
+Megatron on one process equal transformers'. A key that nothing reads and log-probs that differ belong together:
+the forward pass needs what the key says. The exit status is 0 if all checks hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.layout.hub import read_header, weight_files
+from megatron_rl.layout.proposal import Proposal, propose
+from megatron_rl.processes import piped
+from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
+from megatron_rl.types import Mesh
+
+TOLERANCE = 1e-4
+"""In nats, for the log-probs of a row of at most 24 tokens, in fp32."""
+VOCAB_SIZE, NUM_LAYERS = 64, 4
+_TINY = {
+    **{"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": VOCAB_SIZE},
+    **{"num_attention_heads": 4, "head_dim": 16, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8},
+    **{"qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8, "num_experts": 8, "num_local_experts": 8},
+    **{"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"shared_expert_intermediate_size": 16, "sliding_window": 12, "max_position_embeddings": 128},
+    **{"num_hidden_layers": NUM_LAYERS, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+    **{"initializer_range": 0.2, "max_window_layers": 2},
+}
+"""The keys that are made small where a config.json has them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    given = parser.parse_args(arguments)
+    try:
+        config = json.loads((given.folder / "config.json").read_text())
+        tensors = {
+            name: extents for path in weight_files(given.folder) for name, (_, extents, _) in read_header(path).items()
+        }
+        proposal = propose(config, tensors)
+    except (OSError, ValueError) as error:
+        print(f"error: {given.folder}: {error}", file=sys.stderr)
+        return 1
+    checks = check(proposal, config)
+    if given.json:
+        print(
+            json.dumps({"nearest": proposal.nearest, "source": proposal.source(), "checks": checks, **counts(proposal)})
+        )
+    else:
+        tell(proposal, len(tensors), checks, Console())
+    return 0 if all(fault is None for fault in checks.values()) else 1
+
+
+def counts(proposal: Proposal) -> dict[str, Any]:
+    return {
+        "understood": proposal.understood,
+        "ignored": patterns(proposal.ignored),
+        "unknown": patterns(proposal.unknown),
+        "missing": patterns(proposal.missing),
+        "unread": proposal.unread,
+    }
+
+
+def patterns(names: Mapping[str, Any]) -> dict[str, int]:
+    """The names with `{}` for numbers, and how many there are of each."""
+    return dict(Counter(".".join("{}" if part.isdigit() else part for part in name.split(".")) for name in names))
+
+
+def check(proposal: Proposal, config: Mapping[str, Any]) -> dict[str, str | None]:
+    """What is wrong with the proposal, by the name of each check; None: nothing."""
+    name = proposal.family.name
+    whole = None
+    if proposal.unknown or proposal.missing:
+        whole = f"{len(proposal.unknown)} tensors have no row, {len(proposal.missing)} rows have no tensor"
+    checks: dict[str, str | None] = {"every tensor has its row": whole}
+    before = FAMILIES.get(name)
+    FAMILIES[name] = proposal.family
+    try:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "tiny"
+            made = fault = _make_tiny(config, folder)
+            checks["a tiny model can be made by transformers"] = made
+            if made is None:
+                fault = _faulty(_round_trip, folder, Path(temporary))
+            checks["converted to TP2 x PP2 and back it has the same bits"] = fault
+            if fault is None:
+                fault = _faulty(_logprobs, folder)
+            checks["Megatron's log-probs equal transformers'"] = fault
+    finally:
+        del FAMILIES[name]
+        if before:
+            FAMILIES[name] = before
+    return checks
+
+
+def _faulty(part: Any, *arguments: Any) -> str | None:
+    """What a check says, or the error that it ends with: a proposal may be wrong in any way."""
+    try:
+        found: str | None = part(*arguments)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return found
+
+
+def _make_tiny(config: Mapping[str, Any], folder: Path) -> str | None:
+    """Write a tiny random model; returns why it cannot be made."""
+    import torch
+    import transformers
+
+    theirs: Any = transformers  # it has few types
+    tiny: dict[str, Any] = {key: _TINY.get(key, value) if value is not None else None for key, value in config.items()}
+    if config.get("num_key_value_heads") != config.get("num_attention_heads"):
+        tiny["num_key_value_heads"] = 2
+    elif "num_key_value_heads" in tiny:
+        tiny["num_key_value_heads"] = _TINY["num_attention_heads"]
+    for key in ("layer_types", "mlp_layer_types"):
+        if tiny.get(key):
+            tiny[key] = tiny[key][:NUM_LAYERS]
+    torch.manual_seed(0)
+    theirs.utils.logging.disable_progress_bar()
+    try:
+        known = theirs.AutoConfig.for_model(**tiny)
+        model = theirs.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
+    except (ValueError, KeyError, TypeError) as error:
+        return f"transformers makes none of this config.json: {error}"
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+        if "norm" in name:  # ones and zeros would hide what is lost
+            parameter.data.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.data.uniform_(-0.2, 0.2)
+        elif name.endswith("gate.weight"):
+            parameter.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return None
+
+
+def _round_trip(folder: Path, temporary: Path) -> str | None:
+    from safetensors.torch import load_file
+
+    from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_ranks
+
+    mesh = Mesh(tensor=2, pipeline=2)
+    carry_out(to_ranks(open_checkpoint(folder), mesh, False, Options()), temporary / "ranks", 1, lambda _: None)
+    carry_out(to_hub(open_checkpoint(temporary / "ranks"), Options()), temporary / "again", 1, lambda _: None)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, temporary / "again"))
+    lost = [name for name in before if name not in after or not before[name].equal(after[name])]
+    return f"{lost[0]} has other bits" if lost else None
+
+
+def _logprobs(folder: Path) -> str | None:
+    import torch
+    import torch.distributed as dist
+    import transformers
+
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.spec import ActorSpec
+    from megatron_rl.actor.weights import load_weights
+    from megatron_rl.algorithms import SupervisedObjective
+
+    rows = random_rows(VOCAB_SIZE, num_rows=16, longest=24, seed=0)
+    spec = ActorSpec(
+        shape=read_shape(folder),
+        model=ModelConfig(path=folder, dtype="float32"),
+        policy=PolicyConfig(),
+        objective=SupervisedObjective(),
+        temperature=1.0,
+        total_steps=1,
+        seed=0,
+    )
+    actor = MegatronActor(spec, rank=0, world_size=1, store=dist.HashStore())
+    load_weights(actor, folder)
+    (share,) = deal_rows(folder, ParallelConfig(), rows, 1)
+    found = actor.score(share)
+    actor.close()
+    theirs: Any = transformers.AutoModelForCausalLM
+    model = theirs.from_pretrained(folder, dtype=torch.float32)
+    differences = []
+    for number, row in enumerate(rows):
+        ids_T = torch.from_numpy(row.ids.astype(np.int64))
+        with torch.no_grad():
+            logp_TV = model(ids_T[None]).logits[0].log_softmax(-1)
+        differences.append(abs(found[number] - logp_TV[:-1].gather(1, ids_T[1:, None]).double().sum().item()))
+    if max(differences) < TOLERANCE:
+        return None
+    return f"they differ by up to {max(differences):.2g} nats in a row of 24 tokens; the forward pass is another one"
+
+
+def tell(proposal: Proposal, num_tensors: int, checks: Mapping[str, str | None], console: Console) -> None:
+    console.print(
+        f"nearest family: [bold]{proposal.nearest}[/]. Rows describe {proposal.understood:,} of {num_tensors:,} "
+        "tensors.",
+        highlight=False,
+    )
+    table = Table(title="left over", title_justify="left")
+    for heading in ("what", "name", "number or value"):
+        table.add_column(heading, overflow="fold")
+    told: list[tuple[str, Mapping[str, Any]]] = [
+        ("no row describes it", patterns(proposal.unknown)),
+        ("a row asks for it", patterns(proposal.missing)),
+        ("ignored", patterns(proposal.ignored)),
+        ("nothing reads this key", proposal.unread),
+    ]
+    for what, entries in told:
+        for name, value in entries.items():
+            table.add_row(what, name, str(value))
+    if table.row_count:
+        console.print(table)
+    for what, fault in checks.items():
+        console.print("yes" if fault is None else "[red]NO [/]", "", what, "" if fault is None else f"({fault})")
+    console.print(f"\nlayout/families/{proposal.family.name}.py:\n", highlight=False)
+    print(proposal.source())
+
+
+if __name__ == "__main__":
+    sys.exit(piped(main))
