@@ -84,7 +84,8 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     }
     shape = ModelShape(family, **(fields | table.read_config(config)))
     for part in (shape.experts, shape.latent):
-        if empty := [field.name for field in fields_of(part) if getattr(part, field.name) is None] if part else []:
+        needed = [field.name for field in fields_of(part) if field.default is not None] if part else []
+        if empty := [name for name in needed if getattr(part, name) is None]:
             raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
     if _ends_with_value(config):
         shape = critic_shape(shape)
@@ -93,8 +94,9 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
             f"partial_rotary_factor is {shape.rotary_share}, which rotates {shape.rotary_dim} of the {shape.head_dim} "
             "dims of a head; only even numbers are supported"
         )
-    if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
-        raise ValueError("rope scaling together with sliding windows is supported only for olmo3")
+    if shape.sliding_layers and shape.rope_scaling and table.scales_windows is None:
+        both = ", ".join(sorted(name for name, other in FAMILIES.items() if other.scales_windows is not None))
+        raise ValueError(f"rope scaling together with sliding windows is supported only for {both}")
     return shape
 
 
@@ -190,8 +192,8 @@ def _number(section: Mapping[str, Any], key: str, default: float | None = None) 
     return value
 
 
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
+def _flag(config: Mapping[str, Any], key: str, absent: bool = False) -> bool:
+    value = config.get(key, absent)
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, but it is {json.dumps(value)}")
     return value
@@ -244,12 +246,13 @@ def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope 
             original_max_positions=_number(rope, "original_max_position_embeddings"),
         )
     elif kind == "yarn":
-        known = {"factor", "original_max_position_embeddings", *_YARN}
+        known = {"factor", "original_max_position_embeddings", "truncate", *_YARN}
         scaling = YarnRope(
             factor=_number(rope, "factor"),
             original_max_positions=_number(
                 rope, "original_max_position_embeddings", _size(config, "max_position_embeddings")
             ),
+            truncate=_flag(rope, "truncate", absent=True),
             # 0 switches an mscale off.
             **{key: rope[key] and _number(rope, key) for key in _YARN if rope.get(key) is not None},
         )

@@ -50,6 +50,9 @@ class Family:
     `rope_theta` is 10,000 if it is not here either."""
     known: Mapping[str, Any] = field(default_factory=DESCRIBED.copy)
     """The only value of some keys of config.json, and their value if they are absent."""
+    scales_windows: bool | None = None
+    """Whether layers with a sliding window scale the rotary frequencies as the others do. None: no checkpoint of the
+    family has both windows and scaling, so config.json with both is refused."""
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""
@@ -66,6 +69,16 @@ class Family:
 
     def qkv_bias(self, shape: ModelShape) -> bool:
         return self._dims("self_attn.q_proj.bias", shape) is not None
+
+    @property
+    def sinks(self) -> bool:
+        """Whether each head's softmax has one more logit, which is learnt and has no value (arXiv:2309.17453)."""
+        return self._dims("self_attn.sinks") is not None
+
+    @property
+    def linear_bias(self) -> bool:
+        """Whether every linear layer of attention and MLP has a bias, that of a router too."""
+        return self._dims("self_attn.o_proj.bias") is not None
 
     @property
     def post_norm(self) -> bool:
@@ -254,8 +267,11 @@ class Family:
         tensor_rank, stage = rank % tensor, rank // tensor
         first, last = stage == 0, stage == pipeline - 1
 
-        def place(rule: Rule) -> Placement:
-            name = rule.vllm or rule.hf[0].name
+        def place(rule: Rule) -> list[Placement]:
+            placements = [place_one(name, part) for name, part in rule.of_vllm()]
+            return [placement for placement in placements if placement.pieces]
+
+        def place_one(name: str, rule: Rule) -> Placement:
             if not rule.per_expert:
                 return place_row(rule, rule.split.vllm, shape, (tensor, tensor_rank), name)
             if expert_parallel:
@@ -265,16 +281,16 @@ class Family:
 
         placed: list[Placed] = []
         if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
-            placed.append(Placed(place(self.embedding), "", ""))
+            placed += [Placed(row, "", "") for row in place(self.embedding)]
         rows = {}
         for layer in engine_layers(shape.num_layers, pipeline, stage):
             kind = shape.has_experts(layer)
             if kind not in rows:
-                rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
+                rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in place(rule)]
             hf_prefix, local_prefix = self.hf_layer.format(layer), self.vllm_layer.format(layer)
             placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
         if last or self.vllm_repeats_ends:
-            placed.append(Placed(place(self.final_norm), "", ""))
+            placed += [Placed(row, "", "") for row in place(self.final_norm)]
             if not shape.tied_embeddings:
-                placed.append(Placed(place(self.output), "", ""))
+                placed += [Placed(row, "", "") for row in place(self.output)]
         return placed

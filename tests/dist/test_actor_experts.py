@@ -145,12 +145,22 @@ def as_saved(name: str, tensor: np.ndarray, family: str) -> dict[str, np.ndarray
     if family == "mixtral":
         name = name.replace(".mlp.", ".block_sparse_moe.")
     layer, _, kind = name.partition(".experts.")
+    if family == "gpt_oss" and kind:
+        return of_gpt_oss(f"{layer}.experts.", kind, tensor)
     if kind == "gate_up_proj":
         halves = zip((gate, up), np.split(tensor, 2, axis=1), strict=True)
         return {f"{layer}.experts.{i}.{half}.weight": part for half, parts in halves for i, part in enumerate(parts)}
     if kind == "down_proj":
         return {f"{layer}.experts.{i}.{down}.weight": part for i, part in enumerate(tensor)}
     return {name: tensor}
+
+
+def of_gpt_oss(prefix: str, kind: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Matrices are transposed there, and rows of gate and up are by turns."""
+    end = "bias" if kind.endswith("_bias") else "weight"
+    tensor = tensor if end == "bias" else tensor.swapaxes(1, 2)
+    parts = {"down": tensor} if kind.startswith("down") else {"gate": tensor[:, ::2], "up": tensor[:, 1::2]}
+    return {f"{prefix}{i}.{part}_proj.{end}": one for part, all_E in parts.items() for i, one in enumerate(all_E)}
 
 
 LOSSES = dict(load_balancing_loss=0.4, router_z_loss=0.05)

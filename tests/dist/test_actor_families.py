@@ -85,6 +85,13 @@ GLM = dict(
     routed_scaling_factor=1.5,
 )
 QWEN3_MOE = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+GPT_OSS = dict(
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=12,
+    rope_parameters=YARN | {"truncate": False},
+)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
@@ -109,9 +116,12 @@ MODELS = {
     "glm4_moe_lite": ("Glm4MoeLite", dict(**LATENT, q_lora_rank=20)),
     "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
     "glm4_moe_plain": ("Glm4Moe", dict(**GLM, rope_parameters=YARN | {"partial_rotary_factor": 0.25})),
+    "gpt_oss": ("GptOss", GPT_OSS),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
-MIXTURES = tuple(name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek", "kimi", "glm4")))
+MIXTURES = tuple(
+    name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek", "kimi", "glm4", "gpt_oss"))
+)
 
 
 def write_models(root: Path) -> dict[str, Path]:
@@ -126,6 +136,10 @@ def write_models(root: Path) -> dict[str, Path]:
                 parameter.data.uniform_(-0.3, 0.3)
             elif parameter_name.endswith("gate.weight"):  # zeros in transformers' GLM
                 parameter.data.normal_(0, 0.2)
+            elif parameter_name.endswith("sinks"):
+                parameter.data.uniform_(-1.0, 3.0)
+            if parameter_name.endswith("gate_up_proj_bias"):  # so that one gate and two ups of an expert are clamped
+                parameter.data[:, [0, 1, 3, 5]] += torch.tensor([7.0, -1.0, 7.0, -7.0])
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
