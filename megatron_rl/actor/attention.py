@@ -37,7 +37,7 @@ from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_att
 from megatron_rl.actor.packing import Routes, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
-from megatron_rl.layout import FAMILIES
+from megatron_rl.layout.families.windows import SCALED
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 MAX_PADDING = 0.2
@@ -105,7 +105,7 @@ def packed_sequences(
         shared: the prompts that sequences share; only for layers that `can_share_prompts`.
     """
     if not fused:
-        of_windows = shape.rope_scaling if FAMILIES[shape.family].scales_windows else None
+        of_windows = shape.rope_scaling if SCALED.get(shape.family) else None
 
         def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
             return plan_attention(

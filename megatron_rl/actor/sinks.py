@@ -50,7 +50,7 @@ def attend_to_key(
     """The same on any device, by torch's own attention: it gets the sink as a first key of zeros, with one more dim,
     which is 1 there and 0 in the other keys; in a query it is the sink. CUDA's kernels have not been run with it.
 
-    The arguments and the result are those of `attend_with_sinks`.
+    The arguments and the result are as in `attend_with_sinks`.
     """
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if scale is None else scale
@@ -75,7 +75,8 @@ def sink_gradient(sink_N: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
         lse: [..., N]: the log-sum-exp of a query's scores and its sink.
         delta: [..., N]: the sum over the head's dims of the output times its gradient.
     """
-    return -((sink_N.to(lse.dtype) - lse).exp() * delta).flatten(0, -2).sum(0).to(sink_N.dtype)
+    of_each: Tensor = -(sink_N.to(lse.dtype) - lse).exp() * delta
+    return of_each.flatten(0, -2).sum(0).to(sink_N.dtype)
 
 
 class _SinkAttention(torch.autograd.Function):
@@ -87,10 +88,10 @@ class _SinkAttention(torch.autograd.Function):
         bias = _bias(mask_LK, query.dtype)
         out, lse = attend(query, key, value, 0.0, mask_LK is None, attn_mask=bias, scale=scale)
         whole = torch.logaddexp(lse, sink_N.to(lse.dtype)[:, None])
-        out = (out * (lse - whole).exp()[..., None]).to(query.dtype)
-        ctx.save_for_backward(query, key, value, sink_N, out, whole)
+        result: Tensor = (out * (lse - whole).exp()[..., None]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sink_N, result, whole)
         ctx.mask_LK, ctx.scale = mask_LK, scale
-        return out
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None, None]:

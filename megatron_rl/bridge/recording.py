@@ -118,8 +118,8 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name and source_name in self._zeroed:
             return to
         if name and source_name and (parts := list(self._parts(source_name, source, what))):
-            for hf_name, hf_box, index in parts:
-                self.shards.append(_piece(hf_name, hf_box, name, destination, to[index]))
+            for held, rectangle, index in parts:
+                self.shards.append(_piece(held, rectangle, name, destination, to[index]))
             return to
         if name and source_name:
             hf_name, hf_box = self._part(source_name, source, what)

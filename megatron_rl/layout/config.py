@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.families.windows import SCALED
 from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
@@ -94,9 +95,10 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
             f"partial_rotary_factor is {shape.rotary_share}, which rotates {shape.rotary_dim} of the {shape.head_dim} "
             "dims of a head; only even numbers are supported"
         )
-    if shape.sliding_layers and shape.rope_scaling and table.scales_windows is None:
-        both = ", ".join(sorted(name for name, other in FAMILIES.items() if other.scales_windows is not None))
-        raise ValueError(f"rope scaling together with sliding windows is supported only for {both}")
+    if shape.sliding_layers and shape.rope_scaling and family not in SCALED:
+        raise ValueError(
+            f"rope scaling together with sliding windows is supported only for {', '.join(sorted(SCALED))}"
+        )
     return shape
 
 

@@ -13,13 +13,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.layout import divisions
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
 from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
+from megatron_rl.layout.traits import Traits
 from megatron_rl.layout.view import FileTensor, View
 from megatron_rl.types import Mesh, ModelShape
 
@@ -28,7 +29,7 @@ DESCRIBED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Family(Traits):
     name: str
     """`model_type` of the HF config.json."""
     vllm_model: str
@@ -50,9 +51,6 @@ class Family:
     `rope_theta` is 10,000 if it is not here either."""
     known: Mapping[str, Any] = field(default_factory=DESCRIBED.copy)
     """The only value of some keys of config.json, and their value if they are absent."""
-    scales_windows: bool | None = None
-    """Whether layers with a sliding window scale the rotary frequencies as the others do. None: no checkpoint of the
-    family has both windows and scaling, so config.json with both is refused."""
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""
@@ -60,36 +58,6 @@ class Family:
     """Whether vLLM builds embedding, final norm and output layer on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
     vllm_layer: str = "model.layers.{}."
-
-    def qk_norm(self, shape: ModelShape) -> Literal["none", "head", "full"]:
-        """How q and k are normalised. `head`: each head alone; `full`: all heads together; `none`: not at all."""
-        known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
-        known = {None: "none", ("head",): "head", ("q",): "full"}
-        return known[self._dims("self_attn.q_norm.weight", shape)]
-
-    def qkv_bias(self, shape: ModelShape) -> bool:
-        return self._dims("self_attn.q_proj.bias", shape) is not None
-
-    @property
-    def sinks(self) -> bool:
-        """Whether each head's softmax has one more logit, which is learnt and has no value (arXiv:2309.17453)."""
-        return self._dims("self_attn.sinks") is not None
-
-    @property
-    def linear_bias(self) -> bool:
-        """Whether every linear layer of attention and MLP has a bias, that of a router too."""
-        return self._dims("self_attn.o_proj.bias") is not None
-
-    @property
-    def post_norm(self) -> bool:
-        """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
-        return self._dims("post_feedforward_layernorm.weight") is not None
-
-    @property
-    def router_bias(self) -> bool:
-        """Whether the router adds a bias to the scores when it chooses experts. The bias is updated from the experts'
-        load, not by a gradient (arXiv:2408.15664)."""
-        return self._dims("mlp.gate.e_score_correction_bias") is not None
 
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
@@ -99,18 +67,8 @@ class Family:
         """Whether the engine holds an HF tensor in float32 for every dtype of the model."""
         return any(rule.is_sent_as_float32 for rule in self._rules_of(hf_name))
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rows of all kinds of layers."""
-        return (*self.attention, *self.dense, *self.mixture)
-
     def _rules_of(self, hf_name: str) -> list[Rule]:
         return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
-
-    def _dims(self, name: str, shape: ModelShape | None = None) -> tuple[str, ...] | None:
-        """The dims of an HF tensor of a layer, in one model or, without `shape`, in any model."""
-        rules = [rule for rule in self.rules if shape is None or rule.when(shape)]
-        return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)
 
     def last_rule(self, shape: ModelShape) -> Rule | None:
         """The row after the final norm; None if the output layer is the embedding."""

@@ -64,7 +64,7 @@ class Mxfp4:
         return "mxfp4 weights"
 
     def scales_of(self, extents: tuple[int, ...]) -> tuple[int, ...]:
-        """The extents of the scales of stacked matrices, from those of the values as they are stored."""
+        """The extents of the scales of stacked matrices; `extents`: of the values as they are stored."""
         return extents[:-1]
 
     def stored(self, extents: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -107,8 +107,8 @@ class ModelShape:
     sliding_layers: tuple[int, ...] = ()
     """The indices of the layers with a sliding window."""
     rope_scaling: Llama3Rope | YarnRope | None = None
-    """The scaling of the rotary frequencies in the layers outside `sliding_layers`, and, if the family's table says so
-    (`scales_windows`), in these too. A window itself is too short to need it."""
+    """The scaling of the rotary frequencies in the layers outside `sliding_layers`, and in some families
+    (`layout.families.windows`) in these too. A window itself is too short to need it."""
     rotary_share: float = 1.0
     """The share of each head's dims that are rotated, which are its first ones (0.5 in GLM-4.5)."""
     optional: tuple[Literal["qkv_bias", "head_norms"], ...] = ()

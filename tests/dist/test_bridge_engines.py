@@ -122,8 +122,9 @@ MODELS = {
     "glm": ("Glm4Moe", GLM),
     "sinks": ("GptOss", SINKS),
 }
-"""All but the latent ones and gpt-oss have norms of q and k. An expert's 48, or 24 on each of two ranks, are no multiple of what
-vLLM's kernel asks for on a CPU; gpt-oss's 64 are, because it does not pad these. The answers are longer than the window."""
+"""All but the latent ones and gpt-oss have norms of q and k. An expert's 48, or 24 on each of two ranks, are no
+multiple of what vLLM's kernel asks for on a CPU; gpt-oss's 64 are, because it does not pad these. The answers are
+longer than the window."""
 
 FLEETS = {
     "dense, two TP1": ("dense", Engines(2, 1)),

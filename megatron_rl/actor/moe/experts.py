@@ -22,7 +22,7 @@ def sigmoid_unit(gate: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate)
 
 
-class ExpertOutput(RowParallelLinear):
+class ExpertOutput(RowParallelLinear):  # type: ignore[misc]  # it has no types
     """The last layer of an expert. Megatron adds the bias that it returns, times the router's weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

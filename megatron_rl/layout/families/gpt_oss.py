@@ -187,6 +187,5 @@ GPT_OSS = Family(
     read_config=_read,
     absent={"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000.0},
     known=DESCRIBED | {"attention_bias": True},
-    scales_windows=True,
     vllm_repeats_ends=True,
 )

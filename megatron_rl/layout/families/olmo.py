@@ -61,6 +61,5 @@ OLMO3 = Family(
     dense=GATED_MLP,
     read_config=_three_of_four,
     absent={"rope_theta": 500_000.0},
-    scales_windows=False,
     **ENDS,
 )
