@@ -191,7 +191,7 @@ class ModelParameters(Parameters):
         self._model_config, self._device, self._side = model_config, device, side
         self._layers: dict[str, nn.Module] = {}
         """The layers of the parameters that vLLM repacks, by the parameters' names. This and `_held` have vLLM's names,
-        and `forms` has those that describe the parameters (layout/interleaved.py)."""
+        and `forms` has the names that describe the parameters (layout/interleaved.py)."""
         self._held: dict[str, Tensor] = {}
         self._latent: dict[str, MLAAttention] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)

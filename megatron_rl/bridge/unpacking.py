@@ -1,5 +1,5 @@
-"""vLLM on a CPU packs linear weights for oneDNN and experts for its grouped kernel, and drops the originals. Joining the
-bridge gives the layers full parameters again and lets the forward pass read them, so a push is a copy into live
+"""vLLM on a CPU packs linear weights for oneDNN and experts for its grouped kernel, and drops the originals. Joining
+the bridge gives the layers full parameters again and lets the forward pass read them, so a push is a copy into live
 parameters, as on a GPU.
 
 Invariant (tests/dist): log-probs equal transformers'.
