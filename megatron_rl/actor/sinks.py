@@ -4,7 +4,7 @@
 A sink is a key that every query sees, whose value is zero. With Z the log-sum-exp of a query's scores and s the sink,
 the output is the plain one times exp(Z - Z'), where Z' = log(exp(Z) + exp(s)). The backward pass of plain attention
 takes Z' and this output in the place of its own, because they are all that it needs of the softmax: the scores' share
-of the softmax is exp(score - Z'), and its mean gradient, to which the sink adds nothing, is gradient * output. The
+of the softmax is exp(score - Z'), and its mean gradient (the sink adds nothing) is gradient * output. The
 gradient of the sink is -exp(s - Z') gradient * output, added over the queries. `context.py` does the same in its ring.
 
 Invariants (tests/unit/actor): output and gradients equal a softmax with one more column, on both ways below.

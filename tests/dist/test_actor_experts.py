@@ -3,6 +3,7 @@ engine's choices."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -247,7 +248,7 @@ class GivenRouter(torch.nn.Module):
 
     def forward(self, hidden):
         _, _, own = self.router(hidden)
-        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.router.weight.T
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.router.weight.T + getattr(self.router, "bias", 0.0)
         chosen = own.clone()
         if self.routes is not None:
             chosen[: len(self.routes)] = torch.from_numpy(self.routes[:, self.layer].astype(np.int64))
@@ -260,11 +261,12 @@ class GivenRouter(torch.nn.Module):
 def replayed_gradient(folder: Path, rows: list[Tokens]) -> tuple[float, dict[str, np.ndarray]]:
     """The mean negative log-prob with the rows' choices and its gradient, in float64 with transformers."""
     model = open_model(folder, torch.float64, experts_implementation="eager")
-    blocks = [(number, layer.mlp) for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
     routers = []
-    for number, block in blocks:
-        block.gate = GivenRouter(block.gate, folder, number)
-        routers.append(block.gate)
+    for number, layer in enumerate(model.model.layers):
+        for name in ("gate", "router"):
+            if hasattr(layer.mlp, name):
+                routers.append(GivenRouter(getattr(layer.mlp, name), folder, number))
+                setattr(layer.mlp, name, routers[-1])
     loss, num_tokens = 0.0, sum(int(row.action_mask.sum()) for row in rows)
     for row in rows:
         for router in routers:
@@ -273,7 +275,7 @@ def replayed_gradient(folder: Path, rows: list[Tokens]) -> tuple[float, dict[str
         logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
         loss = loss - logp[torch.from_numpy(row.action_mask[1:])].sum() / num_tokens
     loss.backward()
-    named = ((name.replace("gate.router.", "gate."), p.grad) for name, p in model.named_parameters())
+    named = ((re.sub(r"(gate|router)\.router\.", r"\1.", name), p.grad) for name, p in model.named_parameters())
     return loss.item(), {name: gradient.numpy() for name, gradient in named if gradient is not None}
 
 
@@ -281,6 +283,7 @@ REPLAYED = {
     "qwen3_moe": ("pp2", "pp2-vpp2", "cp2-ep2", "tp2-ep2-etp1", "tp2-dp2-ep2"),
     "qwen3_moe_not_normalised": (),
     "deepseek_v3": ("tp2-cp2", "pp2-vpp2", "tp2-dp2-ep2"),
+    "gpt_oss": ("cp2-ep2", "tp2-dp2-ep2"),
 }
 
 
@@ -306,7 +309,9 @@ def test_replayed_choices_have_the_gradient_of_plain_pytorch(numbers, folders, r
     assert abs(own_loss - expected_loss) > 0.01
     for key in gradient.keys() & expected.keys():
         assert relative(gradient[key], expected[key]) < 2e-5, key  # fp32 against float64, through four layers
-    assert all(relative(own[key], expected[key]) > 0.1 for key in expected if key.endswith("mlp.gate.weight"))
+    assert all(
+        relative(own[key], expected[key]) > 0.1 for key in expected if key.endswith(("gate.weight", "router.weight"))
+    )
 
 
 REPLAYED_IN = [
