@@ -300,7 +300,7 @@ def replayed(numbers, folders, rows):
     return of
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", cover.essential(REPLAYED, *list(REPLAYED)[:3]))
 def test_replayed_choices_have_the_gradient_of_plain_pytorch(numbers, folders, rows, replayed, name):
     routed, (loss, _, gradient) = replayed(name)
     expected_loss, expected = replayed_gradient(folders[name], routed)
@@ -309,9 +309,8 @@ def test_replayed_choices_have_the_gradient_of_plain_pytorch(numbers, folders, r
     assert abs(own_loss - expected_loss) > 0.01
     for key in gradient.keys() & expected.keys():
         assert relative(gradient[key], expected[key]) < 2e-5, key  # fp32 against float64, through four layers
-    assert all(
-        relative(own[key], expected[key]) > 0.1 for key in expected if key.endswith(("gate.weight", "router.weight"))
-    )
+    routers = [key for key in expected if key.endswith(("mlp.gate.weight", "mlp.router.weight"))]
+    assert routers and all(relative(own[key], expected[key]) > 0.1 for key in routers)
 
 
 REPLAYED_IN = [

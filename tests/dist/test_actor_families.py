@@ -170,6 +170,7 @@ TRAINED = [
     ("mixtral", "tp2_dp2_ep2"),
     ("qwen3_moe", "pp2_dp2_ep2"),
     ("deepseek_v3", "tp2_dp2_ep2_whole"),
+    ("gpt_oss", "tp2_dp2_ep2"),
 ]
 """Updates with the optimizer's state of experts, which is split over other ranks than that of the rest."""
 
@@ -214,7 +215,7 @@ def test_every_parameter_is_gathered_before_it_is_used(trainers, folders, long_s
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", cover.essential(MODELS, "llama", "olmo3", "deepseek_v3", "glm4_moe"))
+@pytest.mark.parametrize("name", cover.essential(MODELS, "llama", "olmo3", "deepseek_v3", "gpt_oss", "glm4_moe"))
 def test_logits_equal_those_of_transformers(trainers, folders, long_samples, name):
     mesh = Mesh(data=2, expert=2) if name == "mixtral" else Mesh(tensor=2)
     model = open_model(folders[name])
@@ -340,7 +341,13 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "name, layout_name",
-    [("olmo3", "tp2"), ("mixtral", "tp2_dp2_ep2"), ("qwen3_moe", "pp2_dp2_ep2"), ("deepseek_v3", "tp2_cp2")],
+    [
+        ("olmo3", "tp2"),
+        ("mixtral", "tp2_dp2_ep2"),
+        ("qwen3_moe", "pp2_dp2_ep2"),
+        ("deepseek_v3", "tp2_cp2"),
+        ("gpt_oss", "tp2_cp2"),
+    ],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):
     layout = replace(LAYOUTS[layout_name], dtype="bfloat16")
