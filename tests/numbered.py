@@ -43,6 +43,7 @@ SHAPES = {
     "qwen3_tied": replace(_DENSE, family="qwen3", tied_embeddings=True),
     "qwen3_moe": replace(_DENSE, family="qwen3_moe", experts=_EXPERTS, tied_embeddings=True),
     "mixtral": replace(_DENSE, family="mixtral", experts=_EXPERTS),
+    "gpt_oss": replace(_DENSE, family="gpt_oss", experts=replace(_EXPERTS, clamp=7.0)),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3_direct": replace(_DEEPSEEK, latent=replace(_LATENT, query_rank=0)),
     **{name: replace(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},

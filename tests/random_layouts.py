@@ -38,8 +38,10 @@ def shapes(draw) -> ModelShape:
 @st.composite
 def served(draw, engines: Engines) -> ModelShape:
     """Models that the engines can hold: where q and k are normalised over all heads, a KV head is on one rank or on
-    all."""
+    all; with sinks it is on one."""
     shape = draw(shapes())
+    if FAMILIES[shape.family].sinks:
+        return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
     if FAMILIES[shape.family].qk_norm(shape) == "full" and shape.num_kv_heads > 1:
         return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
     return shape

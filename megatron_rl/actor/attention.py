@@ -25,7 +25,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
@@ -34,6 +36,8 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_attention
 from megatron_rl.actor.packing import Routes, SharedPrompts
 from megatron_rl.actor.rotary import rotation
+from megatron_rl.actor.sinks import attend_with_sinks
+from megatron_rl.layout.families.windows import SCALED
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 MAX_PADDING = 0.2
@@ -101,6 +105,7 @@ def packed_sequences(
         shared: the prompts that sequences share; only for layers that `can_share_prompts`.
     """
     if not fused:
+        of_windows = shape.rope_scaling if SCALED.get(shape.family) else None
 
         def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
             return plan_attention(
@@ -116,7 +121,7 @@ def packed_sequences(
         return PackedSequences(
             qkv_format="thd",
             full=plan(shape.rope_scaling, None),
-            sliding=plan(None, shape.sliding_window) if shape.sliding_layers else None,
+            sliding=plan(of_windows, shape.sliding_window) if shape.sliding_layers else None,
             routes=routes,
         )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
@@ -234,6 +239,12 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         assert config.attention_dropout == 0, "packed attention has no dropout"
         self.slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.register_parameter("softmax_offset", None)
+        if config.softmax_type == "learnable":
+            num_heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+            sinks = torch.zeros(num_heads, dtype=config.params_dtype, device=platform.device())
+            self.softmax_offset = torch.nn.Parameter(sinks)
+            set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
 
     def forward(
         self,
@@ -261,22 +272,30 @@ class PackedAttention(torch.nn.Module):
         rotated_T = rotate(torch.cat((query, key), 1), cos_T, sin_T)
         num_heads = query.shape[1], key.shape[1]
         query, key = rotated_T.split(num_heads, 1)  # type: ignore[no-untyped-call]  # it has no types
-        return attend(query, key, value, plan)
+        return attend(query, key, value, plan, sink_N=self.softmax_offset)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None = None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: AttentionPlan,
+    scale: float | None = None,
+    sink_N: Tensor | None = None,
+) -> Tensor:
     """
     Args:
         query: [T, N, D], rotated.
         key: [T, G, D], rotated.
         value: [T, G, D].
         scale: the factor of the scores; None means 1 / sqrt(D).
+        sink_N: the sinks of the heads (sinks.py), if there are any.
 
     Returns:
         [T, N * D].
     """
     if plan.ring is not None:
-        return ring_attention(query, key, value, plan.ring, scale)
+        return ring_attention(query, key, value, plan.ring, scale, sink_N)
     num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
     qkv_T = torch.cat((query, key, value), 1)
     outputs = []
@@ -287,15 +306,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale
         else:
             q = _gather(qkv_T[:, :num_heads], blocks.query_BL)
             k, v = _gather(qkv_T[:, num_heads:], blocks.key_BK).chunk(2, dim=1)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=blocks.mask_LK,
-            is_causal=blocks.mask_LK is None,
-            scale=scale,
-            enable_gqa=num_heads != num_groups,
-        )
+        if sink_N is not None:
+            out = attend_with_sinks(q, k, v, sink_N, blocks.mask_LK, scale)
+        else:
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=blocks.mask_LK,
+                is_causal=blocks.mask_LK is None,
+                scale=scale,
+                enable_gqa=num_heads != num_groups,
+            )
         outputs.append(out.transpose(1, 2).reshape(-1, num_heads * head_dim))
     assert plan.unpad_T is not None, "only a ring has none"
     return torch.cat(outputs).index_select(0, plan.unpad_T)

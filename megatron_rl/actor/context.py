@@ -9,7 +9,7 @@ rank. Softmax over all turns follows from the log-sum-exp of each. In the backwa
 time, together with their gradients. A rank never holds the keys of more than two ranks.
 
 Invariants (tests/unit/actor, tests/dist): the parts of all ranks are the row; output and gradients equal plain
-attention over whole sequences, with and without a sliding window.
+attention over whole sequences, with and without a sliding window and sinks.
 
 Shape letters: T packed tokens of a row, t tokens of a rank, S sequences, B chunks of one kernel call, L queries and K
 keys of each of them, N query heads, G key-value heads, D head size.
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.sinks import sink_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,26 +142,33 @@ def _visible(ahead: int, length: int, window: int | None) -> list[tuple[range, r
     return blocks
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None = None) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None = None, sink_N: Tensor | None = None
+) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks.
 
     Args:
         query, key, value: [t, N, D], [t, G, D], [t, G, D], rotated.
         scale: the factor of the scores; None means 1 / sqrt(D).
+        sink_N: the sinks of the heads (sinks.py), if there are any.
 
     Returns:
         [t, N * D].
     """
     kv = torch.cat((key, value), 1)
-    out: Tensor = _RingAttention.apply(query, kv, plan, scale)  # type: ignore[no-untyped-call]  # it has no types
+    out: Tensor = _RingAttention.apply(query, kv, plan, scale, sink_N)  # type: ignore[no-untyped-call]  # it has no types
     return out.flatten(1)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, plan: RingPlan, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, kv: Tensor, plan: RingPlan, scale: float | None, sink_N: Tensor | None
+    ) -> Tensor:
         out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
+        if sink_N is not None:  # every query sees the sink before the first turn
+            lse[:] = sink_N
         held = kv
         for turn, pairs in enumerate(plan.turns):
             is_last = turn + 1 == len(plan.turns)
@@ -177,13 +185,13 @@ class _RingAttention(torch.autograd.Function):
             if coming is not None:
                 held = coming.wait()
         result = out.to(query.dtype)
-        ctx.save_for_backward(query, kv, result, lse)
+        ctx.save_for_backward(query, kv, result, lse, sink_N)
         ctx.plan, ctx.scale = plan, scale
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        query, kv, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor | None]:
+        query, kv, out, lse, sink_N = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         query_gradient = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         held, held_gradient = kv, torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
@@ -201,7 +209,10 @@ class _RingAttention(torch.autograd.Function):
             held_gradient = _PassedOn(held_gradient, plan.context).wait()  # at last to the rank that it belongs to
             if coming is not None:
                 held = coming.wait()
-        return query_gradient.to(query.dtype), held_gradient.to(kv.dtype), None, None
+        of_sink = None
+        if sink_N is not None:
+            of_sink = sink_gradient(sink_N, lse, (gradient.to(lse.dtype) * out).sum(-1))
+        return query_gradient.to(query.dtype), held_gradient.to(kv.dtype), None, None, of_sink
 
 
 class _PassedOn:

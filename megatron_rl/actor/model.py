@@ -30,6 +30,7 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedAttention
 from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
 from megatron_rl.actor.logprobs import OutputLayer
+from megatron_rl.actor.moe.experts import ExpertOutput, sigmoid_unit
 from megatron_rl.actor.moe.replay import replay_routes
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
@@ -79,6 +80,7 @@ def transformer_config(
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=family.qk_norm(shape) == "head",  # it also sums the q and k norms' gradients over TP
         add_qkv_bias=family.qkv_bias(shape),
+        softmax_type="learnable" if family.sinks else "vanilla",
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -113,10 +115,16 @@ def transformer_config(
         **_latent(shape),
         **_mixture(shape, fused),
     )
+    if shape.experts and shape.experts.clamp:
+        clamped = dict(activation_func=sigmoid_unit, glu_linear_offset=1.0)
+        ours |= clamped | dict(activation_func_clamp_value=shape.experts.clamp)
     if model.recompute == "full":
         ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     kind = MLATransformerConfig if shape.latent else TransformerConfig
-    return build(kind, "transformer", ours, switches, _fast_on_gpus(shape, fused))
+    config: TransformerConfig = build(kind, "transformer", ours, switches, _fast_on_gpus(shape, fused))
+    # Megatron does not take this for experts that are split over TP, because it would add their biases several times.
+    config.add_bias_linear = family.linear_bias  # `ExpertOutput` adds them once
+    return config
 
 
 def _fast_on_gpus(shape: ModelShape, fused: bool) -> dict[str, Any]:
@@ -274,6 +282,8 @@ def _local_block(config: TransformerConfig, shape: ModelShape, number: int | Non
         if family.post_norm:
             layer.module, norm = PostNormLayer, IdentityOp
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if family.linear_bias and layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if shape.latent:

@@ -43,15 +43,17 @@ def _llama3(frequency: Tensor, scaling: Llama3Rope) -> Tensor:
 
 def _yarn(frequency: Tensor, theta: float, scaling: YarnRope) -> Tensor:
     """YaRN's scaling (arXiv:2309.00071, section 3.2). The interpolation is linear in the frequency's index. It begins
-    where `beta_fast` turns fit into the original context and ends where `beta_slow` turns do; both indices are rounded
-    outwards."""
+    where `beta_fast` turns fit into the original context and ends where `beta_slow` turns do. With `truncate` both
+    indices are rounded outwards."""
     rotary_dim = 2 * len(frequency)
 
     def index(turns: float) -> float:
         return rotary_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(index(scaling.beta_fast)), 0)
-    high = min(math.ceil(index(scaling.beta_slow)), rotary_dim - 1)
+    low, high = index(scaling.beta_fast), index(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     ramp = (torch.arange(len(frequency), dtype=torch.float32) - low) / (high - low or 1e-3)
     return torch.lerp(frequency, frequency / scaling.factor, ramp.clamp(0, 1))
 

@@ -2,10 +2,6 @@
 
 `register` is an entry point of `vllm.general_plugins`: every process of vLLM imports this module, so the module imports
 only what vLLM's environment has.
-
-On a CPU vLLM packs linear weights for oneDNN and experts for its grouped kernel, and drops the originals. Joining gives
-the layers full parameters again and lets the forward pass read them, so a push is a copy into live parameters, as on a
-GPU.
 """
 
 from __future__ import annotations
@@ -43,8 +39,10 @@ from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import record_loading
 from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.bridge.unpacking import unpack
 from megatron_rl.bridge.verification import Sums, is_sampled, kernel_sums, made_anew, short, sums
 from megatron_rl.layout import Box, Engines, Recording, Shard, slices
+from megatron_rl.layout.interleaved import are_zeros, described, part, whole
 from megatron_rl.types import ModelShape
 
 T = TypeVar("T")
@@ -192,7 +190,8 @@ class ModelParameters(Parameters):
         """
         self._model_config, self._device, self._side = model_config, device, side
         self._layers: dict[str, nn.Module] = {}
-        """The layers of the parameters that vLLM repacks, by the parameters' names."""
+        """The layers of the parameters that vLLM repacks, by the parameters' names. This and `_held` have vLLM's names,
+        and `forms` has the names that describe the parameters (layout/interleaved.py)."""
         self._held: dict[str, Tensor] = {}
         self._latent: dict[str, MLAAttention] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)
@@ -205,12 +204,18 @@ class ModelParameters(Parameters):
                     forms.pop(f"{prefix}.{name}", None)
             for name, form in formed.items():
                 forms[f"{prefix}.{name}"], self._layers[f"{prefix}.{name}"] = form, layer
-        super().__init__(forms)
+        shards = list(shards)
+        names = {shard.local_name for shard in shards}
+        for name in are_zeros(forms, names):
+            if name not in self._layers:
+                forms[name].data.zero_()
+        self._formed = forms
+        super().__init__(described({n: p for n, p in forms.items() if n not in are_zeros(forms, names)}, names))
         self._prefixes = {layer: name for name, layer in model.named_modules()}
         self._plain: dict[str, list[tuple[str, Box]]] = {}
         """Where the weights lie that vLLM does not repack, by module. Padding is not among them."""
         for shard in shards:
-            if shard.local_name not in self._layers:
+            if whole(shard.local_name) not in self._layers:
                 module = shard.local_name.rpartition(".")[0]
                 self._plain.setdefault(module, []).append((shard.local_name, shard.local_box))
 
@@ -219,7 +224,7 @@ class ModelParameters(Parameters):
         found = {}
         for turn, messages in turns.items():
             for copied in (copied for message in messages for copied in message.copies):
-                if (layer := self._layers.get(copied.destination_name)) is not None:
+                if (layer := self._layers.get(whole(copied.destination_name))) is not None:
                     found[self._prefixes[layer]] = turn
         return found
 
@@ -236,10 +241,14 @@ class ModelParameters(Parameters):
         self._order = [(turn, mine[name]) for turn, name in sorted((t, n) for n, t in last.items()) if name in mine]
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._layers:
+        if whole(name) not in self._layers:
             return self.forms[name]
+        return part(name, self._memory(whole(name)))
+
+    def _memory(self, name: str) -> Tensor:
+        """A parameter in the checkpoint's form, of a layer that vLLM will repack."""
         if name not in self._held:
-            form = self.forms[name]
+            form = self._formed[name]
             self._held[name] = torch.zeros(form.shape, dtype=form.dtype, device=self._device)
         return self._held[name]
 
@@ -251,9 +260,9 @@ class ModelParameters(Parameters):
 
     def written(self, message: Message, verified: bool) -> None:
         for one in message.copies if verified else ():
-            if one.destination_name not in self._layers:
-                part = self.forms[one.destination_name][slices(one.destination_box)]
-                self._arrived.append((one.destination_name, one.destination_box, sums(part)))
+            if whole(one.destination_name) not in self._layers:
+                written = self.forms[one.destination_name][slices(one.destination_box)]
+                self._arrived.append((one.destination_name, one.destination_box, sums(written)))
 
     def reached(self, turn: float) -> None:
         while self._num_repacked < len(self._order) and self._order[self._num_repacked][0] < turn:
@@ -309,7 +318,7 @@ class ModelParameters(Parameters):
         formed, buffers = get_layerwise_info(layer).restore_metadata
         if self._is_verified(self._prefixes[layer]):
             weights = {
-                full.rpartition(".")[2]: self._held[full] for full, owner in self._layers.items() if owner is layer
+                full.rpartition(".")[2]: self._memory(full) for full, owner in self._layers.items() if owner is layer
             }
             self._made_anew[layer] = kernel_sums(made_anew(layer, formed | buffers, weights))
         loaders = {name: form.weight_loader for name, form in formed.items()}
@@ -319,7 +328,8 @@ class ModelParameters(Parameters):
             getattr(layer, name).weight_loader = make_online_process_loader(layer, name)
         for full in [full for full, owner in self._layers.items() if owner is layer]:
             parameter = getattr(layer, full.rpartition(".")[2])
-            parameter.weight_loader(parameter, self._held.pop(full))
+            parameter.weight_loader(parameter, self._memory(full))
+            del self._held[full]
         finalize_layerwise_reload(layer, self._model_config)
         for name, loader in loaders.items():  # vLLM's own loaders stay as they were
             formed[name].weight_loader = loader
@@ -341,68 +351,3 @@ def _is_repacked(layer: nn.Module, on_cpu: bool) -> bool:
     if on_cpu:  # because `unpack` has given them their parameters
         plain += (UnquantizedFusedMoEMethod,)
     return isinstance(method, QuantizeMethodBase) and not isinstance(method, plain)
-
-
-def unpack(model: nn.Module) -> None:
-    """Undo vLLM's packing for a CPU: the forward pass reads full parameters, and the next push gives them values."""
-    for layer in model.modules():
-        if hasattr(layer, "cpu_linear"):
-            _unpack_linear(layer)
-        elif hasattr(layer, "w13_weight"):
-            _unpack_experts(layer)
-
-
-def _unpack_linear(layer: Any) -> None:
-    """Let a layer compute with its weight. On a CPU the unquantised linear layers and output layers of vLLM call
-    `cpu_linear`, which holds a packed copy of the weight."""
-    layer.cpu_linear = nn.functional.linear
-    if layer.weight.numel() == 0:
-        columns = getattr(layer, "input_size_per_partition", layer.input_size)  # a replicated layer has no partition
-        rows = getattr(layer, "output_size_per_partition", layer.output_size)
-        layer.weight = _unwritten(layer.weight, rows, columns)
-
-
-def _unpack_experts(layer: Any) -> None:
-    """The kernel's packed experts have the extents of plain experts, or additional rows of zeros."""
-    experts = layer.quant_method.moe_kernel.fused_experts
-    if experts.apply is not apply_experts:
-        num, ffn = layer.local_num_experts, layer.moe_config.intermediate_size_per_partition
-        layer.w13_weight = _unwritten(layer.w13_weight, num, 2 * ffn, layer.hidden_size)
-        layer.w2_weight = _unwritten(layer.w2_weight, num, layer.hidden_size, ffn)
-        experts.apply = apply_experts
-
-
-def _unwritten(weight: Tensor, *extents: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(extents, dtype=weight.dtype), requires_grad=False)
-
-
-def apply_experts(
-    output: Tensor,
-    hidden_states: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    activation: Any,
-    expert_map: Tensor | None,
-    apply_router_weight_on_input: bool,
-    **of_other_kernels: Any,
-) -> None:
-    """Apply this rank's experts in plain PyTorch. The arguments have the names and the order of vLLM's kernels.
-
-    Shape letters: T tokens, K active experts, E experts of the rank, F their width, H hidden.
-
-    Args:
-        output, hidden_states: [T, H]
-        w1, w2: gate's rows above up's rows, [E, 2 F, H]; and down, [E, H, F].
-        topk_weights, topk_ids: [T, K], over the experts of all ranks.
-        expert_map: the place of every expert on this rank, or -1; None: this rank has all experts.
-    """
-    assert activation.value == "silu" and not apply_router_weight_on_input
-    output.zero_()
-    places_TK = topk_ids if expert_map is None else expert_map[topk_ids]
-    for expert in range(len(w1)):
-        token, choice = (places_TK == expert).nonzero(as_tuple=True)
-        gate, up = nn.functional.linear(hidden_states[token], w1[expert]).chunk(2, -1)
-        mixed = nn.functional.linear(nn.functional.silu(gate) * up, w2[expert]) * topk_weights[token, choice, None]
-        output.index_add_(0, token, mixed.to(output.dtype))

@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from megatron_rl.layout import FAMILIES, Box, Recording, Shard, box_of_view
+from megatron_rl.layout import FAMILIES, Box, Family, Recording, Shard, box_of_view
+from megatron_rl.layout.interleaved import every
 from megatron_rl.layout.view import FileTensor
 from megatron_rl.types import ModelShape
 
@@ -44,10 +45,16 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
         is_float32 = family.is_float32(next(iter(held.views), name))
         sources[name] = torch.empty(held.extents, dtype=torch.float32 if is_float32 else dtype, device="meta")
     with _in_checkpoint_form(model):
-        copies = _CopyRecorder(sources, dict(model.named_parameters()), tensors, family.hf_tensors(shape))
+        copies = _CopyRecorder(
+            sources, dict(model.named_parameters()), tensors, family.hf_tensors(shape), _has_turns(family)
+        )
         with copies:
             of_vllm.load_weights(iter(sources.items()))
     return Recording.of(copies.shards, family)
+
+
+def _has_turns(family: Family) -> bool:
+    return any(isinstance(rule.vllm, tuple) for rule in family.mixture)
 
 
 @contextmanager
@@ -79,24 +86,41 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         destinations: Mapping[str, Tensor],
         tensors: Mapping[str, FileTensor],
         extents: Mapping[str, tuple[int, ...]],
+        has_turns: bool,
     ) -> None:
         """
         Args:
             sources: the checkpoint's tensors, by their names in files.
             tensors: what each of them holds.
             extents: the extents of every HF tensor.
+            has_turns: the class computes with rows by turns. Of other classes a copy of several HF tensors at once is
+                refused, because they take such rows for something else.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.shards: list[Shard] = []
-        self._tensors, self._extents = tensors, extents
+        self._tensors, self._extents, self._has_turns = tensors, extents, has_turns
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}
+        """Copies that a loader has made, and what of, by the copy's storage."""
+        self._zeroed: set[str] = set()
+        """The checkpoint's tensors that a loader has filled with zeros."""
         self._sources, self._destinations = _by_storage(sources), _by_storage(destinations)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is not torch.ops.aten.copy_.default:
-            return function(*args, **(kwargs or {}))
+            result = function(*args, **(kwargs or {}))
+            self._follow(function, args[0] if args else None, result)
+            return result
         to, what = args[:2]
         name, destination = self._destinations.get(_storage(to), ("", to))
+        if (known := self._made.get(_storage(what))) and known[0].shape == what.shape and what.is_contiguous():
+            what = known[1]
         source_name, source = self._sources.get(_storage(what), ("", what))
+        if name and source_name in self._zeroed:
+            return to
+        if name and source_name and (parts := list(self._parts(source_name, source, what))):
+            for held, rectangle, index in parts:
+                self.shards.append(_piece(held, rectangle, name, destination, to[index]))
+            return to
         if name and source_name:
             hf_name, hf_box = self._part(source_name, source, what)
             box = _box(destination, to)
@@ -110,6 +134,26 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValueError(f"vLLM computes {name} from the checkpoint's tensors, and the bridge only copies them")
         return function(*args, **(kwargs or {}))
 
+    def _follow(self, function: Any, given: object, result: object) -> None:
+        """Note what a loader makes of the checkpoint's tensors before it copies: a part in its own memory, or zeros."""
+        if not isinstance(given, Tensor) or not isinstance(result, Tensor):
+            return
+        if function is torch.ops.aten.clone.default:
+            self._made[_storage(result)] = result, given
+        elif function is torch.ops.aten.zero_.default and (source := self._sources.get(_storage(given))):
+            self._zeroed.add(source[0])
+
+    def _parts(self, name: str, whole: Tensor, view: Tensor) -> Iterator[tuple[str, Box, tuple[slice, ...]]]:
+        """(HF tensor, its rectangle, the index of the rectangle in the view) of all that a view of a file's tensor
+        holds; nothing if it is one rectangle of one HF tensor."""
+        views = self._tensors[name].views
+        if not self._has_turns or len(views) < 2 or self._part(name, whole, view)[1] is not None:
+            return
+        offset = int(view.storage_offset() - whole.storage_offset())
+        for hf_name, part in views.items():
+            if common := part.common(offset, view.shape, view.stride(), self._extents[hf_name]):
+                yield hf_name, *common
+
     def _part(self, name: str, whole: Tensor, view: Tensor) -> tuple[str, Box | None]:
         """The HF tensor that a view of a file's tensor is a rectangle of, and the rectangle; None if there is none."""
         for hf_name, part in self._tensors[name].views.items():
@@ -117,6 +161,31 @@ class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if box := part.box_of(offset, view.shape, view.stride(), self._extents[hf_name]):
                 return hf_name, box
         return name, None if self._tensors[name].views else _box(whole, view)
+
+
+def _piece(hf_name: str, hf_box: Box, name: str, whole: Tensor, view: Tensor) -> Shard:
+    """The shard of a part of a parameter, whose rows may be every second one.
+
+    Raises:
+        ValueError: the part is no such rectangle.
+    """
+    refused = f"vLLM rearranges {hf_name} while it loads {name}, and the bridge only copies rectangles"
+    extents, offset = tuple(whole.shape), int(view.storage_offset() - whole.storage_offset())
+    box, by, turn, step = [], 1, 0, whole.numel()
+    sizes = {stride: size for size, stride in zip(view.shape, view.stride(), strict=True) if size > 1}
+    for axis, length in enumerate(extents):
+        step //= length
+        first, offset = divmod(offset, step)
+        stride = next((s for s in sizes if s % step == 0 and (axis == 0 or s < step * length)), step)
+        size, jump = sizes.pop(stride, 1), stride // step
+        if jump > 1:
+            if axis != 1 or by > 1:
+                raise ValueError(refused)
+            by, turn, first = jump, first % jump, first // jump
+        box.append((first, first + size))
+    if sizes:
+        raise ValueError(refused)
+    return Shard(hf_name, hf_box, every(name, turn, by) if by > 1 else name, tuple(box))
 
 
 def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:

@@ -51,6 +51,8 @@ def companions(folder: Path, dtype: str | None, value_head: bool = False) -> dic
     if dtype is not None:
         fields.pop("torch_dtype", None)  # the older name of the same key
         fields["dtype"] = dtype
+    elif is_quantised and fields.get("dtype", fields.get("torch_dtype")) is None:
+        fields["dtype"] = "bfloat16"  # the converter's for mxfp4
     if value_head:
         fields = critic_config(fields)
     if dtype is not None or is_quantised or value_head:

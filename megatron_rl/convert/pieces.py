@@ -36,14 +36,18 @@ class Piece:
 def written_shards(shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool) -> list[Shard]:
     """The shards that a rank and its data-parallel and context-parallel replicas write together.
 
-    Of what several tensor-parallel ranks hold (norms, routers) the first one writes, and of a tied embedding the first
-    stage.
+    Of what several tensor-parallel ranks hold (norms, routers, some biases) the first one writes, and of a tied
+    embedding the first stage.
     """
     tensor, stage, _ = mesh.coordinates(rank)
+    expert_tensor, expert, _ = mesh.expert_coordinates(rank)
     elsewhere: set[tuple[str, Box]] = set()
     for other in {stage * mesh.stage_size, tensor} - {stage * mesh.stage_size + tensor}:
         held = megatron_shards(shape, mesh, other, fused_norms)
         elsewhere.update((shard.hf_name, shard.hf_box) for shard in held if not is_expert(shard.local_name))
+    if expert_tensor:
+        held = megatron_shards(shape, mesh, stage * mesh.stage_size + expert * mesh.expert_ways, fused_norms)
+        elsewhere.update((shard.hf_name, shard.hf_box) for shard in held if is_expert(shard.local_name))
     mine = megatron_shards(shape, mesh, rank, fused_norms)
     return [shard for shard in mine if volume(shard.hf_box) and (shard.hf_name, shard.hf_box) not in elsewhere]
 

@@ -24,7 +24,7 @@ from megatron_rl.convert.stored import Maps, Quantised, Stored, read_safetensors
 from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
 from megatron_rl.layout.hub import weight_files
-from megatron_rl.layout.quantised import SCALES
+from megatron_rl.layout.quantised import Blocks, Mxfp4
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
@@ -89,7 +89,8 @@ class Source:
     def _add(self, described: Described, stored: Stored) -> None:
         for shard in described.shards:
             if view := described.views.get(shard.hf_name):
-                stored = replace(stored, view=view)
+                is_packed = stored.quantised is not None and isinstance(stored.quantised.blocks, Mxfp4)
+                stored = replace(stored, view=view.swapped() if is_packed else view)
             region = Region(shard.hf_box, stored, shard.local_box[-len(shard.hf_box) :])
             known = self.regions.setdefault(shard.hf_name, [])
             first = next((other for other in known if other.hf_box == region.hf_box), None)
@@ -169,11 +170,12 @@ def _open_hub(source: Source) -> None:
     headers = {path: read_safetensors(path) for path in weight_files(source.folder)}
     if index.scales:
         assert index.blocks is not None, "`scan` refuses scales without blocks"
-        dtype = _config_dtype(source.folder)
+        dtype = _config_dtype(source.folder, index.blocks)
+        end = index.blocks.values if isinstance(index.blocks, Mxfp4) else ""
         for header in headers.values():
-            for name in header.keys() & index.scales.keys():
-                scales = headers[index.scales[name]][name + SCALES]
-                header[name] = replace(header[name], quantised=Quantised(index.blocks, scales, dtype))
+            for name in [name for name in index.scales if name + end in header]:
+                scales = headers[index.scales[name]][name + index.blocks.scales]
+                header[name] = replace(header[name + end], quantised=Quantised(index.blocks, scales, dtype))
     source.ignored = index.ignored
     for described in forms.hub_tensors(source.shape):
         source._add(described, headers[index.files[described.name]][described.name])
@@ -186,10 +188,13 @@ def _open_hub(source: Source) -> None:
                 source._add(Described(output, stored.extents, (Shard(embedding, box, output, box),)), stored)
 
 
-def _config_dtype(folder: Path) -> torch.dtype:
-    """The dtype that config.json gives to the model's values."""
+def _config_dtype(folder: Path, blocks: Blocks | Mxfp4) -> torch.dtype:
+    """The dtype that config.json gives to the model's values. For mxfp4 it is bfloat16 if there is none, as in
+    transformers."""
     fields = json.loads((folder / "config.json").read_text())
     name = fields.get("dtype", fields.get("torch_dtype"))
+    if name is None and isinstance(blocks, Mxfp4):
+        name = "bfloat16"
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f'{folder / "config.json"} gives no dtype to quantised weights; add "dtype": "bfloat16"')
     dtype: torch.dtype = getattr(torch, name)

@@ -17,12 +17,13 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_rl.layout import Box, slices
 from megatron_rl.layout.hub import read_header
-from megatron_rl.layout.quantised import FP8, Blocks
+from megatron_rl.layout.quantised import BYTES, FP4_VALUES, FP8, Blocks, Mxfp4
 from megatron_rl.layout.shards import extents as extents_of
 from megatron_rl.layout.view import View
 
@@ -32,6 +33,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     FP8: torch.float8_e4m3fn,
+    BYTES: torch.uint8,
 }
 """The dtypes by their names in a safetensors header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -41,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Quantised:
     """How the values of a quantised tensor follow from what is stored."""
 
-    blocks: Blocks
+    blocks: Blocks | Mxfp4
     scales: Stored
     dtype: torch.dtype
     """The dtype that config.json gives to the values, which are computed in float32."""
@@ -177,12 +179,14 @@ class Maps:
         Raises:
             ValueError: the bytes are not the manifest's.
         """
-        tensor = self.tensor(stored)
-        if view := stored.view:
-            return lambda box: rectangle(tensor, view, box)
+        tensor, view = self.tensor(stored), stored.view
         if stored.quantised is None:
-            return lambda box: tensor[slices(box)]
-        return partial(dequantised, tensor, self.tensor(stored.quantised.scales), stored.quantised.blocks)
+            return partial(rectangle, tensor, view) if view else lambda box: tensor[slices(box)]
+        blocks, scales = stored.quantised.blocks, self.tensor(stored.quantised.scales)
+        if isinstance(blocks, Blocks):
+            return partial(dequantised, tensor, scales, blocks)
+        assert view is not None, "`scan` refuses mxfp4 elsewhere"
+        return partial(unpacked, tensor, scales, view)
 
 
 def rectangle(tensor: Tensor, view: View, box: Box, first: int = 0) -> Tensor:
@@ -216,6 +220,36 @@ def dequantised(values: Tensor, scales: Tensor, blocks: Blocks, box: Box) -> Ten
         start, stop = max(first, row * blocks.rows), min(last, (row + 1) * blocks.rows)
         result[start - first : stop - first] *= scales[row].float()[columns]
     return result
+
+
+_FP4_PAIRS = np.array([[4 * FP4_VALUES[byte & 15], 4 * FP4_VALUES[byte >> 4]] for byte in range(256)], np.float32)
+"""The two values of each of the 256 bytes, times 4: the factor of the largest scale, 2^128, is no float32."""
+_FP4_FACTORS = np.ldexp(np.float32(1), np.arange(256) - 129)
+"""The factor of each of the 256 scales, divided by 4."""
+
+
+def unpacked(values: Tensor, scales: Tensor, view: View, box: Box) -> Tensor:
+    """A rectangle of a matrix of an expert that is stored as mxfp4: [rows, columns], float32. `layout/quantised.py`
+    names the source of the formula.
+
+    Args:
+        values: uint8 [experts, rows, columns / 32, 16], of the file.
+        scales: uint8 [experts, rows, columns / 32].
+        view: where the expert's matrix lies in the values of the file, [experts, rows, columns]. Its rows may be every
+            second one there.
+    """
+    _, num_rows, num_columns = view.extents
+    (first, last), (left, right) = box
+    assert view.strides[1] == 1, f"{view}: scales belong to parts of rows"
+    step = view.strides[0] // num_columns or 1  # 0: there is one row
+    expert, row = divmod(view.start(((first, last), (0, 1))) // num_columns, num_rows)
+    rows = slice(row, row + (last - first - 1) * step + 1, step)
+    start, stop = left // Mxfp4.group, -(-right // Mxfp4.group)
+    result = _FP4_PAIRS[values[expert, rows, start:stop].numpy()].reshape(last - first, stop - start, Mxfp4.group)
+    with np.errstate(over="ignore"):
+        result *= _FP4_FACTORS[scales[expert, rows, start:stop].numpy()][..., None]
+    offset = start * Mxfp4.group
+    return torch.from_numpy(result.reshape(last - first, -1)[:, left - offset : right - offset])
 
 
 def damaged(path: Path, tensor: str, found: int, expected: int) -> str:

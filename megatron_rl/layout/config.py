@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.families.windows import SCALED
 from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
@@ -90,7 +91,8 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
     shape = ModelShape(table.name, **(fields | special))
     for part in (shape.experts, shape.latent):
-        if empty := [field.name for field in fields_of(part) if getattr(part, field.name) is None] if part else []:
+        needed = [field.name for field in fields_of(part) if field.default is not None] if part else []
+        if empty := [name for name in needed if getattr(part, name) is None]:
             raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
     if _ends_with_value(config):
         shape = critic_shape(shape)
@@ -99,8 +101,10 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
             f"partial_rotary_factor is {shape.rotary_share}, which rotates {shape.rotary_dim} of the {shape.head_dim} "
             "dims of a head; only even numbers are supported"
         )
-    if shape.sliding_layers and shape.rope_scaling and table.name != "olmo3":
-        raise ValueError("rope scaling together with sliding windows is supported only for olmo3")
+    if shape.sliding_layers and shape.rope_scaling and table.name not in SCALED:
+        raise ValueError(
+            f"rope scaling together with sliding windows is supported only for {', '.join(sorted(SCALED))}"
+        )
     return shape
 
 
@@ -196,8 +200,8 @@ def _number(section: Mapping[str, Any], key: str, default: float | None = None) 
     return value
 
 
-def _flag(config: Mapping[str, Any], key: str) -> bool:
-    value = config.get(key, False)
+def _flag(config: Mapping[str, Any], key: str, absent: bool = False) -> bool:
+    value = config.get(key, absent)
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, but it is {json.dumps(value)}")
     return value
@@ -250,12 +254,13 @@ def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope 
             original_max_positions=_number(rope, "original_max_position_embeddings"),
         )
     elif kind == "yarn":
-        known = {"factor", "original_max_position_embeddings", *_YARN}
+        known = {"factor", "original_max_position_embeddings", "truncate", *_YARN}
         scaling = YarnRope(
             factor=_number(rope, "factor"),
             original_max_positions=_number(
                 rope, "original_max_position_embeddings", _size(config, "max_position_embeddings")
             ),
+            truncate=_flag(rope, "truncate", absent=True),
             # 0 switches an mscale off.
             **{key: rope[key] and _number(rope, key) for key in _YARN if rope.get(key) is not None},
         )

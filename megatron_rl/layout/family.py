@@ -13,13 +13,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.layout import divisions
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
 from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
+from megatron_rl.layout.traits import Traits
 from megatron_rl.layout.view import FileTensor, View
 from megatron_rl.types import Mesh, ModelShape
 
@@ -28,7 +29,7 @@ DESCRIBED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Family(Traits):
     name: str
     """`model_type` of the HF config.json."""
     vllm_model: str
@@ -58,26 +59,6 @@ class Family:
     hf_layer: str = "model.layers.{}."
     vllm_layer: str = "model.layers.{}."
 
-    def qk_norm(self, shape: ModelShape) -> Literal["none", "head", "full"]:
-        """How q and k are normalised. `head`: each head alone; `full`: all heads together; `none`: not at all."""
-        known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
-        known = {None: "none", ("head",): "head", ("q",): "full"}
-        return known[self._dims("self_attn.q_norm.weight", shape)]
-
-    def qkv_bias(self, shape: ModelShape) -> bool:
-        return self._dims("self_attn.q_proj.bias", shape) is not None
-
-    @property
-    def post_norm(self) -> bool:
-        """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
-        return self._dims("post_feedforward_layernorm.weight") is not None
-
-    @property
-    def router_bias(self) -> bool:
-        """Whether the router adds a bias to the scores when it chooses experts. The bias is updated from the experts'
-        load, not by a gradient (arXiv:2408.15664)."""
-        return self._dims("mlp.gate.e_score_correction_bias") is not None
-
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
         return any(rule.float32 for rule in self._rules_of(hf_name))
@@ -86,18 +67,8 @@ class Family:
         """Whether the engine holds an HF tensor in float32 for every dtype of the model."""
         return any(rule.is_sent_as_float32 for rule in self._rules_of(hf_name))
 
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rows of all kinds of layers."""
-        return (*self.attention, *self.dense, *self.mixture)
-
     def _rules_of(self, hf_name: str) -> list[Rule]:
         return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
-
-    def _dims(self, name: str, shape: ModelShape | None = None) -> tuple[str, ...] | None:
-        """The dims of an HF tensor of a layer, in one model or, without `shape`, in any model."""
-        rules = [rule for rule in self.rules if shape is None or rule.when(shape)]
-        return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)
 
     def last_rule(self, shape: ModelShape) -> Rule | None:
         """The row after the final norm; None if the output layer is the embedding."""
@@ -254,8 +225,11 @@ class Family:
         tensor_rank, stage = rank % tensor, rank // tensor
         first, last = stage == 0, stage == pipeline - 1
 
-        def place(rule: Rule) -> Placement:
-            name = rule.vllm or rule.hf[0].name
+        def place(rule: Rule) -> list[Placement]:
+            placements = [place_one(name, part) for name, part in rule.of_vllm()]
+            return [placement for placement in placements if placement.pieces]
+
+        def place_one(name: str, rule: Rule) -> Placement:
             if not rule.per_expert:
                 return place_row(rule, rule.split.vllm, shape, (tensor, tensor_rank), name)
             if expert_parallel:
@@ -265,16 +239,16 @@ class Family:
 
         placed: list[Placed] = []
         if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
-            placed.append(Placed(place(self.embedding), "", ""))
+            placed += [Placed(row, "", "") for row in place(self.embedding)]
         rows = {}
         for layer in engine_layers(shape.num_layers, pipeline, stage):
             kind = shape.has_experts(layer)
             if kind not in rows:
-                rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
+                rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in place(rule)]
             hf_prefix, local_prefix = self.hf_layer.format(layer), self.vllm_layer.format(layer)
             placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
         if last or self.vllm_repeats_ends:
-            placed.append(Placed(place(self.final_norm), "", ""))
+            placed += [Placed(row, "", "") for row in place(self.final_norm)]
             if not shape.tied_embeddings:
-                placed.append(Placed(place(self.output), "", ""))
+                placed += [Placed(row, "", "") for row in place(self.output)]
         return placed

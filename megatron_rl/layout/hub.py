@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.quantised import FP8, SCALE_DTYPES, SCALES, Blocks, check_unquantised, read_blocks
+from megatron_rl.layout.quantised import BYTES, FP8, Blocks, Mxfp4, check_unquantised, read_blocks
 from megatron_rl.types import Mesh, ModelShape
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,11 @@ class HubIndex:
     """The safetensors file of each tensor, by its name in the files (`Family.file_tensors`)."""
     ignored: dict[str, str]
     """The reason why the model does not need a tensor, by the tensor's name."""
-    blocks: Blocks | None = None
+    blocks: Blocks | Mxfp4 | None = None
     """How the weights are quantised; None if they are not."""
     scales: dict[str, Path] = field(default_factory=dict)
-    """The safetensors file of the scales of each quantised HF tensor, by the tensor's name."""
+    """The safetensors file of the scales of each quantised tensor, by the tensor's name without the end that quantised
+    values have."""
 
 
 def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
@@ -90,14 +91,24 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
     for path in files:
         for name, (dtype, extents, _) in read_header(path).items():
             where = f"{path}: tensor {name} {list(extents)}"
-            scaled = name.removesuffix(SCALES)
+            scaled = name.removesuffix((index.blocks or Blocks).scales)
+            if packed := isinstance(index.blocks, Mxfp4) and name.endswith(Mxfp4.values):
+                name = scaled = name.removesuffix(Mxfp4.values)
             if name in index.files or name in index.ignored or (name != scaled and scaled in scales):
                 raise ValueError(f"{where} is in another file too; remove one of the two")
             if name != scaled:
                 scales[scaled] = _Scales(path, dtype, extents)
                 continue
-            if dtype == FP8:
-                if index.blocks is None or len(extents) != 2:
+            if packed:
+                wanted = Mxfp4().stored(expected[name].extents) if name in expected else None
+                if (dtype, extents) != (BYTES, wanted):
+                    raise ValueError(
+                        f"{where} is {dtype}, but as mxfp4 {name} {_list(wanted)} of {BYTES} is needed: "
+                        f"{family.describe(name)}; copy the checkpoint again"
+                    )
+                quantised[name], extents = extents, expected[name].extents
+            elif dtype == FP8:
+                if not isinstance(index.blocks, Blocks) or len(extents) != 2:
                     raise ValueError(
                         f"{where} is {dtype}, but only a matrix can be, and only if config.json has a "
                         f"quantization_config with a weight_block_size; copy the checkpoint again"
@@ -153,26 +164,32 @@ def _match_scales(
         assert blocks, "`scan` refuses fp8 without blocks"
         if name not in scales:
             raise ValueError(
-                f"{folder}: tensor {name} is fp8, but its scales {name}{SCALES} are missing; is a shard file absent?"
+                f"{folder}: tensor {name} is {blocks.kind}, but its scales {name}{blocks.scales} are missing; is a "
+                f"shard file absent?"
             )
         path, dtype, found = scales[name]
-        where, wanted = f"{path}: tensor {name}{SCALES} {list(found)}", blocks.scales_of(extents)
+        where, wanted = f"{path}: tensor {name}{blocks.scales} {list(found)}", blocks.scales_of(extents)
         if found != wanted:
             raise ValueError(
-                f"{where} must be {list(wanted)}, because {name} is {list(extents)} and weight_block_size of "
-                f"config.json is [{blocks.rows}, {blocks.columns}]; copy the checkpoint again"
+                f"{where} must be {list(wanted)}, because {name} is stored as {list(extents)} and config.json says "
+                f"that the folder has {blocks}; copy the checkpoint again"
             )
-        if dtype not in SCALE_DTYPES:
-            raise ValueError(f"{where} is {dtype}, but scales that can be read are {', '.join(sorted(SCALE_DTYPES))}")
+        if dtype not in blocks.scale_dtypes:
+            raise ValueError(f"{where} is {dtype}, but scales that can be read are {', '.join(blocks.scale_dtypes)}")
         index.scales[name] = path
     for name, (path, _, found) in scales.items():
+        kind, end = (blocks or Blocks).kind, (blocks or Blocks).scales
         if name in index.ignored:
-            index.ignored[name + SCALES] = index.ignored[name]
+            index.ignored[name + end] = index.ignored[name]
         elif name not in quantised:
             raise ValueError(
-                f"{path}: tensor {name}{SCALES} {list(found)} scales the fp8 tensor {name}, but this one is not fp8 or "
-                f"not there; copy the checkpoint again"
+                f"{path}: tensor {name}{end} {list(found)} scales the {kind} tensor {name}, but this one is not {kind} "
+                f"or not there; copy the checkpoint again"
             )
+
+
+def _list(extents: tuple[int, ...] | None) -> str:
+    return "of no extents" if extents is None else str(list(extents))
 
 
 def _reason(name: str, where: str, shape: ModelShape) -> str:

@@ -1,10 +1,16 @@
 """The quantised checkpoints that can be read: fp8 with one scale for each block of a matrix, as DeepSeek-V3 is
-published. All others are refused by name.
+published, and mxfp4, as gpt-oss is. All others are refused by name.
 
-A matrix W is stored as float8_e4m3fn values and, under its name with `_scale_inv` at the end, one scale for each block
-of `quantization_config.weight_block_size` rows and columns; the last blocks may be smaller. W = values x scales, in
-float32, as in DeepSeek's own inference/fp8_cast_bf16.py, transformers (integrations/finegrained_fp8.py, Fp8Dequantize)
-and vLLM (quant_utils.py, scaled_dequantize).
+In fp8 a matrix W is stored as float8_e4m3fn values and, under its name with `_scale_inv` at the end, one scale for each
+block of `quantization_config.weight_block_size` rows and columns; the last blocks may be smaller. W = values x scales,
+in float32, as in DeepSeek's own inference/fp8_cast_bf16.py, transformers (integrations/finegrained_fp8.py,
+Fp8Dequantize) and vLLM (quant_utils.py, scaled_dequantize).
+
+In mxfp4 (OCP Microscaling Formats 1.0) the matrices of a layer's experts are stacked and stored under their name with
+`_blocks` and `_scales` at the end. They are not transposed, as they are in unquantised files of gpt-oss: [experts,
+rows, columns / 32, 16] bytes, each with two values, the lower four bits first, and one byte s for each 32 values. A
+value is its entry of `FP4_VALUES` times 2^(s - 127), as in transformers (integrations/mxfp4.py,
+_convert_moe_packed_tensors).
 """
 
 from __future__ import annotations
@@ -12,29 +18,64 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 FP8 = "F8_E4M3"
 """The dtype of the values, by its name in a safetensors header."""
-SCALE_DTYPES = {"F32", "BF16", "F16"}
-SCALES = "_scale_inv"
-"""The end of the name of the scales."""
+BYTES = "U8"
+"""The dtype of mxfp4's pairs of values and of its scales, by its name in a safetensors header."""
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The value of each of the 16 patterns of four bits: a sign, two bits of exponent, one of the fraction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The number of rows and columns that share a scale."""
+    """fp8. The number of rows and columns that share a scale."""
 
     rows: int
     columns: int
+    kind: ClassVar[str] = "fp8"
+    scales: ClassVar[str] = "_scale_inv"
+    """The end of the name of the scales."""
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("BF16", "F16", "F32")
 
-    def scales_of(self, extents: tuple[int, ...]) -> tuple[int, int]:
+    def __str__(self) -> str:
+        return f"fp8 weights in blocks of {self.rows} x {self.columns}"
+
+    def scales_of(self, extents: tuple[int, ...]) -> tuple[int, ...]:
         """The extents of the scales of a matrix."""
         rows, columns = extents
         return -(-rows // self.rows), -(-columns // self.columns)
 
 
-def read_blocks(folder: Path) -> Blocks | None:
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """mxfp4. It has no settings."""
+
+    kind: ClassVar[str] = "mxfp4"
+    group: ClassVar[int] = 32
+    """The number of values of a row that share a scale."""
+    values: ClassVar[str] = "_blocks"
+    """The end of the name of the values."""
+    scales: ClassVar[str] = "_scales"
+    scale_dtypes: ClassVar[tuple[str, ...]] = (BYTES,)
+
+    def __str__(self) -> str:
+        return "mxfp4 weights"
+
+    def scales_of(self, extents: tuple[int, ...]) -> tuple[int, ...]:
+        """The extents of the scales of stacked matrices; `extents`: of the values as they are stored."""
+        return extents[:-1]
+
+    def stored(self, extents: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The extents of the values of stacked transposed matrices, [experts, columns, rows]; None if they cannot be
+        stored so."""
+        if len(extents) != 3 or extents[1] % self.group:
+            return None
+        return extents[0], extents[2], extents[1] // self.group, self.group // 2
+
+
+def read_blocks(folder: Path) -> Blocks | Mxfp4 | None:
     """How the weights of a Hugging Face folder are quantised, by its config.json; None if they are not.
 
     Raises:
@@ -52,10 +93,12 @@ def read_blocks(folder: Path) -> Blocks | None:
     instead = (
         "take the release of the model in bf16, or dequantise the weights with the library that has quantised them"
     )
+    if method == "mxfp4":
+        return Mxfp4()
     if method != "fp8":
         raise ValueError(
             f"{path}: the weights are quantised with {method or 'a method that it does not name'}, which cannot be "
-            f"read; of quantised weights only fp8 in blocks can. Please {instead}"
+            f"read; of quantised weights only fp8 in blocks and mxfp4 can. Please {instead}"
         )
     if not sizes:
         raise ValueError(
@@ -81,7 +124,7 @@ def check_unquantised(folder: Path) -> None:
     """
     if blocks := read_blocks(folder):
         raise ValueError(
-            f"model.path: {folder} holds fp8 weights in blocks of {blocks.rows} x {blocks.columns}, with which no run "
-            f"can begin. Please dequantise them once with `megatron-rl convert to-megatron {folder} TARGET`, and then "
-            f"set model.weights=TARGET and model.path=TARGET/hf"
+            f"model.path: {folder} holds {blocks}, with which no run can begin. Please dequantise them once with "
+            f"`megatron-rl convert to-megatron {folder} TARGET`, and then set model.weights=TARGET and "
+            f"model.path=TARGET/hf"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.layout.splits import REPLICATED, SplitKind
 from megatron_rl.layout.view import InFile, View
@@ -39,6 +39,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "ffn": shape.ffn_size,
         "vocab": shape.vocab_size,
         "head": shape.head_dim,
+        "heads": shape.num_heads,
         "value_head": 1,
     }
     if experts := shape.experts:
@@ -64,9 +65,9 @@ class Rule:
     hf: tuple[HfTensor, ...]
     megatron: str
     """Megatron's name. `{}` stands for the expert, counted from 0 on each rank."""
-    vllm: str | None = None
+    vllm: str | tuple[str, ...] | None = None
     """vLLM's name, if it differs from the HF tensor's. A row of experts without `{}` is one parameter that stacks the
-    experts of the rank along a new first dim."""
+    experts of the rank along a new first dim. Several names: one for each HF tensor (interleaved.py)."""
     fused: str | None = None
     """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
     it, and put the experts into one grouped layer."""
@@ -81,6 +82,14 @@ class Rule:
     @property
     def is_sent_as_float32(self) -> bool:
         return self.float32 or self.served_float32
+
+    def of_vllm(self) -> Iterator[tuple[str, Rule]]:
+        """Yield each of vLLM's parameters: its name, and the row with what it holds."""
+        if isinstance(self.vllm, tuple):
+            for name, tensor in zip(self.vllm, self.hf, strict=True):
+                yield name, replace(self, hf=(tensor,))
+        else:
+            yield self.vllm or self.hf[0].name, self
 
     @property
     def per_expert(self) -> bool:

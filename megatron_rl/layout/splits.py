@@ -95,6 +95,21 @@ def query_rank(shape: ModelShape) -> int:
     return shape.latent.query_rank
 
 
+def _engine_heads(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """One row for each query head. vLLM's class of the models that have such rows repeats no KV heads."""
+    if shape.num_kv_heads % ways:
+        raise ValueError(
+            f"the model has {shape.num_kv_heads} KV heads, and vLLM's class of {shape.family} cannot divide them among "
+            f"{ways} tensor-parallel ranks"
+        )
+    return _stacked(0)(shape, lengths, ways, rank)
+
+
+def _first_rank(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """The first rank holds the whole tensor, and the others zeros, because the ranks' outputs are added up."""
+    return [] if rank else [Piece(0, 0, 0, lengths[0], 0)]
+
+
 def _vocabulary(multiple: Callable[[int], int]) -> Split:
     """The rows are padded to a multiple and then split evenly. A rank with only padding rows holds no HF row."""
 
@@ -158,6 +173,10 @@ ROWS = SplitKind(_stacked(0), _stacked(0))
 COLUMNS = SplitKind(_stacked(1), _stacked(1), dim=1)
 """The split of layers that Megatron calls row-parallel: their inputs are split."""
 REPLICATED = SplitKind(_replicated(), _replicated())
+ONCE = SplitKind(_replicated(), _first_rank)
+"""The split of an expert's bias whose input is split. All of Megatron's ranks hold it, and the first one adds it."""
+HEADS = SplitKind(_stacked(0), _engine_heads)
+"""The split of a vector of one number for each query head."""
 QKV = SplitKind(_megatron_qkv, _vllm_qkv)
 """The split of weights and biases of the projection to q, k and v."""
 WIDE_NORM = SplitKind(_stacked(0), _gathered_heads)

@@ -33,6 +33,16 @@ class View:
         """The element of the file's tensor that is the first one of a rectangle of the HF tensor."""
         return self.offset + sum(first * stride for (first, _), stride in zip(box, self.strides, strict=True))
 
+    def swapped(self) -> View:
+        """The same HF tensor in a file's tensor that has its last two dims exchanged."""
+        *front, rows, columns = self.extents
+
+        def moved(step: int) -> int:
+            row = step // columns
+            return (row // rows * columns + step % columns) * rows + row % rows
+
+        return View(self.name, (*front, columns, rows), moved(self.offset), tuple(map(moved, self.strides)))
+
     def clip(self, box: Box, first: int, last: int) -> Box | None:
         """The part of a rectangle of the HF tensor that lies in the rows [first, last) of the file's tensor, that is,
         along its first dim; None if no part does."""
@@ -47,6 +57,44 @@ class View:
         start, stop = (-((begin - edge) // step) for edge in (first, last))
         clipped[dim] = max(box[dim][0], start), min(box[dim][1], stop)
         return tuple(clipped) if clipped[dim][0] < clipped[dim][1] else None
+
+    def common(
+        self, offset: int, sizes: Sequence[int], strides: Sequence[int], full: Sequence[int]
+    ) -> tuple[Box, tuple[slice, ...]] | None:
+        """What the HF tensor has in common with a view of the file's tensor that may hold parts of others, too.
+
+        Args:
+            offset, sizes, strides: the view of the file's tensor, as in `box_of`.
+            full: the extents of the HF tensor.
+
+        Returns:
+            The rectangle of the HF tensor, and the same elements as an index of the view; None if there are none, or
+            if the view is no rectangle of the file's tensor.
+        """
+        steps = [prod(self.extents[axis + 1 :]) for axis in range(len(self.extents))]
+        axes = [steps.index(stride) if stride in steps else -1 for stride in strides]
+        if -1 in axes or len(set(axes)) < len(axes):
+            return None
+        begin, mine = _place(offset, steps), _place(self.offset, steps)
+        size = [1] * len(steps)
+        for axis, length in zip(axes, sizes, strict=True):
+            size[axis] = length
+        index = {axis: slice(mine[axis] - begin[axis], mine[axis] - begin[axis] + 1) for axis in range(len(steps))}
+        box, order = [], []
+        for length, stride in zip(full, self.strides, strict=True):
+            axis = next(axis for axis, step in enumerate(steps) if stride % step == 0)
+            by = stride // steps[axis]
+            start = max(0, -((mine[axis] - begin[axis]) // by))
+            stop = min(length, -((mine[axis] - begin[axis] - size[axis]) // by))
+            if start >= stop:
+                return None
+            first = mine[axis] - begin[axis] + by * start
+            index[axis] = slice(first, first + by * (stop - start - 1) + 1, by)
+            box.append((start, stop))
+            order.append(axis)
+        if any(not 0 <= index[axis].start < size[axis] for axis in index) or order != [a for a in axes if a in order]:
+            return None
+        return tuple(box), tuple(index[axis] for axis in axes)
 
     def box_of(self, offset: int, sizes: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:
         """The rectangle of the HF tensor that a view of the file's tensor is.
@@ -70,6 +118,15 @@ class View:
                 return None
             box.append((start, start + size))
         return None if dims or left else tuple(box)
+
+
+def _place(offset: int, steps: Sequence[int]) -> list[int]:
+    """The index of an element along each axis of a tensor whose axes have these steps."""
+    place = []
+    for step in steps:
+        index, offset = divmod(offset, step)
+        place.append(index)
+    return place
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,8 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
     else:
         elements += mixture.shared_ffn_size * mlp * split
         # The local experts also keep the product multiplied by the router's weight.
+        if mixture.clamp:  # the clamped gate and the sigmoid, too
+            mlp += 2
         of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
         elements, numbers = elements + of_mixture * rows, numbers + more * rows
     return elements * width + numbers * 4

@@ -32,7 +32,9 @@ class RankParameters:
     constant: int = 0
     """The elements of fp32 parameters that have no gradient, such as the bias of a router."""
     matrices: int = 0
-    """The elements of `dense` that are in matrices of layers; all elements of `expert` are."""
+    """The elements of `dense` that are in matrices of layers."""
+    expert_vectors: int = 0
+    """The elements of `expert` that are not in matrices, but in biases."""
 
     @property
     def total(self) -> int:
@@ -60,7 +62,8 @@ class RankParameters:
         dense_ways, expert_ways = optimizer_ways(mesh)
         of_matrices, of_others = (state_width(dtype, optimizer, is_matrix) for is_matrix in (True, False))
         dense = self.matrices * of_matrices + (self.dense - self.matrices) * of_others
-        return dense / dense_ways + self.expert * of_matrices / expert_ways
+        expert = (self.expert - self.expert_vectors) * of_matrices + self.expert_vectors * of_others
+        return dense / dense_ways + expert / expert_ways
 
     def bytes(self, mesh: Mesh, dtype: str, optimizer: OptimizerConfig) -> float:
         """The bytes of weights, gradients and optimizer state together."""
@@ -88,7 +91,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
     """
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-    totals, constant, matrices = {False: 0, True: 0}, 0, 0
+    totals, constant, matrices, expert_vectors = {False: 0, True: 0}, 0, 0, 0
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
         in_vocabulary = is_vocabulary(placement.local_name)
@@ -99,8 +102,9 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
             continue
         of_experts = placement.experts is not None
         totals[of_experts] += elements * number
-        if not of_experts and is_matrix(placement.local_name, len(placement.pieces[0][2])):
-            matrices += elements
+        is_one = is_matrix(placement.local_name, len(placement.pieces[0][2]))
+        matrices += 0 if of_experts or not is_one else elements
+        expert_vectors += elements * number if of_experts and not is_one else 0
         chunk = prefix.partition(".")[0] if mesh.virtual > 1 else ""
         alone = in_vocabulary and shape.tied_embeddings and mesh.pipeline > 1
         # Without expert parallelism Megatron keeps the experts in the buffer of the dense parameters.
@@ -111,7 +115,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
         ways = {False: dense_ways, True: expert_ways}
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
-    return RankParameters(totals[False], totals[True], padding, constant, matrices)
+    return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors)
 
 
 def stage_parameters(shape: ModelShape, mesh: Mesh) -> list[RankParameters]:

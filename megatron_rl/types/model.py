@@ -29,6 +29,9 @@ class Experts:
     num_active_groups: int = 1
     scaling_factor: float = 1.0
     """The factor of the active experts' weights, which is applied after the normalisation."""
+    clamp: float | None = None
+    """The bound c of gpt-oss's gated unit: (up + 1) g sigmoid(1.702 g), where g is the gate, at most c, and up is
+    between -c and c. None: the unit is silu(gate) up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class YarnRope:
     mscale_all_dim: float = 0.0
     """If it is not 0, the scale of the softmax is also multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2, as in
     DeepSeek's models."""
+    truncate: bool = True
+    """Whether the ends of the interpolation are rounded outwards to indices of frequencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +107,8 @@ class ModelShape:
     sliding_layers: tuple[int, ...] = ()
     """The indices of the layers with a sliding window."""
     rope_scaling: Llama3Rope | YarnRope | None = None
-    """The scaling of the rotary frequencies in the layers outside `sliding_layers`. A window is too short to need
-    it."""
+    """The scaling of the rotary frequencies in the layers outside `sliding_layers`, and in some families
+    (`layout.families.windows`) in these too. A window itself is too short to need it."""
     rotary_share: float = 1.0
     """The share of each head's dims that are rotated, which are its first ones (0.5 in GLM-4.5)."""
     optional: tuple[Literal["qkv_bias", "head_norms"], ...] = ()

@@ -32,7 +32,7 @@ multi_latent_attention.HAVE_TE = platform.HAS_TRANSFORMER_ENGINE
 
 
 class NoAttention(torch.nn.Module):
-    """Megatron's own core attention has no parameters, and does not take latent attention's arguments."""
+    """Megatron's own core attention has no parameters without sinks, and does not take latent attention's arguments."""
 
     def __init__(self, **arguments):
         super().__init__()
@@ -77,7 +77,10 @@ def config(shape: ModelShape, mesh: Mesh) -> TransformerConfig:
             moe_token_dispatcher_type="alltoall",
         )
     if not (latent := shape.latent):
-        return TransformerConfig(**arguments)
+        built = TransformerConfig(**arguments)
+        built.softmax_type = "learnable" if family.sinks else "vanilla"
+        built.add_bias_linear = family.linear_bias  # as an argument Megatron refuses it with experts over TP
+        return built
     return MLATransformerConfig(
         **arguments,
         multi_latent_attention=True,
@@ -109,7 +112,8 @@ def parameters(shape: ModelShape, mesh: Mesh, rank: int) -> dict[str, tuple[int,
             transformer_config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
         for layer in block.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = NoAttention
+            if not FAMILIES[shape.family].sinks:
+                layer.submodules.self_attention.submodules.core_attention = NoAttention
         model = GPTModel(
             config=transformer_config,
             transformer_layer_spec=block,

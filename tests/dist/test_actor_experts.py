@@ -3,6 +3,7 @@ engine's choices."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,12 +146,22 @@ def as_saved(name: str, tensor: np.ndarray, family: str) -> dict[str, np.ndarray
     if family == "mixtral":
         name = name.replace(".mlp.", ".block_sparse_moe.")
     layer, _, kind = name.partition(".experts.")
+    if family == "gpt_oss" and kind:
+        return of_gpt_oss(f"{layer}.experts.", kind, tensor)
     if kind == "gate_up_proj":
         halves = zip((gate, up), np.split(tensor, 2, axis=1), strict=True)
         return {f"{layer}.experts.{i}.{half}.weight": part for half, parts in halves for i, part in enumerate(parts)}
     if kind == "down_proj":
         return {f"{layer}.experts.{i}.{down}.weight": part for i, part in enumerate(tensor)}
     return {name: tensor}
+
+
+def of_gpt_oss(prefix: str, kind: str, tensor: np.ndarray) -> dict[str, np.ndarray]:
+    """Matrices are transposed there, and rows of gate and up are by turns."""
+    end = "bias" if kind.endswith("_bias") else "weight"
+    tensor = tensor if end == "bias" else tensor.swapaxes(1, 2)
+    parts = {"down": tensor} if kind.startswith("down") else {"gate": tensor[:, ::2], "up": tensor[:, 1::2]}
+    return {f"{prefix}{i}.{part}_proj.{end}": one for part, all_E in parts.items() for i, one in enumerate(all_E)}
 
 
 LOSSES = dict(load_balancing_loss=0.4, router_z_loss=0.05)
@@ -237,7 +248,7 @@ class GivenRouter(torch.nn.Module):
 
     def forward(self, hidden):
         _, _, own = self.router(hidden)
-        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.router.weight.T
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.router.weight.T + getattr(self.router, "bias", 0.0)
         chosen = own.clone()
         if self.routes is not None:
             chosen[: len(self.routes)] = torch.from_numpy(self.routes[:, self.layer].astype(np.int64))
@@ -250,11 +261,12 @@ class GivenRouter(torch.nn.Module):
 def replayed_gradient(folder: Path, rows: list[Tokens]) -> tuple[float, dict[str, np.ndarray]]:
     """The mean negative log-prob with the rows' choices and its gradient, in float64 with transformers."""
     model = open_model(folder, torch.float64, experts_implementation="eager")
-    blocks = [(number, layer.mlp) for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "gate")]
     routers = []
-    for number, block in blocks:
-        block.gate = GivenRouter(block.gate, folder, number)
-        routers.append(block.gate)
+    for number, layer in enumerate(model.model.layers):
+        for name in ("gate", "router"):
+            if hasattr(layer.mlp, name):
+                routers.append(GivenRouter(getattr(layer.mlp, name), folder, number))
+                setattr(layer.mlp, name, routers[-1])
     loss, num_tokens = 0.0, sum(int(row.action_mask.sum()) for row in rows)
     for row in rows:
         for router in routers:
@@ -263,7 +275,7 @@ def replayed_gradient(folder: Path, rows: list[Tokens]) -> tuple[float, dict[str
         logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
         loss = loss - logp[torch.from_numpy(row.action_mask[1:])].sum() / num_tokens
     loss.backward()
-    named = ((name.replace("gate.router.", "gate."), p.grad) for name, p in model.named_parameters())
+    named = ((re.sub(r"(gate|router)\.router\.", r"\1.", name), p.grad) for name, p in model.named_parameters())
     return loss.item(), {name: gradient.numpy() for name, gradient in named if gradient is not None}
 
 
@@ -271,6 +283,7 @@ REPLAYED = {
     "qwen3_moe": ("pp2", "pp2-vpp2", "cp2-ep2", "tp2-ep2-etp1", "tp2-dp2-ep2"),
     "qwen3_moe_not_normalised": (),
     "deepseek_v3": ("tp2-cp2", "pp2-vpp2", "tp2-dp2-ep2"),
+    "gpt_oss": ("cp2-ep2", "tp2-dp2-ep2"),
 }
 
 
@@ -287,7 +300,7 @@ def replayed(numbers, folders, rows):
     return of
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("name", cover.essential(REPLAYED, *list(REPLAYED)[:3]))
 def test_replayed_choices_have_the_gradient_of_plain_pytorch(numbers, folders, rows, replayed, name):
     routed, (loss, _, gradient) = replayed(name)
     expected_loss, expected = replayed_gradient(folders[name], routed)
@@ -296,7 +309,8 @@ def test_replayed_choices_have_the_gradient_of_plain_pytorch(numbers, folders, r
     assert abs(own_loss - expected_loss) > 0.01
     for key in gradient.keys() & expected.keys():
         assert relative(gradient[key], expected[key]) < 2e-5, key  # fp32 against float64, through four layers
-    assert all(relative(own[key], expected[key]) > 0.1 for key in expected if key.endswith("mlp.gate.weight"))
+    routers = [key for key in expected if key.endswith(("mlp.gate.weight", "mlp.router.weight"))]
+    assert routers and all(relative(own[key], expected[key]) > 0.1 for key in routers)
 
 
 REPLAYED_IN = [

@@ -85,6 +85,13 @@ GLM = dict(
     routed_scaling_factor=1.5,
 )
 QWEN3_MOE = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+GPT_OSS = dict(
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=12,
+    rope_parameters=YARN | {"truncate": False},
+)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
@@ -109,9 +116,12 @@ MODELS = {
     "glm4_moe_lite": ("Glm4MoeLite", dict(**LATENT, q_lora_rank=20)),
     "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
     "glm4_moe_plain": ("Glm4Moe", dict(**GLM, rope_parameters=YARN | {"partial_rotary_factor": 0.25})),
+    "gpt_oss": ("GptOss", GPT_OSS),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
-MIXTURES = tuple(name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek", "kimi", "glm4")))
+MIXTURES = tuple(
+    name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek", "kimi", "glm4", "gpt_oss"))
+)
 
 
 def write_models(root: Path) -> dict[str, Path]:
@@ -126,6 +136,10 @@ def write_models(root: Path) -> dict[str, Path]:
                 parameter.data.uniform_(-0.3, 0.3)
             elif parameter_name.endswith("gate.weight"):  # zeros in transformers' GLM
                 parameter.data.normal_(0, 0.2)
+            elif parameter_name.endswith("sinks"):
+                parameter.data.uniform_(-1.0, 3.0)
+            if parameter_name.endswith("gate_up_proj_bias"):  # so that one gate and two ups of an expert are clamped
+                parameter.data[:, [0, 1, 3, 5]] += torch.tensor([7.0, -1.0, 7.0, -7.0])
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
@@ -156,6 +170,7 @@ TRAINED = [
     ("mixtral", "tp2_dp2_ep2"),
     ("qwen3_moe", "pp2_dp2_ep2"),
     ("deepseek_v3", "tp2_dp2_ep2_whole"),
+    ("gpt_oss", "tp2_dp2_ep2"),
 ]
 """Updates with the optimizer's state of experts, which is split over other ranks than that of the rest."""
 
@@ -200,7 +215,7 @@ def test_every_parameter_is_gathered_before_it_is_used(trainers, folders, long_s
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", cover.essential(MODELS, "llama", "olmo3", "deepseek_v3", "glm4_moe"))
+@pytest.mark.parametrize("name", cover.essential(MODELS, "llama", "olmo3", "deepseek_v3", "gpt_oss", "glm4_moe"))
 def test_logits_equal_those_of_transformers(trainers, folders, long_samples, name):
     mesh = Mesh(data=2, expert=2) if name == "mixtral" else Mesh(tensor=2)
     model = open_model(folders[name])
@@ -326,7 +341,13 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "name, layout_name",
-    [("olmo3", "tp2"), ("mixtral", "tp2_dp2_ep2"), ("qwen3_moe", "pp2_dp2_ep2"), ("deepseek_v3", "tp2_cp2")],
+    [
+        ("olmo3", "tp2"),
+        ("mixtral", "tp2_dp2_ep2"),
+        ("qwen3_moe", "pp2_dp2_ep2"),
+        ("deepseek_v3", "tp2_cp2"),
+        ("gpt_oss", "tp2_cp2"),
+    ],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):
     layout = replace(LAYOUTS[layout_name], dtype="bfloat16")

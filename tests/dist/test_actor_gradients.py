@@ -63,6 +63,10 @@ LAYOUTS = {
     "glm4_moe_lite": ("tp2-cp2", "dp2-ep2"),
     "glm4_moe": ("tp2", "pp2", "cp2", "cp2-ep2", "dp2-ep2", "tp2-pp2", "tp2-dp2-ep2-etp1"),
     "glm4_moe_plain": ("tp2-cp2", "tp2-ep2-etp1"),
+    "gpt_oss": (
+        *("tp2", "pp2", "cp2", "dp2", "dp2-ep2", "tp2-pp2", "cp2-ep2", "tp2-cp2", "tp2-ep2-etp1", "tp2-dp2-ep2"),
+        *("tp4-ep2-etp2", "tp2-dp2-ep2-etp1"),
+    ),
 }
 """qwen3 has heads of 16 and norms of q and k, qwen2_windows biases and sliding windows, qwen3_moe a dense layer and
 three mixtures whose routers are away from ties; qwen2 has one embedding for both ends."""
@@ -79,6 +83,7 @@ RECOMPUTED = [
     ("olmo3", "tp2-cp2"),
     ("mixtral", "tp2-dp2-ep2"),
     ("deepseek_v3", "tp2-dp2-ep2"),
+    ("gpt_oss", "tp2-dp2-ep2"),
 ]
 """In these a layer is computed again in the backward pass."""
 WITHOUT_SEQUENCE = [("qwen3", "tp2"), ("llama", "tp2"), ("olmo2", "tp2"), ("olmo3", "tp2")]

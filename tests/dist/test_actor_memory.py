@@ -179,7 +179,9 @@ def test_activations_of_a_dense_model_are_what_autograd_saves(trainers, model_fo
 
 
 OTHERS = [
-    (family, recompute) for family in ("llama", "olmo2", "mixtral", "qwen3_moe") for recompute in ("none", "full")
+    (family, recompute)
+    for family in ("llama", "olmo2", "mixtral", "qwen3_moe", "gpt_oss")
+    for recompute in ("none", "full")
 ]
 
 

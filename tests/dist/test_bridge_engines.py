@@ -36,7 +36,8 @@ from transformers_models import open_model
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_ranks
-from megatron_rl.layout import Engines, read_shape, slices, vllm_shards
+from megatron_rl.layout import FAMILIES, Engines, read_shape, slices, vllm_shards
+from megatron_rl.layout.interleaved import are_zeros, described
 from megatron_rl.types import Mesh, ModelShape, Prompt, Tokens
 
 SIZES = dict(
@@ -102,6 +103,14 @@ GLM = dict(
     initializer_range=0.1,
     first_k_dense_replace=1,
 )
+SINKS = dict(
+    sliding_window=6,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    intermediate_size=64,
+    pad_token_id=0,
+    rope_parameters=WINDOWS["rope_parameters"]["full_attention"] | {"truncate": False},
+)
 MODELS = {
     "dense": ("Qwen3", dict(tie_word_embeddings=False)),
     "tied": ("Qwen3", dict(tie_word_embeddings=True)),
@@ -111,9 +120,11 @@ MODELS = {
     "latent": ("DeepseekV3", LATENT),
     "lite": ("Glm4MoeLite", {key: value for key, value in LATENT.items() if key not in OF_DEEPSEEK}),
     "glm": ("Glm4Moe", GLM),
+    "sinks": ("GptOss", SINKS),
 }
-"""All but the latent ones have norms of q and k. An expert's 48, or 24 on each of two ranks, are no multiple of what
-vLLM's kernel asks for on a CPU. The answers are longer than the window."""
+"""All but the latent ones and gpt-oss have norms of q and k. An expert's 48, or 24 on each of two ranks, are no
+multiple of what vLLM's kernel asks for on a CPU; gpt-oss's 64 are, because it does not pad these. The answers are
+longer than the window."""
 
 FLEETS = {
     "dense, two TP1": ("dense", Engines(2, 1)),
@@ -131,6 +142,9 @@ FLEETS = {
     "lite, TP1": ("lite", Engines(1, 1)),
     "glm, TP1": ("glm", Engines(1, 1)),
     "glm, TP2 and expert parallel": ("glm", Engines(1, 2, expert_parallel=True)),
+    "sinks, TP1": ("sinks", Engines(1, 1)),
+    "sinks, TP2": ("sinks", Engines(1, 2)),
+    "sinks, TP2 and expert parallel": ("sinks", Engines(1, 2, expert_parallel=True)),
 }
 TP2_PP2, TP4, PP4 = Mesh(tensor=2, pipeline=2), Mesh(tensor=4), Mesh(pipeline=4)
 EP2_TP2 = Mesh(tensor=2, data=2, expert=2)
@@ -159,6 +173,9 @@ CASES = [
     ("lite, TP1", TP2_PP2, 1),
     ("glm, TP1", TP2_PP2, 1),
     ("glm, TP2 and expert parallel", EP2_TP2, 1),
+    ("sinks, TP1", EP2_TP2, 1),
+    ("sinks, TP2", EP2_TP2_WHOLE, 1),
+    ("sinks, TP2 and expert parallel", TP2_PP2, 1),
 ]
 """(fleet, trainer, engines of the fleet that join), fleet by fleet: starting one is what takes long."""
 
@@ -179,6 +196,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
                 parameter.data.uniform_(-0.3, 0.3)
             elif parameter_name.endswith("gate.weight"):
                 parameter.data.normal_(0, 0.2)
+            elif parameter_name.endswith("sinks"):
+                parameter.data.uniform_(-0.5, 0.5)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
@@ -219,6 +238,9 @@ def store():
 def held_by_engine(folder: Path, shape: ModelShape, engines: Engines, rank: int) -> dict[str, Tensor]:
     """What a rank of vLLM must hold, rectangle by rectangle, of an HF folder."""
     weights, parts = load_file(folder / "model.safetensors"), {}
+    family = FAMILIES[shape.family]
+    for name, view in family.views(shape).items():
+        weights[name] = weights[view.name].as_strided(family.hf_tensors(shape)[name], view.strides, view.offset)
     for shard in vllm_shards(shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline):
         parts[shard.local_name, shard.local_box] = weights[shard.hf_name][slices(shard.hf_box)]
     return parts
@@ -295,8 +317,11 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
     checkpoint = as_checkpoint(tmp_path / "ranks", fleet.folder, mesh, live)
     carry_out(to_hub(open_checkpoint(checkpoint), Options()), tmp_path / "hub", 1, lambda num_bytes: None)
     needed = 0
-    for i, parameters in enumerate(fleet.weights(num)):
+    for i, live_parameters in enumerate(fleet.weights(num)):
         expected = held_by_engine(tmp_path / "hub", shape, engines, i % engines.world_size)
+        zeros = are_zeros(live_parameters, [name for name, _ in expected])
+        assert not any(live_parameters.pop(name).any() for name in zeros), "the first rank has these biases"
+        parameters = described(live_parameters, [name for name, _ in expected])
         assert parameters.keys() == {name for name, _ in expected}
         needed += sum(value.nbytes for value in expected.values())
         for (name, box), value in expected.items():

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from megatron_rl.bridge.recording import record_loading
 from megatron_rl.layout import Recording, read_shape
+from megatron_rl.layout.interleaved import are_zeros, described
 from megatron_rl.types import ModelShape
 
 
@@ -49,6 +50,11 @@ def parameters(
         before = dict(model.named_parameters())
         shape = read_shape(Path(folder))
         recording = record_form(model, shape, form) if form else record_loading(model, shape, torch.float32)
+        if not form:
+            names = {shard.local_name for shard in recording.shards}
+            zeros = are_zeros(found, names)
+            held = described({name: before[name] for name in found if name not in zeros}, names)
+            found = {name: tuple(tensor.shape) for name, tensor in held.items()}
         assert all(before[name] is tensor for name, tensor in model.named_parameters()), "the model is as it was"
     dist.barrier()
     for path in Path("/dev/shm").glob(f"*-{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.layout.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from megatron_rl.layout.families.glm4_moe import GLM4_MOE
+from megatron_rl.layout.families.gpt_oss import GPT_OSS
 from megatron_rl.layout.families.llama import LLAMA
 from megatron_rl.layout.families.mixtral import MIXTRAL
 from megatron_rl.layout.families.olmo import OLMO2, OLMO3
@@ -16,6 +17,6 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, OLMO2, OLMO3),
-        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE),
+        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS),
     )
 }

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+SCALED = {"olmo3": False, "gpt_oss": True}
+"""The families that have both windows and a scaling of the rotary frequencies, and whether layers with a window scale
+them as the others do."""
+
 
 def window(config: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
     """ModelShape's fields for a sliding window in the given layers. If config.json has `layer_types`, this key decides

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import warnings it silences
-from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, PackedSequences, plan_attention
+from megatron_rl.actor import attention, sinks
+from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, PackedSequences, attend, plan_attention, rotate
 from megatron_rl.actor.latent import LatentCoreAttention
 from megatron_rl.actor.norm import Norm
 from megatron_rl.actor.packing import SharedPrompts
@@ -15,9 +16,9 @@ from megatron_rl.actor.packing import SharedPrompts
 THETA = 10000.0
 
 
-def plain_attention(q, k, v, window, rotary_dim=None):
+def plain_attention(q, k, v, window, rotary_dim=None, sink_N=None):
     """The attention of one sequence in float64, written from the definition; q is [L, N, D], k and v are [L, G, D]. The
-    first `rotary_dim` dims of a head are rotated, or all."""
+    first `rotary_dim` dims of a head are rotated, or all. The softmax of a head has its sink as one more score."""
     length, num_heads, head_dim = q.shape
     rotary_dim = rotary_dim or head_dim
     frequency = THETA ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
@@ -37,7 +38,9 @@ def plain_attention(q, k, v, window, rotary_dim=None):
         if window is not None:
             hidden |= torch.ones(length, length).tril(-window).bool()
         scores = scores.masked_fill(hidden, -torch.inf)
-        heads.append(scores.softmax(-1) @ v[:, group])
+        if sink_N is not None:
+            scores = torch.cat((scores, sink_N[head].expand(length, 1)), -1)
+        heads.append(scores.softmax(-1)[:, :length] @ v[:, group])
     return torch.cat(heads, -1)
 
 
@@ -63,6 +66,35 @@ def test_output_and_gradients_equal_plain_attention(lengths, num_heads, num_grou
     expected.backward(grad.double())
     for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("num_heads, num_groups", [(4, 2), (3, 3)])
+def test_sinks_take_their_share_of_the_softmax(num_heads, num_groups, window, on_gpu, monkeypatch):
+    """Some are far below all scores, some far above. What GPUs compute is the same."""
+    if on_gpu:
+        monkeypatch.setattr(sinks, "attend_with_sinks", sinks.attend_to_key)
+        monkeypatch.setattr(attention, "attend_with_sinks", sinks.attend_to_key)
+    torch.manual_seed(0)
+    lengths, head_dim = [5, 1, 20, 2], 8
+    heads = (num_heads, num_groups, num_groups)
+    q, k, v = (torch.randn(28, n, head_dim).requires_grad_() for n in heads)
+    sink_N = torch.tensor([-90.0, 0.3, 2.0, 90.0][:num_heads]).requires_grad_()
+    grad = torch.randn(28, num_heads * head_dim)
+    plan = plan_attention(torch.tensor(lengths), head_dim, THETA, window=window)
+    rotated = rotate(torch.cat((q, k), 1), plan.cos_T, plan.sin_T).split(heads[:2], 1)
+    out = attend(*rotated, v, plan, sink_N=sink_N)
+    out.backward(grad)
+
+    q64, k64, v64, sink64 = (x.detach().double().requires_grad_() for x in (q, k, v, sink_N))
+    parts = zip(*(x.split(lengths) for x in (q64, k64, v64)), strict=False)
+    expected = torch.cat([plain_attention(*part, window, sink_N=sink64) for part in parts])
+    expected.backward(grad.double())
+    pairs = ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad), (sink_N.grad, sink64.grad))
+    for got, want in pairs:
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
+    assert sink64.grad.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("rotary_dim", [2, 4, 6, 8])

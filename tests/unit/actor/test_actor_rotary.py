@@ -27,6 +27,10 @@ SCALINGS = {
         YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
         YarnRope(8.0, 8192, mscale=1.0, mscale_all_dim=0.7),
     ),
+    "yarn of gpt-oss": (
+        YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        YarnRope(8.0, 8192, truncate=False),
+    ),
     "yarn with one edge": (YARN | {"beta_fast": 1304, "beta_slow": 1304}, YarnRope(8.0, 8192, 1304, 1304)),
 }
 

@@ -52,6 +52,22 @@ _LATENT = {
     "routed_scaling_factor": 1.0,
 }
 _GLM = {"model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "use_qk_norm": True}
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 16,
+    },
+}
 CONFIGS = {
     **{name: _COMMON | {"model_type": name} for name in ("llama", "qwen2", "qwen3", "olmo2")},
     "qwen3_tied": _COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -60,6 +76,7 @@ CONFIGS = {
     "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": _COMMON | {"model_type": "olmo3", "sliding_window": 8},
     "deepseek_v3": _COMMON | _LATENT,
+    "gpt_oss": _COMMON | _GPT_OSS,
     "deepseek_v3_direct": _COMMON | _LATENT | {"q_lora_rank": None},
     **{name: _COMMON | _LATENT | {"model_type": name} for name in ("kimi_k2", "glm4_moe_lite")},
     "glm4_moe": _COMMON | _LATENT | _GLM,
@@ -78,8 +95,8 @@ def write_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, nu
     shape = read_shape(folder)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
-    for key, extents in FAMILIES[shape.family].hf_tensors(shape).items():
-        tensors[key] = torch.randn(extents, generator=generator).to(dtype)
+    for key, held in FAMILIES[shape.family].file_tensors(shape).items():
+        tensors[key] = torch.randn(held.extents, generator=generator).to(dtype)
         tensors[key].view(-1)[:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
     keys = list(tensors)
     for i in range(num_files):
@@ -97,6 +114,19 @@ def read(folder: Path) -> dict[str, Tensor]:
                 assert name not in tensors
                 tensors[name] = file.get_tensor(name)
     return tensors
+
+
+def read_plain(folder: Path) -> dict[str, Tensor]:
+    """All HF tensors of a folder in the form that the family's table has."""
+    shape, held = read_shape(folder), read(folder)
+    family = FAMILIES[shape.family]
+    extents, views = family.hf_tensors(shape), family.views(shape)
+    return {
+        name: held[view.name].as_strided(extents[name], view.strides, view.offset)
+        if (view := views.get(name))
+        else held[name]
+        for name in extents
+    }
 
 
 def bits(tensor: Tensor) -> Tensor:

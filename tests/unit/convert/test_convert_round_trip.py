@@ -7,7 +7,7 @@ import json
 import cover
 import pytest
 import torch
-from folders import CONFIGS, assert_same, back, read, write, write_folder
+from folders import CONFIGS, assert_same, back, read, read_plain, write, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -48,7 +48,7 @@ def tensors_of(conversion) -> dict[tuple[str, str], torch.Tensor]:
 @pytest.mark.parametrize("name", cover.essential(CONFIGS, "qwen2", "qwen3_moe_dense", "deepseek_v3"))
 def test_the_ranks_of_every_mesh_hold_what_their_shards_say(hubs, name):
     """The test makes the tensors in memory. Each element comes from where the family's table says; padding is zero."""
-    source, hf = open_checkpoint(hubs[name]), read(hubs[name])
+    source, hf = open_checkpoint(hubs[name]), read_plain(hubs[name])
     shape = source.shape
     experts = EXPERTS if shape.experts else EXPERTS[:1]
     for tensor, pipeline, (expert, expert_tensor), fused in cover.cases((1, 2, 4), PIPELINES, experts, (False, True)):

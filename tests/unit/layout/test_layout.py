@@ -150,6 +150,7 @@ def test_what_the_tables_say_of_a_family():
     plain = replace(SHAPES["glm4_moe"], optional=())
     assert FAMILIES["glm4_moe"].qk_norm(plain) == "none" and not FAMILIES["glm4_moe"].qkv_bias(plain)
     assert found == {
+        "gpt_oss": ("none", True, False, False),
         "llama": ("none", False, False, False),
         "qwen2": ("none", True, False, False),
         "qwen3": ("head", False, False, False),
@@ -164,3 +165,5 @@ def test_what_the_tables_say_of_a_family():
         "glm4_moe_lite": ("none", False, False, True),
         "glm4_moe": ("head", True, False, True),
     }
+    assert [name for name, family in FAMILIES.items() if family.sinks] == ["gpt_oss"]
+    assert [name for name, family in FAMILIES.items() if family.linear_bias] == ["gpt_oss"]

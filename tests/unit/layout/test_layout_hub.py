@@ -225,13 +225,13 @@ def test_experts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, glm4_moe, glm4_moe_lite, kimi_k2, llama"),
+        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, llama"),
         ({"model_type": "qwen3"}, "num_attention_heads"),
         (LLAMA | {"attention_bias": True}, "attention_bias is True"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         (LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"novel": 1}}, "key 'novel'"),
-        (MIXTRAL | {"sliding_window": 8, "rope_scaling": LLAMA["rope_scaling"]}, "supported only for olmo3"),
+        (MIXTRAL | {"sliding_window": 8, "rope_scaling": LLAMA["rope_scaling"]}, "supported only for gpt_oss, olmo3"),
         (QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2}, r"the layers \[0, 2\] dense"),
         (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
@@ -241,6 +241,73 @@ def test_experts(tmp_path):
 def test_what_the_tables_do_not_describe_is_refused(tmp_path, config, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, config)
+
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rms_norm_eps": 1e-5,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+YARN = GPT_OSS["rope_scaling"]
+
+
+def test_gpt_oss(tmp_path):
+    shape = read(tmp_path, GPT_OSS)
+    assert shape.experts == Experts(4, 2, 32, clamp=7.0)
+    assert (shape.sliding_window, shape.sliding_layers) == (8, (0, 2))
+    assert shape.rope_scaling == YarnRope(32.0, 4096, 32.0, 1.0, truncate=False)
+    types = ["sliding_attention", "full_attention"] * 2
+    assert read(tmp_path, GPT_OSS | {"layer_types": types, "swiglu_alpha": 1.702}) == shape
+    assert read(tmp_path, GPT_OSS | {"sliding_window": None}).sliding_layers == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": False}, "attention_bias is False; for the family gpt_oss only True is supported"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; for the family gpt_oss only 'silu' is supported"),
+        ({"swiglu_limit": None}, "swiglu_limit is None; for gpt_oss only 7.0 is supported"),
+        ({"swiglu_limit": 8.0}, "swiglu_limit is 8.0; for gpt_oss only 7.0 is supported"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0; for gpt_oss only 1.702 is supported"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06; for gpt_oss only 1e-05 is supported"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 2},
+            r"window to the layers \[1, 3\]; .*every second",
+        ),
+        (
+            {"rope_scaling": None},
+            "neither rope_parameters nor rope_scaling is there; for gpt_oss one with",
+        ),
+        ({"rope_scaling": LLAMA["rope_scaling"]}, "rope_scaling has rope_type 'llama3'; for gpt_oss only 'yarn'"),
+        ({"rope_scaling": YARN | {"mscale": 1.0}}, "rope_scaling has the key 'mscale', which vLLM does not read"),
+        ({"rope_scaling": YARN | {"beta_slow": None}}, "rope_scaling has no beta_slow, which vLLM needs"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, 'truncate must be true or false, but it is "no"'),
+    ],
+)
+def test_another_gpt_oss_than_vllms_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, GPT_OSS | changes)
 
 
 def test_missing_and_broken_configurations(tmp_path):

@@ -111,3 +111,14 @@ def test_the_tokens_of_a_closing(folders):
     assert Budgets(folders[0], rollout(section | {"mode": "truncate"}), on_gpu=False).closing is None
     on_gpu = Budgets(folders[0], rollout(section | {"mode": "native"}), on_gpu=True)
     assert (on_gpu.opening, on_gpu.delimiter, on_gpu.closing) == (2, (16, 18), (16, 18))
+
+
+def test_the_channels_of_gpt_oss_are_a_delimiter():
+    """Its special tokens are one token each after any text, and what stands between thought and answer is found."""
+    signs = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>"]
+    characters = sorted({*"x7. \nassistantfinalanalysis<|>"})
+    harmony = Tokenizer(models.BPE({c: i for i, c in enumerate([*characters, ".<"])}, merges=[(".", "<")]))
+    harmony.add_special_tokens(signs)
+    delimiter = "<|end|><|start|>assistant<|channel|>final<|message|>"
+    assert thinking_faults(harmony, delimiter, None, None) == []
+    assert thinking_faults(harmony, delimiter, f"So I answer.{delimiter}", None) == []

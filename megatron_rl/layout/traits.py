@@ -1,0 +1,57 @@
+"""What a family's rows say of its layers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_rl.layout.rule import Rule
+from megatron_rl.types import ModelShape
+
+
+class Traits:
+    """Properties of a family that follow from the names of its rows."""
+
+    __slots__ = ()
+    attention: tuple[Rule, ...]
+    dense: tuple[Rule, ...]
+    mixture: tuple[Rule, ...]
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rows of all kinds of layers."""
+        return (*self.attention, *self.dense, *self.mixture)
+
+    def qk_norm(self, shape: ModelShape) -> Literal["none", "head", "full"]:
+        """How q and k are normalised. `head`: each head alone; `full`: all heads together; `none`: not at all."""
+        known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
+        known = {None: "none", ("head",): "head", ("q",): "full"}
+        return known[self._dims("self_attn.q_norm.weight", shape)]
+
+    def qkv_bias(self, shape: ModelShape) -> bool:
+        return self._dims("self_attn.q_proj.bias", shape) is not None
+
+    @property
+    def sinks(self) -> bool:
+        """Whether each head's softmax has one more logit, which is learnt and has no value (arXiv:2309.17453)."""
+        return self._dims("self_attn.sinks") is not None
+
+    @property
+    def linear_bias(self) -> bool:
+        """Whether every linear layer of attention and MLP has a bias, and the router too."""
+        return self._dims("self_attn.o_proj.bias") is not None
+
+    @property
+    def post_norm(self) -> bool:
+        """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
+        return self._dims("post_feedforward_layernorm.weight") is not None
+
+    @property
+    def router_bias(self) -> bool:
+        """Whether the router adds a bias to the scores when it chooses experts. The bias is updated from the experts'
+        load, not by a gradient (arXiv:2408.15664)."""
+        return self._dims("mlp.gate.e_score_correction_bias") is not None
+
+    def _dims(self, name: str, shape: ModelShape | None = None) -> tuple[str, ...] | None:
+        """The dims of an HF tensor of a layer, in one model or, without `shape`, in any model."""
+        rules = [rule for rule in self.rules if shape is None or rule.when(shape)]
+        return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)
