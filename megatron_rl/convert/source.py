@@ -24,7 +24,7 @@ from megatron_rl.convert.stored import Maps, Quantised, Stored, read_safetensors
 from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
 from megatron_rl.layout.hub import weight_files
-from megatron_rl.layout.quantised import Blocks, Mxfp4
+from megatron_rl.layout.quantised import Form, Mxfp4, Packed
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
@@ -171,7 +171,7 @@ def _open_hub(source: Source) -> None:
     if index.scales:
         assert index.blocks is not None, "`scan` refuses scales without blocks"
         dtype = _config_dtype(source.folder, index.blocks)
-        end = index.blocks.values if isinstance(index.blocks, Mxfp4) else ""
+        end = index.blocks.values if isinstance(index.blocks, Packed) else ""
         for header in headers.values():
             for name in [name for name in index.scales if name + end in header]:
                 scales = headers[index.scales[name]][name + index.blocks.scales]
@@ -188,7 +188,7 @@ def _open_hub(source: Source) -> None:
                 source._add(Described(output, stored.extents, (Shard(embedding, box, output, box),)), stored)
 
 
-def _config_dtype(folder: Path, blocks: Blocks | Mxfp4) -> torch.dtype:
+def _config_dtype(folder: Path, blocks: Form) -> torch.dtype:
     """The dtype that config.json gives to the model's values. For mxfp4 it is bfloat16 if there is none, as in
     transformers."""
     fields = json.loads((folder / "config.json").read_text())

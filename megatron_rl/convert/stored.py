@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_rl.layout import Box, slices
 from megatron_rl.layout.hub import read_header
-from megatron_rl.layout.quantised import BYTES, FP4_VALUES, FP8, Blocks, Mxfp4
+from megatron_rl.layout.quantised import BYTES, FP4_VALUES, FP8, WORDS, Blocks, Form, Int4, Mxfp4
 from megatron_rl.layout.shards import extents as extents_of
 from megatron_rl.layout.view import View
 
@@ -34,6 +34,8 @@ DTYPES = {
     "BF16": torch.bfloat16,
     FP8: torch.float8_e4m3fn,
     BYTES: torch.uint8,
+    WORDS: torch.int32,
+    "I64": torch.int64,
 }
 """The dtypes by their names in a safetensors header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -43,7 +45,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 class Quantised:
     """How the values of a quantised tensor follow from what is stored."""
 
-    blocks: Blocks | Mxfp4
+    blocks: Form
     scales: Stored
     dtype: torch.dtype
     """The dtype that config.json gives to the values, which are computed in float32."""
@@ -185,6 +187,8 @@ class Maps:
         blocks, scales = stored.quantised.blocks, self.tensor(stored.quantised.scales)
         if isinstance(blocks, Blocks):
             return partial(dequantised, tensor, scales, blocks)
+        if isinstance(blocks, Int4):
+            return partial(unpacked_words, tensor, scales, blocks.group)
         assert view is not None, "`scan` refuses mxfp4 elsewhere"
         return partial(unpacked, tensor, scales, view)
 
@@ -250,6 +254,23 @@ def unpacked(values: Tensor, scales: Tensor, view: View, box: Box) -> Tensor:
         result *= _FP4_FACTORS[scales[expert, rows, start:stop].numpy()][..., None]
     offset = start * Mxfp4.group
     return torch.from_numpy(result.reshape(last - first, -1)[:, left - offset : right - offset])
+
+
+def unpacked_words(words: Tensor, scales: Tensor, group: int, box: Box) -> Tensor:
+    """A rectangle of a matrix that is stored as int4: [rows, columns], float32. `layout/quantised.py` names the source
+    of the formula.
+
+    Args:
+        words: int32 [rows, columns / 8], the whole matrix.
+        scales: [rows, columns / group].
+        group: the number of values that share a scale.
+    """
+    (first, last), (left, right) = box
+    start = left // 8
+    pairs = words[first:last, start : -(-right // 8)].contiguous().view(torch.uint8)  # little-endian: the lowest first
+    values = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).float().sub_(8)
+    values = values[:, left - 8 * start : right - 8 * start]
+    return values.mul_(scales[first:last].float()[:, torch.arange(left, right) // group])
 
 
 def damaged(path: Path, tensor: str, found: int, expected: int) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.quantised import BYTES, FP8, Blocks, Mxfp4, check_unquantised, read_blocks
+from megatron_rl.layout.quantised import FP8, Blocks, Form, Int4, Packed, check_unquantised, read_blocks
 from megatron_rl.types import Mesh, ModelShape
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class HubIndex:
     """The safetensors file of each tensor, by its name in the files (`Family.file_tensors`)."""
     ignored: dict[str, str]
     """The reason why the model does not need a tensor, by the tensor's name."""
-    blocks: Blocks | Mxfp4 | None = None
+    blocks: Form | None = None
     """How the weights are quantised; None if they are not."""
     scales: dict[str, Path] = field(default_factory=dict)
     """The safetensors file of the scales of each quantised tensor, by the tensor's name without the end that quantised
@@ -92,19 +92,24 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
         for name, (dtype, extents, _) in read_header(path).items():
             where = f"{path}: tensor {name} {list(extents)}"
             scaled = name.removesuffix((index.blocks or Blocks).scales)
-            if packed := isinstance(index.blocks, Mxfp4) and name.endswith(Mxfp4.values):
-                name = scaled = name.removesuffix(Mxfp4.values)
+            form = index.blocks
+            packed = form if isinstance(form, Packed) and name.endswith(form.values) else None
+            if packed:
+                name = scaled = name.removesuffix(packed.values)
+            elif isinstance(form, Int4) and name.endswith(form.shapes) and name.removesuffix(form.shapes) in expected:
+                index.ignored[name] = "the extents of a packed matrix follow from config.json"
+                continue
             if name in index.files or name in index.ignored or (name != scaled and scaled in scales):
                 raise ValueError(f"{where} is in another file too; remove one of the two")
             if name != scaled:
                 scales[scaled] = _Scales(path, dtype, extents)
                 continue
             if packed:
-                wanted = Mxfp4().stored(expected[name].extents) if name in expected else None
-                if (dtype, extents) != (BYTES, wanted):
+                wanted = packed.stored(expected[name].extents) if name in expected else None
+                if (dtype, extents) != (packed.value_dtype, wanted):
                     raise ValueError(
-                        f"{where} is {dtype}, but as mxfp4 {name} {_list(wanted)} of {BYTES} is needed: "
-                        f"{family.describe(name)}; copy the checkpoint again"
+                        f"{where} is {dtype}, but as {packed.kind} {name} {_list(wanted)} of {packed.value_dtype} is "
+                        f"needed: {family.describe(name)}; copy the checkpoint again"
                     )
                 quantised[name], extents = extents, expected[name].extents
             elif dtype == FP8:

@@ -1,5 +1,5 @@
 """The quantised checkpoints that can be read: fp8 with one scale for each block of a matrix, as DeepSeek-V3 is
-published, and mxfp4, as gpt-oss is. All others are refused by name.
+published, mxfp4, as gpt-oss is, and int4, as Kimi-K2-Thinking is. All others are refused by name.
 
 In fp8 a matrix W is stored as float8_e4m3fn values and, under its name with `_scale_inv` at the end, one scale for each
 block of `quantization_config.weight_block_size` rows and columns; the last blocks may be smaller. W = values x scales,
@@ -11,6 +11,11 @@ In mxfp4 (OCP Microscaling Formats 1.0) the matrices of a layer's experts are st
 rows, columns / 32, 16] bytes, each with two values, the lower four bits first, and one byte s for each 32 values. A
 value is its entry of `FP4_VALUES` times 2^(s - 127), as in transformers (integrations/mxfp4.py,
 _convert_moe_packed_tensors).
+
+In int4 (pack-quantized of compressed-tensors, symmetric) a matrix is stored under its name with `_packed`, `_scale` and
+`_shape` at the end: [rows, columns / 8] words of 32 bits, each with eight values of four bits, the lowest first, and
+one scale for each `group_size` values of a row. A value is (bits - 8) times its scale, as in compressed_tensors
+(compressors/pack_quantized).
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from typing import Any, ClassVar
 
 FP8 = "F8_E4M3"
 """The dtype of the values, by its name in a safetensors header."""
+WORDS = "I32"
+"""The dtype of int4's eight values, by its name in a safetensors header."""
 BYTES = "U8"
 """The dtype of mxfp4's pairs of values and of its scales, by its name in a safetensors header."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -57,6 +64,7 @@ class Mxfp4:
     """The number of values of a row that share a scale."""
     values: ClassVar[str] = "_blocks"
     """The end of the name of the values."""
+    value_dtype: ClassVar[str] = BYTES
     scales: ClassVar[str] = "_scales"
     scale_dtypes: ClassVar[tuple[str, ...]] = (BYTES,)
 
@@ -75,7 +83,41 @@ class Mxfp4:
         return extents[0], extents[2], extents[1] // self.group, self.group // 2
 
 
-def read_blocks(folder: Path) -> Blocks | Mxfp4 | None:
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """int4."""
+
+    group: int
+    """The number of values of a row that share a scale."""
+    kind: ClassVar[str] = "int4"
+    values: ClassVar[str] = "_packed"
+    value_dtype: ClassVar[str] = WORDS
+    scales: ClassVar[str] = "_scale"
+    shapes: ClassVar[str] = "_shape"
+    """The end of the name of a tensor that repeats the matrix's extents."""
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("BF16", "F16", "F32")
+
+    def __str__(self) -> str:
+        return f"int4 weights in groups of {self.group}"
+
+    def scales_of(self, extents: tuple[int, ...]) -> tuple[int, ...]:
+        """The extents of the scales of a matrix, from its words' extents."""
+        rows, words = extents
+        return rows, -(-8 * words // self.group)
+
+    def stored(self, extents: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The extents of the words of a matrix; None if it cannot be stored so."""
+        if len(extents) != 2 or extents[1] % 8:
+            return None
+        return extents[0], extents[1] // 8
+
+
+Form = Blocks | Mxfp4 | Int4
+Packed = Mxfp4 | Int4
+"""The forms whose values have a name of their own."""
+
+
+def read_blocks(folder: Path) -> Form | None:
     """How the weights of a Hugging Face folder are quantised, by its config.json; None if they are not.
 
     Raises:
@@ -95,10 +137,12 @@ def read_blocks(folder: Path) -> Blocks | Mxfp4 | None:
     )
     if method == "mxfp4":
         return Mxfp4()
+    if method == "compressed-tensors" and found.get("format") == "pack-quantized":
+        return _read_int4(path, found)
     if method != "fp8":
         raise ValueError(
             f"{path}: the weights are quantised with {method or 'a method that it does not name'}, which cannot be "
-            f"read; of quantised weights only fp8 in blocks and mxfp4 can. Please {instead}"
+            f"read; of quantised weights only fp8 in blocks, mxfp4 and int4 can. Please {instead}"
         )
     if not sizes:
         raise ValueError(
@@ -113,6 +157,29 @@ def read_blocks(folder: Path) -> Blocks | Mxfp4 | None:
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise ValueError(f"{path}: weight_block_size is {sizes!r}, but it must be two positive numbers")
     return Blocks(*sizes)
+
+
+def _read_int4(path: Path, found: dict[str, Any]) -> Int4:
+    """
+    Raises:
+        ValueError: the words hold something else than symmetric int4 in groups.
+    """
+    wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "actorder": None}
+    groups = [one.get("weights") or {} for one in (found.get("config_groups") or {}).values()]
+    for group in groups:
+        for key, value in wanted.items():
+            if (group.get(key) or None) != (value or None):
+                raise ValueError(
+                    f"{path}: weights in pack-quantized with {key} {group.get(key)!r} cannot be read; only {value!r} "
+                    f"can. Please take the release of the model in bf16"
+                )
+    sizes = {group["group_size"] for group in groups if isinstance(group.get("group_size"), int)}
+    if len(sizes) != 1 or min(sizes) < 8 or min(sizes) % 8:
+        raise ValueError(
+            f"{path}: config_groups of quantization_config must name one group_size, a multiple of 8, but it names "
+            f"{sorted(sizes) or 'none'}; copy the file again"
+        )
+    return Int4(sizes.pop())
 
 
 def check_unquantised(folder: Path) -> None:
