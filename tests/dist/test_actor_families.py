@@ -243,7 +243,7 @@ def test_export_after_load_gives_the_same_bits(trainers, folders, tmp_path, name
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
-RESUMED = [("qwen3_moe", 0.0, "float32"), ("deepseek_v3", 0.01, "bfloat16")]
+RESUMED = [("qwen3_moe", 0.0, "float32"), ("deepseek_v3", 0.01, "bfloat16"), ("gpt_oss", 0.0, "bfloat16")]
 
 
 @pytest.mark.parametrize("name, rate, dtype", cover.essential(RESUMED, RESUMED[1]))

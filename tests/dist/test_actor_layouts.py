@@ -64,9 +64,11 @@ def plain_pytorch(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # transformers stacks the biases of experts.
+    vectors = {p for name, p in model.named_parameters() if p.ndim == 1 or name.endswith("bias")}
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p not in vectors], "weight_decay": OPTIMIZER.weight_decay},
+        {"params": list(vectors), "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     objective = PolicyObjective(algorithm)
