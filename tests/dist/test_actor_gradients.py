@@ -75,7 +75,8 @@ ESSENTIAL = [
     *(("qwen3", layout) for layout in ("tp2-pp2", "tp2-cp2", "pp2-vpp2-cp2")),
     *(("qwen3_moe", layout) for layout in ("tp2-dp2-ep2", "cp2-ep2")),
     *(("deepseek_v3", layout) for layout in ("tp2-cp2", "pp2-vpp2")),
-    *(("glm4_moe", "tp2-dp2-ep2-etp1"), ("qwen2", "pp2"), ("qwen2_windows", "cp2"), ("olmo2", "tp2")),
+    *(("glm4_moe", "tp2-dp2-ep2-etp1"), ("gpt_oss", "tp2-cp2"), ("qwen2", "pp2"), ("qwen2_windows", "cp2")),
+    ("olmo2", "tp2"),
 ]
 RECOMPUTED = [
     ("llama", "tp2"),
