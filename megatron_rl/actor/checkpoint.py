@@ -365,9 +365,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
-    mine = {"shape": _as_json(identity.shape), "dtype": identity.dtype, "optimizer": identity.optimizer}
+    mine = {"shape": identity.shape, "dtype": identity.dtype, "optimizer": identity.optimizer}
     training = fields["training"]
-    saved = {"shape": fields["shape"], "dtype": training["dtype"], "optimizer": manifest.optimizer_kind(fields)}
+    saved = {
+        "shape": manifest.saved_shape(fields),
+        "dtype": training["dtype"],
+        "optimizer": manifest.optimizer_kind(fields),
+    }
     for key, value in mine.items():
         if saved[key] != value:
             raise ValueError(

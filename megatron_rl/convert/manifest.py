@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
 from megatron_rl.layout import is_matrix
@@ -101,10 +104,17 @@ def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None
     Raises:
         ValueError: a field of the model's shape differs; the error names the first one.
     """
-    now = json.loads(json.dumps(asdict(shape)))  # JSON has no tuples
-    for key, value in fields["shape"].items():
-        if now.get(key) != value:
-            raise ValueError(f"{folder}: config.json says {key} {now.get(key)}, but {NAME} says {value}")
+    saved = saved_shape(fields)
+    for field in dataclass_fields(ModelShape):
+        now, then = getattr(shape, field.name), getattr(saved, field.name)
+        if now != then:
+            raise ValueError(f"{folder}: config.json says {field.name} {now}, but {NAME} says {then}")
+
+
+def saved_shape(fields: dict[str, Any]) -> ModelShape:
+    """The sizes of a manifest's model. A field that the manifest lacks, because an earlier version of this package
+    wrote it, has its default."""
+    return TypeAdapter(ModelShape).validate_python(fields["shape"])
 
 
 def read_mesh(fields: dict[str, Any]) -> Mesh:

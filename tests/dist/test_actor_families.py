@@ -134,7 +134,7 @@ def write_models(root: Path) -> dict[str, Path]:
                 parameter.data.uniform_(0.5, 1.5)
             elif parameter_name.endswith("bias"):  # large ones would send all tokens to the same experts
                 parameter.data.uniform_(-0.3, 0.3)
-            elif parameter_name.endswith("gate.weight"):  # zeros in transformers' GLM
+            elif name.startswith("glm4") and parameter_name.endswith("gate.weight"):  # zeros in transformers
                 parameter.data.normal_(0, 0.2)
             elif parameter_name.endswith("sinks"):
                 parameter.data.uniform_(-1.0, 3.0)

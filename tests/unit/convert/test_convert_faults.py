@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks, work
+from megatron_rl.convert.manifest import saved_shape
+from megatron_rl.layout import read_shape
 from megatron_rl.tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 
 SMALL = dict(num_hidden_layers=2, hidden_size=8, vocab_size=40)
@@ -262,3 +264,17 @@ def test_a_fault_is_one_line_and_an_exit_code(forms, tmp_path, capfd):
     assert verify_checkpoint.main([str(broken)]) == 1
     said = capfd.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "__0_0.distcp has 100 bytes" in said.err
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "olmo3", "gpt_oss"])
+def test_a_manifest_of_an_earlier_version_lacks_newer_fields(tmp_path, name):
+    folder = write_folder(tmp_path / "hub", name)
+    write(to_open(open_checkpoint(folder), Options()), tmp_path / "open")
+    fields = json.loads((tmp_path / "open" / "manifest.json").read_text())
+    whole = dict(fields["shape"])
+    assert saved_shape(fields) == read_shape(folder)
+    for key in [key for key, value in whole.items() if value in (None, [], False, 1.0)]:
+        del fields["shape"][key]
+    if whole["experts"] and whole["experts"]["clamp"] is None:
+        del fields["shape"]["experts"]["clamp"]
+    assert len(fields["shape"]) < len(whole) and saved_shape(fields) == read_shape(folder)
