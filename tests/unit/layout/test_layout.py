@@ -21,7 +21,7 @@ from megatron_rl.layout import (
 )
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.splits import QKV
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.types import DeltaNet, Mesh, ModelShape
 
 
 @pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
@@ -163,4 +163,41 @@ def test_what_the_tables_say_of_a_family():
         "kimi_k2": ("none", False, False, True),
         "glm4_moe_lite": ("none", False, False, True),
         "glm4_moe": ("head", True, False, True),
+        **{name: ("head", False, False, False) for name in GATED},
     }
+    assert {name for name, family in FAMILIES.items() if family.linear} == GATED
+    assert {name for name, family in FAMILIES.items() if family.gated_attention} == GATED
+
+
+GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+
+
+def test_a_rank_has_the_rows_of_its_heads_of_linear_attention():
+    """By hand: rank 1 of 2, of 2 key heads of 3 rows, 4 value heads of 2 rows, and a hidden size of 5."""
+    delta = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=3, value_size=2, convolution=4, interleaved=True)
+    shape = replace(SHAPES["qwen3_next"], delta=delta)
+    name, columns = "decoder.layers.0.self_attention.in_proj.weight", (0, 5)
+
+    def rows(shape, name):
+        return [(s.hf_name.rpartition("attn.")[2], s.hf_box[0], s.local_box[0])
+                for s in megatron_shards(shape, Mesh(tensor=2), 1) if s.local_name == name]  # fmt: skip
+
+    # [q ; k ; two values ; two gates] of each key head are 14 rows, [two strengths ; two decays] are 4.
+    assert rows(shape, name) == [("in_proj_qkvz.weight", (14, 28), (0, 14)), ("in_proj_ba.weight", (4, 8), (14, 18))]
+    # All q are 6 rows, all k 6, all values 8.
+    flat = replace(SHAPES["qwen3_5_text"], delta=replace(delta, interleaved=False))
+    assert rows(flat, name) == [
+        ("in_proj_qkv.weight", (3, 6), (0, 3)),
+        ("in_proj_qkv.weight", (9, 12), (3, 6)),
+        ("in_proj_qkv.weight", (16, 20), (6, 10)),
+        ("in_proj_z.weight", (4, 8), (10, 14)),
+        ("in_proj_b.weight", (2, 4), (14, 16)),
+        ("in_proj_a.weight", (2, 4), (16, 18)),
+    ]
+    engine = {
+        s.local_name: s for s in vllm_shards(flat, 2, 1) if s.hf_name.endswith("layers.0.linear_attn.in_proj_a.weight")
+    }
+    ((local, shard),) = engine.items()
+    assert local == "model.layers.0.linear_attn.in_proj_ba.weight"
+    assert shard.hf_box == ((2, 4), columns) and shard.local_box == ((2, 4), columns)
+    assert rows(flat, "decoder.layers.3.self_attention.in_proj.weight") == []
