@@ -14,7 +14,7 @@ from megatron_rl.layout.placement import Placed, Placement
 from megatron_rl.layout.regions import Side, intersect_sides
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.transfer import plan_regions
-from megatron_rl.types import Experts, LatentAttention, ModelShape
+from megatron_rl.types import DeltaNet, Experts, LatentAttention, ModelShape
 
 _DENSE = ModelShape(
     family="",
@@ -38,12 +38,23 @@ _DEEPSEEK = replace(
     experts=replace(_EXPERTS, shared_ffn_size=16, first_dense_layers=2),
     latent=_LATENT,
 )
+_GATED = replace(_EXPERTS, shared_ffn_size=16)
+_DELTA = DeltaNet(num_key_heads=16, num_value_heads=32, key_size=3, value_size=2, convolution=4, interleaved=False)
+_LINEAR = replace(_DENSE, delta=_DELTA, linear_layers=(0, 1, 2, 4))
 SHAPES = {
     **{name: replace(_DENSE, family=name) for name in ("llama", "qwen2", "qwen3", "olmo2", "olmo3")},
     "qwen3_tied": replace(_DENSE, family="qwen3", tied_embeddings=True),
     "qwen3_moe": replace(_DENSE, family="qwen3_moe", experts=_EXPERTS, tied_embeddings=True),
     "mixtral": replace(_DENSE, family="mixtral", experts=_EXPERTS),
     "gpt_oss": replace(_DENSE, family="gpt_oss", experts=replace(_EXPERTS, clamp=7.0)),
+    "qwen3_next": replace(
+        _LINEAR,
+        family="qwen3_next",
+        experts=replace(_GATED, first_dense_layers=1),
+        delta=replace(_DELTA, interleaved=True),
+    ),
+    "qwen3_5_text": replace(_LINEAR, family="qwen3_5_text", tied_embeddings=True),
+    "qwen3_5_moe_text": replace(_LINEAR, family="qwen3_5_moe_text", experts=_GATED),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3_direct": replace(_DEEPSEEK, latent=replace(_LATENT, query_rank=0)),
     **{name: replace(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},

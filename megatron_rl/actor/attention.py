@@ -22,18 +22,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_attention
+from megatron_rl.actor.delta_net import DeltaPlan, plan_delta
+from megatron_rl.actor.exchange import HeadExchange, plan_exchange
 from megatron_rl.actor.packing import Routes, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
@@ -79,12 +83,17 @@ class PackedSequences(PackedSeqParams):
     """The plan of the layers with a sliding window, if the model has any."""
     routes: Routes | None = None
     """The choices of experts that the routers replay (replay.py)."""
+    delta: DeltaPlan | None = None
+    """The plan of the layers with linear attention, if the model has any; and `exchange` with context parallelism."""
+    exchange: HeadExchange | None = None
 
 
 def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool:
     """Whether the attention of these layers lets sequences see a prompt that another one holds. Transformer Engine's
-    does not. A mixture of experts would count the prompt's tokens once when it balances their load."""
-    return not fused and context_size == 1 and shape.experts is None and not shape.sliding_layers
+    does not, and the state of linear attention is of one sequence. A mixture of experts would count the prompt's tokens
+    once when it balances their load."""
+    others = shape.sliding_layers or shape.linear_layers
+    return not fused and context_size == 1 and shape.experts is None and not others
 
 
 def packed_sequences(
@@ -123,6 +132,8 @@ def packed_sequences(
             full=plan(shape.rope_scaling, None),
             sliding=plan(of_windows, shape.sliding_window) if shape.sliding_layers else None,
             routes=routes,
+            delta=plan_delta(lengths_S) if shape.linear_layers else None,
+            exchange=plan_exchange(lengths_S, context) if shape.linear_layers and context is not None else None,
         )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
@@ -273,6 +284,18 @@ class PackedAttention(torch.nn.Module):
         num_heads = query.shape[1], key.shape[1]
         query, key = rotated_T.split(num_heads, 1)  # type: ignore[no-untyped-call]  # it has no types
         return attend(query, key, value, plan, sink_N=self.softmax_offset)
+
+
+class GatedSelfAttention(SelfAttention):
+    """Megatron's self-attention with a gate of its output. If several ranks share a KV head, Megatron gives each rank
+    its query heads, but the gates of all heads that attend to the KV head."""
+
+    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        query, key, value, gate = super().get_query_key_value_tensors(*arguments, **options)
+        if gate.shape[2] > query.shape[2]:
+            sharing = gate.shape[2] // query.shape[2]
+            gate = gate.chunk(sharing, 2)[self.pg_collection.tp.rank() % sharing]
+        return query, key, value, gate
 
 
 def attend(

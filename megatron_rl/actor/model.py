@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.actor import platform
-from megatron_rl.actor.attention import PackedAttention
+from megatron_rl.actor.attention import GatedSelfAttention, PackedAttention
 from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
+from megatron_rl.actor.linear_attention import DeltaAttention, keep_rates_in_float32
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.moe.experts import ExpertOutput, sigmoid_unit
 from megatron_rl.actor.moe.replay import replay_routes
@@ -78,6 +80,8 @@ def transformer_config(
         ffn_hidden_size=shape.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
+        layernorm_zero_centered_gamma=bool(family.linear),
+        attention_output_gate=family.gated_attention,
         qk_layernorm=family.qk_norm(shape) == "head",  # it also sums the q and k norms' gradients over TP
         add_qkv_bias=family.qkv_bias(shape),
         softmax_type="learnable" if family.sinks else "vanilla",
@@ -210,6 +214,7 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
         "moe_router_group_topk": experts.num_active_groups if experts.num_groups > 1 else None,
         "moe_router_topk_scaling_factor": experts.scaling_factor,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
+        "moe_shared_expert_gate": experts.shared_gate,
         "moe_grouped_gemm": fused,
     }
 
@@ -235,7 +240,11 @@ def _build_chunk(
 ) -> DistributedDataParallel:
     parallel, fused = policy.parallel, config.transformer_impl == "transformer_engine"
     number = chunk if parallel.virtual > 1 else None
-    block = get_gpt_decoder_block_spec(config, True, vp_stage=number) if fused else _local_block(config, shape, number)
+    layers = parallel.mesh.layer_range(shape.num_layers, stage, chunk)
+    if fused:
+        block = get_gpt_decoder_block_spec(config, True, vp_stage=number)
+    else:
+        block = _local_block(config, shape, number, layers)
     for layer in block.layer_specs:
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
@@ -264,6 +273,7 @@ def _build_chunk(
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     keep_biases_in_float32([gpt])
+    keep_rates_in_float32(gpt)
     is_split = parallel.data * parallel.context > 1
     ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": is_split}
     # On CPUs, communication during the backward pass would take the cores from it.
@@ -272,9 +282,15 @@ def _build_chunk(
     return DistributedDataParallel(config, ddp, wrapped)
 
 
-def _local_block(config: TransformerConfig, shape: ModelShape, number: int | None) -> TransformerBlockSubmodules:
+def _local_block(
+    config: TransformerConfig, shape: ModelShape, number: int | None, layers: range
+) -> TransformerBlockSubmodules:
     """The spec of the layers of a stage, or of the virtual stage with this number: Megatron's own, with our norms and
-    attention."""
+    attention.
+
+    Args:
+        layers: the layers of the stage.
+    """
     family = FAMILIES[shape.family]
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=number)
     for layer in block.layer_specs:  # layers of one kind share one spec
@@ -295,5 +311,15 @@ def _local_block(config: TransformerConfig, shape: ModelShape, number: int | Non
         elif family.qk_norm(shape) == "full":
             attention.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_heads})
             attention.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_kv_heads})
+        if family.gated_attention:
+            layer.submodules.self_attention.module = GatedSelfAttention
+    if shape.delta:
+        linear = ModuleSpec(DeltaAttention, params={"delta": shape.delta})
+        block.layer_specs = [
+            replace(spec, submodules=replace(spec.submodules, self_attention=linear))
+            if layer in shape.linear_layers
+            else spec
+            for layer, spec in zip(layers, block.layer_specs, strict=True)
+        ]
     block.layer_norm = Norm
     return block

@@ -1,5 +1,7 @@
 """RMSNorm for the layers that run without Transformer Engine, and the layer that has its norms after attention and MLP.
 
+Some families store a norm's weight minus 1 (zero-centred); Megatron's `layernorm_zero_centered_gamma` says so.
+
 On a CPU torch's own norm is a chain of six operations, whose backward pass takes three times as long as the one below.
 Invariants (tests/unit/actor, tests/dist): value and gradients equal torch.nn.functional.rms_norm, whether the
 normalised dim is on one rank or split over TP; bf16 inputs are computed in fp32.
@@ -32,12 +34,13 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
         self.weight = _ones(hidden_size, config)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # it is Megatron's
 
     def forward(self, x: Tensor) -> Tensor:
-        return _normed(x, self.weight, self.eps, None)
+        # In bf16 the sum would lose most digits of a small weight.
+        return rms_norm(x, self.weight.float() + 1 if self.zero_centred else self.weight, self.eps)
 
 
 class WideNorm(torch.nn.Module):
@@ -64,7 +67,7 @@ class WideNorm(torch.nn.Module):
             x: [..., heads, head size].
         """
         group = self.group if self.group.size() > 1 else None
-        return _normed(x.flatten(-2), self.weight, self.eps, group).view(x.shape)
+        return rms_norm(x.flatten(-2), self.weight, self.eps, group).view(x.shape)
 
 
 class PostNormLayer(TransformerLayer):
@@ -98,7 +101,8 @@ def _ones(length: int, config: TransformerConfig) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(length, dtype=config.params_dtype, device=platform.device()))
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup | None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The norm over the last dim, in the dtype of x; see `_RmsNorm`."""
     normed: Tensor = _RmsNorm.apply(x, weight, eps, group)  # type: ignore[no-untyped-call]  # it has no types
     return normed
 

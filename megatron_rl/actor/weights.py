@@ -29,7 +29,7 @@ from megatron_rl.convert.stored import Maps, rectangle
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
 from megatron_rl.layout.hub import INDEX
-from megatron_rl.layout.rule import VALUE_HEAD
+from megatron_rl.layout.rule import VALUE_HEAD, is_trained
 from megatron_rl.layout.view import View
 from megatron_rl.types import Mesh, ModelShape
 
@@ -158,7 +158,7 @@ def gather_gradient(actor: MegatronTrainer) -> dict[str, Tensor]:
     tensors = {
         name: HubTensor(extents, torch.float32)
         for name, extents in family.hf_tensors(actor.spec.shape).items()
-        if not family.is_float32(name)
+        if is_trained(name)
     }
     holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
     return _gather(actor, state.local_gradients(actor.chunks), tensors, holders)

@@ -16,6 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.types import ModelShape
 
+DELTA_CHUNK = 64
+"""The tokens of a chunk of linear attention, as `actor.delta_net.CHUNK` (which needs torch)."""
+
 
 def forward_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
     """The FLOPs of one forward pass over samples of these lengths, float64 [S]."""
@@ -37,12 +40,12 @@ def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.floa
     """The forward FLOPs of attention scores and weighted values, float64 [S].
 
     A causal kernel computes half of a sample's L x L pairs of tokens. In a layer with a window of W tokens it computes
-    W pairs for each token after the first W, which makes L^2 / 2 - (L - W)^2 / 2 pairs in all.
+    W pairs for each token after the first W, which makes L^2 / 2 - (L - W)^2 / 2 pairs in all. Layers with linear
+    attention have none: their cost is in `layer_flops_per_token`.
     """
-    num_sliding = len(shape.sliding_layers)
-    pairs_S = (shape.num_layers - num_sliding) * _pairs(lengths_S) + num_sliding * _pairs(
-        lengths_S, shape.sliding_window
-    )
+    num_sliding, num_linear = len(shape.sliding_layers), len(shape.linear_layers)
+    pairs_S = (shape.num_layers - num_sliding - num_linear) * _pairs(lengths_S)
+    pairs_S += num_sliding * _pairs(lengths_S, shape.sliding_window)
     return 2 * shape.num_heads * _key_and_value(shape) * pairs_S
 
 
@@ -61,19 +64,26 @@ def _key_and_value(shape: ModelShape) -> int:
 
 
 def layer_flops_per_token(shape: ModelShape) -> int:
-    """The forward FLOPs of one token in the weight matrices of all layers."""
+    """The forward FLOPs of one token in the weight matrices of all layers, and in the states of linear attention."""
     mlps = sum(_mlp(shape, shape.has_experts(layer)) for layer in range(shape.num_layers))
-    return 2 * (shape.num_layers * _projections(shape) + mlps)
+    num_linear = len(shape.linear_layers)
+    linear = num_linear * _linear_attention(shape) if num_linear else 0
+    return 2 * ((shape.num_layers - num_linear) * _projections(shape) + linear + mlps)
 
 
 def flops_by_layer(length: int, shape: ModelShape) -> list[float]:
     """The forward FLOPs of each layer on a sample of this length. Their sum is `forward_flops` without the output
     layer."""
     whole, sliding = (float(_pairs(length, window)) for window in (None, shape.sliding_window))
+    scores = 2 * shape.num_heads * _key_and_value(shape)
+
+    def of_attention(layer: int) -> float:
+        if layer in shape.linear_layers:
+            return 2.0 * length * _linear_attention(shape)
+        return 2.0 * length * _projections(shape) + scores * (sliding if layer in shape.sliding_layers else whole)
+
     return [
-        2.0 * length * (_projections(shape) + _mlp(shape, shape.has_experts(layer)))
-        + 2 * shape.num_heads * _key_and_value(shape) * (sliding if layer in shape.sliding_layers else whole)
-        for layer in range(shape.num_layers)
+        of_attention(layer) + 2.0 * length * _mlp(shape, shape.has_experts(layer)) for layer in range(shape.num_layers)
     ]
 
 
@@ -88,15 +98,31 @@ def _mlp(shape: ModelShape, mixture: bool) -> int:
 
 
 def _projections(shape: ModelShape) -> int:
-    """The number of multiplications of one token in one layer's attention projections."""
+    """The number of multiplications of one token in the attention projections of one layer with softmax attention."""
     hidden, heads, latent = shape.hidden_size, shape.num_heads, shape.latent
     if latent is None:  # q and o, k and v; num_heads * head_dim may differ from the hidden size
-        return 2 * hidden * (heads + shape.num_kv_heads) * shape.head_dim
+        gates = heads if shape.delta else 0  # one for each number of the output
+        return hidden * (2 * heads + 2 * shape.num_kv_heads + gates) * shape.head_dim
     query_width = heads * (latent.nope_dim + latent.rope_dim)
     query = latent.query_rank * (hidden + query_width) if latent.query_rank else hidden * query_width
     key_and_value = hidden * (latent.kv_rank + latent.rope_dim)
     key_and_value += latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
     return query + key_and_value + heads * latent.value_dim * hidden
+
+
+def _linear_attention(shape: ModelShape) -> int:
+    """The number of multiplications of one token in one layer with linear attention: its projections, and the gated
+    delta rule in whole chunks of C tokens (actor/delta_net.py). A key head multiplies each key and each query with the
+    C keys of the chunk. A value head solves a triangular system of C rows for keys and values, which is C / 2 of them
+    for each number; it reads the state twice and changes it once; and it adds up the C values of the chunk."""
+    delta = shape.delta
+    assert delta is not None, "layers with linear attention have sizes"
+    key, value = delta.key_size, delta.value_size
+    projected = 2 * delta.key_width + 2 * delta.value_width + 2 * delta.num_value_heads
+    projections = shape.hidden_size * (projected + delta.value_width)
+    of_keys = delta.num_key_heads * 2 * DELTA_CHUNK * key
+    of_values = DELTA_CHUNK * (key + value) // 2 + 3 * key * value + DELTA_CHUNK * value
+    return projections + of_keys + delta.num_value_heads * of_values
 
 
 def _layers(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:

@@ -76,7 +76,7 @@ def _whole(hf_name: str, extents: tuple[int, ...], name: str) -> Shard:
 
 def are_layers_alike(shape: ModelShape) -> bool:
     """Megatron-Core stacks layers that are all alike under one key; otherwise each layer has its own keys."""
-    return len({shape.has_experts(layer) for layer in range(shape.num_layers)}) == 1
+    return len({shape.kind(layer) for layer in range(shape.num_layers)}) == 1
 
 
 def open_chunks(shape: ModelShape) -> list[Chunk]:

@@ -22,7 +22,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
-from megatron_rl.layout import is_matrix
+from megatron_rl.layout import FAMILIES, is_matrix
+from megatron_rl.layout.rule import is_trained
 from megatron_rl.types import Mesh, ModelShape
 
 FORMAT = 1
@@ -92,10 +93,12 @@ def has_part(fields: dict[str, Any], part: str, hf_name: str, num_dims: int) -> 
     """
     if part == WEIGHTS:
         return True
-    if hf_name.endswith("e_score_correction_bias"):
-        return False  # it has no gradient, and so no optimizer state
-    known = {*ADAM_MOMENTS, *MUON_MOMENTS}
-    return part not in known or part in moments(optimizer_kind(fields), is_matrix(hf_name, num_dims))
+    family = FAMILIES[fields["shape"]["family"]]
+    if not is_trained(hf_name):
+        return False  # and so it has no optimizer state
+    if part in (*ADAM_MOMENTS, *MUON_MOMENTS):
+        return part in moments(optimizer_kind(fields), is_matrix(hf_name, num_dims))
+    return not family.is_float32(hf_name)  # the fp32 copy of a bfloat16 parameter
 
 
 def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,8 @@ from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 _CLASSIFIES = "ForSequenceClassification"
+_MROPE = ("mrope_section", "mrope_interleaved")
+"""Keys that have no meaning for text alone; `families.delta` checks them."""
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
 
@@ -68,7 +70,7 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
     heads = _size(config, "num_attention_heads")
-    theta, scaling = _rope(config, table.absent.get("rope_theta", 10_000.0))
+    theta, scaling = _rope(config, table.absent.get("rope_theta", 10_000.0), _MROPE if table.linear else ())
     rotary_share = _rotary_share(config, table)
     fields: dict[str, Any] = {
         "num_layers": _size(config, "num_hidden_layers"),
@@ -76,7 +78,7 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         "num_heads": heads,
         "num_kv_heads": _size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads),
         "head_dim": _size(config, "head_dim", table.absent.get("head_dim"), config["hidden_size"] // heads),
-        "ffn_size": _size(config, "intermediate_size"),
+        "ffn_size": _size(config, "intermediate_size", derived=None if table.dense else _of_expert(config)),
         "vocab_size": _size(config, "vocab_size"),
         "rope_theta": theta,
         "norm_eps": _number(config, "rms_norm_eps"),
@@ -90,7 +92,7 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
     if not given and _size(config, "hidden_size") % heads:
         raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
     shape = ModelShape(table.name, **(fields | special))
-    for part in (shape.experts, shape.latent):
+    for part in (shape.experts, shape.latent, shape.delta):
         needed = [field.name for field in fields_of(part) if field.default is not None] if part else []
         if empty := [name for name in needed if getattr(part, name) is None]:
             raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
@@ -188,6 +190,11 @@ def _size(config: Mapping[str, Any], key: str, absent: float | None = None, deri
     return value
 
 
+def _of_expert(config: Mapping[str, Any]) -> int | None:
+    """The size of an expert, which stands for the MLP's in families without dense layers."""
+    return config.get("moe_intermediate_size")
+
+
 def _number(section: Mapping[str, Any], key: str, default: float | None = None) -> Any:
     """
     Raises:
@@ -225,7 +232,9 @@ def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
     return share
 
 
-def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope | YarnRope | None]:
+def _rope(
+    config: Mapping[str, Any], default: float, unused: Collection[str]
+) -> tuple[float, Llama3Rope | YarnRope | None]:
     """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
     separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
     rope = dict(_rope_section(config))
@@ -266,6 +275,6 @@ def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope 
         )
     elif kind != "default":
         raise ValueError(f"rope scaling {kind!r} is not supported; supported are llama3 and yarn")
-    if foreign := sorted(rope.keys() - known):
+    if foreign := sorted(rope.keys() - known - set(unused)):
         raise ValueError(f"rope scaling {kind!r} has the key {foreign[0]!r}, which is not supported")
     return theta, scaling

@@ -67,6 +67,10 @@ def _divisions(family: Family, shape: ModelShape, mesh: Mesh) -> list[tuple[str,
     divisions = [("attention heads", shape.num_heads, mesh.tensor, "tensor")]
     if shape.latent is None and mesh.tensor <= shape.num_kv_heads:
         divisions.append(("KV heads", shape.num_kv_heads, mesh.tensor, "tensor"))
+    if shape.delta:  # each rank of a context group computes a part of its heads
+        heads, name = shape.delta.num_key_heads, "key heads of linear attention"
+        divisions.append((name, heads, mesh.tensor, "tensor"))
+        divisions.append((f"{name} on a tensor-parallel rank", heads // mesh.tensor, mesh.context, "context"))
     if experts is None or experts.first_dense_layers:
         divisions.append(("FFN size", shape.ffn_size, mesh.tensor, "tensor"))
     if experts:

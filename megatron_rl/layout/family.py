@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from megatron_rl.layout import divisions
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
@@ -24,7 +24,9 @@ from megatron_rl.layout.traits import Traits
 from megatron_rl.layout.view import FileTensor, View
 from megatron_rl.types import Mesh, ModelShape
 
-MEGATRON_LAYER = "decoder.layers.{}."
+End = Literal["embedding", "norm", "output"]
+ALL_ENDS: tuple[End, ...] = ("embedding", "norm", "output")
+MEGATRON_LAYER, VLLM_LAYER = "decoder.layers.{}.", "model.layers.{}."
 DESCRIBED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
 
 
@@ -36,13 +38,16 @@ class Family(Traits):
     """The class in vllm.model_executor.models that vLLM runs the family with."""
     embedding: Rule
     attention: tuple[Rule, ...]
-    """The rows of norms and attention, which every layer has."""
+    """The rows of norms and attention, which every layer has that has no linear attention."""
     dense: tuple[Rule, ...]
     """The MLP's rows in layers without experts."""
     final_norm: Rule
     output: Rule
     mixture: tuple[Rule, ...] = ()
     """The MLP's rows in layers with experts."""
+    linear: tuple[Rule, ...] = ()
+    """The rows of norms and attention in layers with linear attention (`ModelShape.linear_layers`). Families with such
+    layers store the weights of all other norms minus 1."""
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     """Reads from config.json the fields of ModelShape that are special to this family."""
     ignored: tuple[Ignored, ...] = ()
@@ -54,10 +59,9 @@ class Family(Traits):
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""
-    vllm_repeats_ends: bool = False
-    """Whether vLLM builds embedding, final norm and output layer on every pipeline stage."""
+    vllm_repeats_ends: tuple[End, ...] = ()
+    """What vLLM builds on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
-    vllm_layer: str = "model.layers.{}."
 
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
@@ -78,16 +82,17 @@ class Family(Traits):
 
     def layer_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
         mlp = self.mixture if shape.has_experts(layer) else self.dense
-        return [rule for rule in (*self.attention, *mlp) if rule.when(shape)]
+        attention = self.linear if layer in shape.linear_layers else self.attention
+        return [rule for rule in (*attention, *mlp) if rule.when(shape)]
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
         last = self.last_rule(shape)
         ends = (self.embedding, self.final_norm, *([last] if last else []))
         tensors = {name: extents for rule in ends for name, extents in rule.hf_names(shape)}
-        rows: dict[bool, list[tuple[str, tuple[int, ...]]]] = {}
+        rows: dict[tuple[bool, bool], list[tuple[str, tuple[int, ...]]]] = {}
         for layer in range(shape.num_layers):
-            kind = shape.has_experts(layer)
+            kind = shape.kind(layer)
             if kind not in rows:
                 rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in rule.hf_names(shape)]
             prefix = self.hf_layer.format(layer)
@@ -122,25 +127,15 @@ class Family(Traits):
         pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
         name = re.sub(rf"^{pattern}", "", hf_name)
         ends = (self.embedding, self.final_norm, self.output, VALUE_HEAD)
-        for rule in (*self.rules, *ends):
-            for tensor in rule.hf:
-                if tensor.is_named(name):
-                    return f"{self.name}'s row {rule.megatron}: {tensor}"
-        return None
+        pairs = ((rule, tensor) for rule in (*self.rules, *ends) for tensor in rule.hf)
+        return next((f"{self.name}'s row {rule.megatron}: {one}" for rule, one in pairs if one.is_named(name)), None)
 
     def check_mesh(self, shape: ModelShape, mesh: Mesh) -> None:
-        """
-        Raises:
-            ValueError: the mesh does not divide heads, KV heads, FFN, experts or layers. The message says which values
-                do.
-        """
+        """See `divisions.check_mesh`."""
         divisions.check_mesh(self, shape, mesh)
 
     def check_engine(self, shape: ModelShape, tensor: int, expert_parallel: bool, pipeline: int) -> None:
-        """
-        Raises:
-            ValueError: vLLM cannot split the model so. The message says which `rollout.tensor` it can.
-        """
+        """See `divisions.check_engine`."""
         divisions.check_engine(self, shape, tensor, expert_parallel, pipeline)
 
     def megatron_shards(self, shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Shard]:
@@ -180,7 +175,7 @@ class Family(Traits):
             if first:
                 placed.append(Placed(place(self.embedding), "", prefix))
             for i, layer in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
-                kind = shape.has_experts(layer)
+                kind = shape.kind(layer)
                 if kind not in rows:
                     rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
                 hf_prefix, local_prefix = self.hf_layer.format(layer), prefix + MEGATRON_LAYER.format(i)
@@ -238,17 +233,17 @@ class Family(Traits):
             return place_row(rule, rule.split.vllm, shape, (tensor, tensor_rank), name, experts)
 
         placed: list[Placed] = []
-        if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
+        if first or "embedding" in self.vllm_repeats_ends or (shape.tied_embeddings and last):
             placed += [Placed(row, "", "") for row in place(self.embedding)]
         rows = {}
         for layer in engine_layers(shape.num_layers, pipeline, stage):
-            kind = shape.has_experts(layer)
+            kind = shape.kind(layer)
             if kind not in rows:
                 rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in place(rule)]
-            hf_prefix, local_prefix = self.hf_layer.format(layer), self.vllm_layer.format(layer)
+            hf_prefix, local_prefix = self.hf_layer.format(layer), VLLM_LAYER.format(layer)
             placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
-        if last or self.vllm_repeats_ends:
+        if last or "norm" in self.vllm_repeats_ends:
             placed += [Placed(row, "", "") for row in place(self.final_norm)]
-            if not shape.tied_embeddings:
-                placed += [Placed(row, "", "") for row in place(self.output)]
+        if (last or "output" in self.vllm_repeats_ends) and not shape.tied_embeddings:
+            placed += [Placed(row, "", "") for row in place(self.output)]
         return placed

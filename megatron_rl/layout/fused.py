@@ -19,6 +19,8 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
         return f"{shape.family} has norms after its blocks, and its layers have none"
     if shape.latent:
         return f"the latent attention of {shape.family} has not been tried with its layers"
+    if shape.delta:
+        return f"the linear attention of {shape.family} has not been tried with its layers"
     if shape.rotary_dim < shape.head_dim:
         return "heads that are rotated in part have not been tried with its layers"
     if shape.sliding_layers and context > 1:

@@ -21,7 +21,7 @@ from megatron_rl.layout.family import Family
 from megatron_rl.types import ModelShape
 
 Extents = tuple[int, ...]
-KINDS = ("attention", "dense", "mixture")
+KINDS = ("attention", "linear", "dense", "mixture")
 """The fields of a family that hold the rows of layers."""
 HARMLESS = {
     *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path"),
@@ -218,4 +218,5 @@ def _is_in(tensor: Any, names: set[str]) -> bool:
 def _module(family: str) -> str:
     """The module of `layout/families` that has a family."""
     modules = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo2": "olmo", "olmo3": "olmo"}
+    modules |= {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5"}
     return modules.get(family, family)

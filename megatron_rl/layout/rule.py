@@ -34,6 +34,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
     """The extents that `HfTensor.dims` names."""
     known = {
         "q": shape.num_heads * shape.head_dim,
+        "q_and_gate": 2 * shape.num_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
         "hidden": shape.hidden_size,
         "ffn": shape.ffn_size,
@@ -41,6 +42,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "head": shape.head_dim,
         "heads": shape.num_heads,
         "value_head": 1,
+        "one": 1,
     }
     if experts := shape.experts:
         known |= {"experts": experts.num_experts, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size}
@@ -52,6 +54,16 @@ def sizes(shape: ModelShape) -> dict[str, int]:
             "q_up": shape.num_heads * (latent.nope_dim + latent.rope_dim),
             "kv_up": shape.num_heads * (latent.nope_dim + latent.value_dim),
             "value": shape.num_heads * latent.value_dim,
+        }
+    if delta := shape.delta:
+        known |= {
+            "delta_qkv": 2 * delta.key_width + delta.value_width,
+            "delta_qkvz": 2 * delta.key_width + 2 * delta.value_width,
+            "delta_value": delta.value_width,
+            "delta_heads": delta.num_value_heads,
+            "delta_two_heads": 2 * delta.num_value_heads,
+            "delta_head": delta.value_size,
+            "convolution": delta.convolution,
         }
     return known
 
@@ -138,6 +150,11 @@ class Ignored:
 
     def matches(self, name: str, shape: ModelShape) -> bool:
         return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
+
+
+def is_trained(hf_name: str) -> bool:
+    """Whether an HF tensor has a gradient. The bias of a router has none."""
+    return not hf_name.endswith(".e_score_correction_bias")
 
 
 def num_experts(shape: ModelShape) -> int:

@@ -66,11 +66,15 @@ def part(length: int, ways: int, index: int) -> tuple[int, int]:
     return index * (length // ways), (index + 1) * (length // ways)
 
 
-def _stacked(dim: int) -> Split:
-    """Each tensor is split evenly along `dim`, and a rank stacks its parts, such as [gate_t ; up_t]."""
+def _stacked(dim: int, first: Callable[[ModelShape, int], int] = lambda shape, ways: 0) -> Split:
+    """Each tensor is split evenly along `dim`, and a rank stacks its parts, such as [gate_t ; up_t].
+
+    Args:
+        first: where they begin in the local parameter.
+    """
 
     def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-        pieces, offset = [], 0
+        pieces, offset = [], first(shape, ways)
         for index, length in enumerate(lengths):
             start, stop = part(length, ways, rank)
             pieces.append(Piece(index, dim, start, stop, offset))
@@ -123,18 +127,63 @@ def _vocabulary(multiple: Callable[[int], int]) -> Split:
 def _megatron_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """Each query group is [q ... q, k, v], the groups follow each other, and all rows are split evenly over TP. If
     there are fewer groups than ranks, the rows of a group are on several ranks, and Megatron gathers their output."""
-    heads_per_group = shape.num_heads // shape.num_kv_heads
-    first, last = part(sum(lengths), ways, rank)
-    pieces, row = [], 0
+    heads, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    rows = [
+        (tensor, group * length, length)
+        for group in range(shape.num_kv_heads)
+        for tensor, length in ((0, heads * size), (1, size), (2, size))
+    ]
+    return _even_part(rows, ways, rank)
+
+
+def _megatron_gated_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """Like `_megatron_qkv`, with groups [q ... q, gate ... gate, k, v]. The HF tensor of q is [q ; gate] for each
+    head."""
+    heads, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    rows = []
     for group in range(shape.num_kv_heads):
-        for tensor, heads in ((0, heads_per_group), (1, 1), (2, 1)):
-            length = heads * shape.head_dim
-            start, stop = max(row, first), min(row + length, last)
-            if start < stop:
-                begin = group * length - row
-                pieces.append(Piece(tensor, 0, begin + start, begin + stop, start - first))
-            row += length
+        of_group = range(group * heads, (group + 1) * heads)
+        rows += [(0, (2 * head + is_gate) * size, size) for is_gate in (0, 1) for head in of_group]
+        rows += [(tensor, group * size, size) for tensor in (1, 2)]
+    return _even_part(rows, ways, rank)
+
+
+def _even_part(rows: list[tuple[int, int, int]], ways: int, rank: int) -> list[Piece]:
+    """A rank's even part of the rows of a whole parameter.
+
+    Args:
+        rows: the intervals of HF rows that follow each other in the parameter: (tensor, first row, number of rows).
+    """
+    first, last = part(sum(length for _, _, length in rows), ways, rank)
+    pieces, row = [], 0
+    for tensor, begin, length in rows:
+        start, stop = max(row, first), min(row + length, last)
+        if start < stop:
+            pieces.append(Piece(tensor, 0, begin + start - row, begin + stop - row, start - first))
+        row += length
     return pieces
+
+
+def _delta_sections(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """The first tensor is [q ; k ; v] of all heads of linear attention, and a rank stacks its heads' rows of each of
+    the three. The rows of its heads of further tensors follow."""
+    assert shape.delta is not None, f"{shape.family}: a row of linear attention in a model without it"
+    key, value = shape.delta.key_width, shape.delta.value_width
+    part(shape.delta.num_key_heads, ways, rank)
+    sections = [(0, 0, key), (0, key, key), (0, 2 * key, value)]
+    sections += [(tensor, 0, length) for tensor, length in enumerate(lengths) if tensor]
+    pieces, offset = [], 0
+    for tensor, begin, length in sections:
+        start, stop = part(length, ways, rank)
+        pieces.append(Piece(tensor, 0, begin + start, begin + stop, offset))
+        offset += stop - start
+    return pieces
+
+
+def _after_qkvz(shape: ModelShape, ways: int) -> int:
+    """The rows of q, k, v and z of a rank."""
+    assert shape.delta is not None, f"{shape.family}: a row of linear attention in a model without it"
+    return 2 * (shape.delta.key_width + shape.delta.value_width) // ways
 
 
 def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
@@ -179,6 +228,13 @@ HEADS = SplitKind(_stacked(0), _engine_heads)
 """The split of a vector of one number for each query head."""
 QKV = SplitKind(_megatron_qkv, _vllm_qkv)
 """The split of weights and biases of the projection to q, k and v."""
+GATED_QKV = SplitKind(_megatron_gated_qkv, _vllm_qkv)
+"""The split of `QKV` where q's projection also gives the gates of attention's output."""
+DELTA_SECTIONS = SplitKind(_delta_sections, _delta_sections)
+"""The split of linear attention's tensors that have q, k and v one after the other."""
+DELTA_STRENGTH = SplitKind(_stacked(0, _after_qkvz), _stacked(0))
+"""The split of the projection to strength and decay of linear attention. Megatron's ranks have its rows below the
+rows of q, k, v and z in one parameter."""
 WIDE_NORM = SplitKind(_stacked(0), _gathered_heads)
 """The split of a norm of q or k over all heads together. Megatron's ranks hold the weights of their own heads."""
 VOCABULARY = SplitKind(

@@ -13,13 +13,14 @@ class Traits:
 
     __slots__ = ()
     attention: tuple[Rule, ...]
+    linear: tuple[Rule, ...]
     dense: tuple[Rule, ...]
     mixture: tuple[Rule, ...]
 
     @property
     def rules(self) -> tuple[Rule, ...]:
         """The rows of all kinds of layers."""
-        return (*self.attention, *self.dense, *self.mixture)
+        return (*self.attention, *self.linear, *self.dense, *self.mixture)
 
     def qk_norm(self, shape: ModelShape) -> Literal["none", "head", "full"]:
         """How q and k are normalised. `head`: each head alone; `full`: all heads together; `none`: not at all."""
@@ -29,6 +30,11 @@ class Traits:
 
     def qkv_bias(self, shape: ModelShape) -> bool:
         return self._dims("self_attn.q_proj.bias", shape) is not None
+
+    @property
+    def gated_attention(self) -> bool:
+        """Whether the projection to q also gives gates of the heads' outputs: each head's rows are [q ; gate]."""
+        return self._dims("self_attn.q_proj.weight") == ("q_and_gate", "hidden")
 
     @property
     def sinks(self) -> bool:

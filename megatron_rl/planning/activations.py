@@ -14,6 +14,8 @@ from megatron_rl.types import Experts, Mesh, ModelShape
 
 CHUNK_BYTES = 256 * 2**20
 """The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""
+DELTA_CHUNK = 64
+"""The tokens of a chunk of linear attention, as `actor.delta_net.CHUNK` (which needs torch)."""
 TOKEN_BYTES = 2 * 8 + 4 * 4
 """What the log-prob of a token keeps in addition to its hidden state: two indices, and four fp32 numbers."""
 CHUNKS = 3
@@ -63,7 +65,12 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         elements = 4 * hidden * rows + query + key + value + 2 * query
         numbers = 2 * rows + shape.num_heads * split
         mlp = 5  # gate and up, silu of gate, up a second time, and the product
-        norm = FAMILIES[shape.family].qk_norm(shape)
+        family = FAMILIES[shape.family]
+        norm = family.qk_norm(shape)
+        if family.gated_attention:  # the gates are a part of the projection; the output before the gate, and its factor
+            projected += query
+            elements += query
+            numbers += query
         if norm == "head":  # the input of k's norm is a view of q, k and v together
             elements += query + projected
             numbers += (query + key) / shape.head_dim
@@ -75,6 +82,9 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         if width == 2:  # cosine and sine are rounded in each layer
             elements += 2 * shape.head_dim * shape.rotary_share
     elements += extra * rows
+    if layer in shape.linear_layers:
+        numbers = 2 * rows + _linear_numbers(shape) * split
+        elements = 4 * hidden * rows + (shape.delta.value_width if shape.delta else 0) * split
     if mixture is None:
         elements += mlp * shape.ffn_size * split
     else:
@@ -85,6 +95,22 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
         elements, numbers = elements + of_mixture * rows, numbers + more * rows
     return elements * width + numbers * 4
+
+
+def _linear_numbers(shape: ModelShape) -> float:
+    """The fp32 numbers that a layer with linear attention keeps for each token over all heads (actor/delta_net.py), an
+    estimate: the convolution's inputs once for each of its weights, and its output before the SiLU; keys and queries
+    before and after their norms, and decayed for each value head; the solution of the triangular system; four square
+    matrices of a chunk for each value head and two for each key head; a state for each chunk; what is written; and the
+    output in four steps through norm and gate. On GPUs the kernels keep less, which is not counted."""
+    delta = shape.delta
+    assert delta is not None, "layers with linear attention have sizes"
+    channels, heads, chunk = 2 * delta.key_width + delta.value_width, delta.num_value_heads, DELTA_CHUNK
+    convolution = channels * (delta.convolution + 1)
+    keys = 4 * delta.key_width + 3 * heads * delta.key_size
+    squares = (4 * heads + 2 * delta.num_key_heads) * chunk
+    values = 3 * delta.value_width + delta.state_numbers / chunk
+    return convolution + keys + squares + values + 4 * delta.value_width
 
 
 def _mixture_widths(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tuple[float, float]:

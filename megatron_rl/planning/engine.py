@@ -124,11 +124,25 @@ def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int, s
 
 def sequence_bytes(shape: ModelShape, tensor: int, num_tokens: int, width: int, layers: range) -> float:
     """The bytes of the keys and values of one sequence in some layers on one rank of an engine. Ranks share the KV
-    heads, but each has at least one; latent attention keeps its low-rank projection on every rank."""
+    heads, but each has at least one; latent attention keeps its low-rank projection on every rank. A layer with linear
+    attention has states of a constant size in their place (`state_bytes`)."""
     latent = shape.latent
     numbers = 2 * max(shape.num_kv_heads // tensor, 1) * shape.head_dim
     if latent:
         numbers = latent.kv_rank + latent.rope_dim
     windows = len(set(shape.sliding_layers) & set(layers))
-    tokens = (len(layers) - windows) * num_tokens + windows * min(num_tokens, shape.sliding_window or num_tokens)
-    return float(tokens * numbers * width)
+    linear = len(set(shape.linear_layers) & set(layers))
+    tokens = (len(layers) - windows - linear) * num_tokens
+    tokens += windows * min(num_tokens, shape.sliding_window or num_tokens)
+    return float(tokens * numbers * width) + (linear * state_bytes(shape, tensor, width) if linear else 0.0)
+
+
+def state_bytes(shape: ModelShape, tensor: int, width: int) -> float:
+    """The bytes of one sequence's states in one layer with linear attention on one rank of an engine: a matrix for each
+    of the rank's value heads in float32 (vLLM's `mamba_ssm_cache_dtype` as the published configurations set it), and
+    the inputs of the convolution that the next token needs. vLLM rounds the size of a block of states up to a whole
+    number of blocks of keys and values, which is not counted."""
+    delta = shape.delta
+    assert delta is not None, "layers with linear attention have sizes"
+    inputs = (2 * delta.key_width + delta.value_width) * (delta.convolution - 1)
+    return (4 * delta.state_numbers + width * inputs) / tensor

@@ -18,6 +18,7 @@ from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import Links
+from megatron_rl.planning.engine import state_bytes
 from megatron_rl.planning.parameters import BYTES, expert_data_ways, stage_parameters
 from megatron_rl.types import Mesh, MicrobatchPlan, ModelShape, StepBatch
 
@@ -101,7 +102,9 @@ def training_seconds(
         T: attention and a dense MLP each gather and scatter N H w (t - 1) / t bytes in a pass of a layer.
         E: a mixture sends its active tokens to their experts and back: 2 N/t k H w (e - 1) / e bytes in a pass of a
            layer, and each split expert gathers and scatters N/t k H w (g - 1) over its g ranks.
-        X: the ring passes keys and values on: N K w (c - 1) bytes in a pass of a layer, with K elements of k and v.
+        X: the ring passes keys and values on: N K w (c - 1) bytes in a pass of a layer, with K elements of k and v. A
+           layer with linear attention exchanges its heads' inputs and outputs: N P w (c - 1) / c bytes, with P elements
+           of them.
         D: an update scatters gradients of 4 bytes and gathers weights of w bytes, each (d - 1) / d of the rank's; for
            experts over their own group.
 
@@ -138,6 +141,11 @@ def training_seconds(
         sent_s += (forward + 1) * 2 * routed * (mesh.expert - 1) / mesh.expert / rate(mesh.expert * split)
         sent_s += (forward + 1) * 2 * routed * (split - 1) / rate(split)
     ring = layers * tokens * 2 * shape.num_kv_heads * shape.head_dim / mesh.tensor * width * (mesh.context - 1)
+    if delta := shape.delta:
+        linear = len(shape.linear_layers) / shape.num_layers
+        heads = 2 * (delta.key_width + delta.value_width + delta.num_value_heads)
+        exchanged = layers * tokens * heads / mesh.tensor * width * (mesh.context - 1) / mesh.context
+        ring = (1 - linear) * ring + linear * exchanged
     sent_s += (forward + 2) * ring / rate(mesh.tensor * mesh.context)
 
     held = stage_parameters(shape, mesh)
@@ -183,9 +191,11 @@ def generation_seconds(
     longest, prompt = rollout.max_response_tokens, rollout.max_prompt_tokens
     # A layer with a window reads no more than the window.
     positions = np.arange(longest, dtype=np.float64) + prompt
-    whole = (shape.num_layers - len(shape.sliding_layers)) * positions.sum()
+    whole = (shape.num_layers - len(shape.sliding_layers) - len(shape.linear_layers)) * positions.sum()
     window = len(shape.sliding_layers) * np.minimum(positions, shape.sliding_window or 0).sum()
     values = answers * key_width * width * (whole + window)
+    if shape.delta:  # each token reads and writes its states
+        values += answers * longest * len(shape.linear_layers) * 2 * state_bytes(shape, 1, width)
     batches = rollout.pipeline * max(1.0, answers / rollout.num_engines / at_once)
     weights = rollout.num_engines * batches * longest * num_parameters * width
     return float((values + weights) / (gpus * BANDWIDTH * DECODING_SHARE))

@@ -9,7 +9,7 @@ on its way to verifier and loop, `Answer` in rewards, and `Terms` in losses.
 """
 
 from megatron_rl.types.mesh import HOLDS, Mesh, Phase
-from megatron_rl.types.model import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types.model import DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 from megatron_rl.types.rollouts import (
     FROM_PROMPT,
     LARGEST_SCORE,
@@ -49,6 +49,7 @@ __all__ = [
     "UTILITY",
     "Branch",
     "Credit",
+    "DeltaNet",
     "Denominators",
     "Episode",
     "Experts",

@@ -32,6 +32,8 @@ class Experts:
     clamp: float | None = None
     """The bound c of gpt-oss's gated unit: (up + 1) g sigmoid(1.702 g), where g is the gate, at most c, and up is
     between -c and c. None: the unit is silu(gate) up."""
+    shared_gate: bool = False
+    """Whether each token has a gate for the output of the shared expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,38 @@ class LatentAttention:
     """The part of each head's q, and of the one k that all heads share, that is rotated, in dimensions."""
     value_dim: int
     """The dimension of each head's v."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Linear attention with a gated delta rule (Gated Delta Networks, Yang et al. 2024, arXiv:2412.06464). Each value
+    head has a state of `key_size` x `value_size` numbers in place of keys and values of all tokens."""
+
+    num_key_heads: int
+    """The number of heads of q and k. Each of them belongs to `num_value_heads / num_key_heads` value heads."""
+    num_value_heads: int
+    key_size: int
+    """The size of one key, and of one query."""
+    value_size: int
+    """The size of one value."""
+    convolution: int
+    """The number of tokens that the convolution over q, k and v sees, itself included."""
+    interleaved: bool
+    """Whether the rows of the input projections are ordered by key head. If not, all q come first, then all k, and so
+    on."""
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_size
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_size
+
+    @property
+    def state_numbers(self) -> int:
+        """The numbers of the states of one layer."""
+        return self.num_value_heads * self.key_size * self.value_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +148,10 @@ class ModelShape:
     optional: tuple[Literal["qkv_bias", "head_norms"], ...] = ()
     """What the model has of that, in families whose checkpoints differ in it (GLM-4.5): biases of q, k and v, and norms
     of each head's q and k."""
+    delta: DeltaNet | None = None
+    """The linear attention of `linear_layers`."""
+    linear_layers: tuple[int, ...] = ()
+    """The indices of the layers with linear attention. The others have `num_heads` heads of softmax attention."""
     value_head: bool = False
     """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
 
@@ -125,3 +163,7 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has the mixture of experts instead of the dense MLP."""
         return self.experts is not None and layer >= self.experts.first_dense_layers
+
+    def kind(self, layer: int) -> tuple[bool, bool]:
+        """Equal for layers of equal parts: whether a layer has the mixture, and whether it has linear attention."""
+        return self.has_experts(layer), layer in self.linear_layers

@@ -92,6 +92,19 @@ GPT_OSS = dict(
     sliding_window=12,
     rope_parameters=YARN | {"truncate": False},
 )
+DELTA = dict(
+    head_dim=16,
+    rope_parameters=PLAIN | {"partial_rotary_factor": 0.25},
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=12,
+    linear_value_head_dim=10,
+    initializer_range=0.1,
+    rms_norm_eps=1e-3,
+)
+"""The norm of a head's output blows rounding up where a query is nearly orthogonal to its keys. With larger weights or
+a smaller epsilon transformers' own logits would be 1e-4 from float64."""
+GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
@@ -104,6 +117,9 @@ MODELS = {
     "mixtral": ("Mixtral", dict(num_local_experts=4, sliding_window=None)),
     "qwen3_moe": ("Qwen3Moe", dict(**QWEN3_MOE, norm_topk_prob=True, mlp_only_layers=[0])),
     "qwen3_moe_not_normalised": ("Qwen3Moe", dict(**QWEN3_MOE, norm_topk_prob=False)),
+    "qwen3_next": ("Qwen3Next", DELTA | GATED_EXPERTS),
+    "qwen3_5": ("Qwen3_5", DELTA | dict(tie_word_embeddings=True)),
+    "qwen3_5_moe": ("Qwen3_5Moe", DELTA | GATED_EXPERTS),
     "deepseek_v3": (
         "DeepseekV3",
         dict(**LATENT, q_lora_rank=20, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}),
@@ -119,19 +135,24 @@ MODELS = {
     "gpt_oss": ("GptOss", GPT_OSS),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
-MIXTURES = tuple(
-    name for name in MODELS if name.startswith(("mixtral", "qwen3_moe", "deepseek", "kimi", "glm4", "gpt_oss"))
-)
+ZERO_CENTRED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+_OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", "kimi", "glm4", "gpt_oss")
+MIXTURES = tuple(name for name in MODELS if name.startswith(_OF_EXPERTS))
 
 
 def write_models(root: Path) -> dict[str, Path]:
     for name, (family, more) in MODELS.items():
         torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**(COMMON | more))
+        kind = f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config"
+        config = getattr(transformers, kind)(**(COMMON | more))
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name:  # ones and zeros would hide what is lost
+            if parameter_name.endswith("A_log"):
+                parameter.data.uniform_(-3.0, 0.0)  # so that states remember
+            elif "norm" in parameter_name:  # ones and zeros would hide what is lost
                 parameter.data.uniform_(0.5, 1.5)
+                if family in ZERO_CENTRED and "linear_attn" not in parameter_name:
+                    parameter.data.sub_(1.0)
             elif parameter_name.endswith("bias"):  # large ones would send all tokens to the same experts
                 parameter.data.uniform_(-0.3, 0.3)
             elif name.startswith("glm4") and parameter_name.endswith("gate.weight"):  # zeros in transformers
@@ -171,6 +192,7 @@ TRAINED = [
     ("qwen3_moe", "pp2_dp2_ep2"),
     ("deepseek_v3", "tp2_dp2_ep2_whole"),
     ("gpt_oss", "tp2_dp2_ep2"),
+    ("qwen3_next", "tp2_dp2_ep2"),
 ]
 """Updates with the optimizer's state of experts, which is split over other ranks than that of the rest."""
 
@@ -244,6 +266,7 @@ def test_export_after_load_gives_the_same_bits(trainers, folders, tmp_path, name
 
 
 RESUMED = [("qwen3_moe", 0.0, "float32"), ("deepseek_v3", 0.01, "bfloat16"), ("gpt_oss", 0.0, "bfloat16")]
+RESUMED += [("qwen3_next", 0.0, "bfloat16")]
 
 
 @pytest.mark.parametrize("name, rate, dtype", cover.essential(RESUMED, RESUMED[1]))
@@ -261,9 +284,10 @@ def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_pat
 
 
 @pytest.mark.deep
-def test_a_bf16_export_has_the_routers_biases_in_float32(trainers, folders, tmp_path):
+@pytest.mark.parametrize("name, kept", [("deepseek_v3", "e_score_correction_bias"), ("qwen3_5_moe", "A_log")])
+def test_a_bf16_export_has_some_tensors_in_float32(trainers, folders, tmp_path, name, kept):
     layout = Layout(Mesh(tensor=2, pipeline=2), dtype="bfloat16")
-    folder, target, checkpoint = folders["deepseek_v3"], tmp_path / "export", tmp_path / "step0"
+    folder, target, checkpoint = folders[name], tmp_path / "export", tmp_path / "step0"
     trainers.run("export", 4, folder=folder, layout=layout, target=target)
     trainers.run("save_at_once", 4, folder=folder, layout=layout, checkpoint=checkpoint)
     assert megatron_to_hf.main([str(checkpoint), str(tmp_path / "saved")]) == 0
@@ -272,7 +296,7 @@ def test_a_bf16_export_has_the_routers_biases_in_float32(trainers, folders, tmp_
         after = load_file(exported / "model.safetensors")
         assert before.keys() == after.keys()
         for name, weight in before.items():
-            expected = weight if name.endswith("e_score_correction_bias") else weight.bfloat16()
+            expected = weight if name.endswith(kept) else weight.bfloat16()
             assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
 
 
@@ -347,6 +371,7 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
         ("qwen3_moe", "pp2_dp2_ep2"),
         ("deepseek_v3", "tp2_cp2"),
         ("gpt_oss", "tp2_cp2"),
+        ("qwen3_next", "tp2_cp2"),
     ],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):

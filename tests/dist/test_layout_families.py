@@ -1,12 +1,12 @@
 """The families' tables against the truth: what transformers saves, what Megatron-Core and vLLM build.
 
-Not seen here, for want of the library: the names with Transformer Engine's layers. OLMo's two tables have rows that
-Megatron-Core does not build (post-norms, wide q and k norms).
+Not seen here, for want of the libraries: the names with Transformer Engine's layers, and those of Megatron-Core's layer
+with a gated delta rule. OLMo's two tables have rows that Megatron-Core does not build (post-norms, wide q and k norms).
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -55,6 +55,16 @@ GLM = dict(
     n_shared_experts=2,
     first_k_dense_replace=2,
 )
+DELTA = dict(
+    head_dim=12,
+    partial_rotary_factor=0.5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=5,
+    linear_value_head_dim=7,
+    linear_conv_kernel_dim=3,
+)
+GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 12}),
@@ -93,6 +103,9 @@ MODELS = {
             },
         },
     ),
+    "qwen3_next": ("Qwen3Next", DELTA | GATED_EXPERTS | {"mlp_only_layers": [0]}),
+    "qwen3_5": ("Qwen3_5", DELTA | {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", DELTA | GATED_EXPERTS),
     "deepseek_v3": ("DeepseekV3", LATENT | {"q_lora_rank": 20}),
     "deepseek_v3_direct": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
     "kimi_k2": ("DeepseekV3", LATENT | {"q_lora_rank": 20, "n_group": 1}),
@@ -108,7 +121,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """What save_pretrained writes for a tiny model of each family."""
     root = tmp_path_factory.mktemp("families")
     for name, (family, more) in MODELS.items():
-        config = getattr(transformers, f"{family}Config")(**(COMMON | more))
+        kind = f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config"
+        config = getattr(transformers, kind)(**(COMMON | more))
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / name)
     rename(root / "kimi_k2", "kimi_k2")
     return {name: root / name for name in MODELS}
@@ -183,6 +197,9 @@ ENGINES = [
     ("olmo2", 1, 2, False),
     ("olmo3", 2, 1, False),
     ("olmo3_tied", 1, 2, False),
+    ("qwen3_next", 1, 1, False),
+    ("qwen3_next", 2, 1, True),
+    ("qwen3_next", 1, 2, False),
     ("deepseek_v3", 2, 1, True),
     ("deepseek_v3", 1, 2, False),
     ("deepseek_v3_direct", 2, 1, False),
@@ -194,6 +211,10 @@ ENGINES = [
     ("gpt_oss", 2, 1, True),
     ("gpt_oss", 1, 2, False),
 ]
+OF_COMPOSITES = [("qwen3_5", 2, 1, False), ("qwen3_5", 1, 2, False), ("qwen3_5_moe", 2, 1, False)]
+"""vLLM has these classes in one file with those for images, which imports torchvision."""
+if importlib.util.find_spec("torchvision"):
+    ENGINES += OF_COMPOSITES
 
 
 def test_class_names_extents_and_rectangles_are_those_of_vllm(folders, tmp_path):

@@ -52,10 +52,17 @@ class Interval:
 def intervals(inner: MegatronOptimizer) -> Iterator[Interval]:
     """Yield the interval of each parameter that one of Megatron's optimizers, not a chain of them, has a part of."""
     if isinstance(inner, DistributedOptimizer):
-        for parameter, (group, order) in inner.model_param_group_index_map.items():
-            found = inner._get_model_param_range_map(parameter)["param"]
-            main = inner.optimizer.param_groups[group]["params"][order]
-            yield Interval(parameter, main, found.start, found.end, group)
+        # Megatron's map counts the members of a group in the order of its buffers, but in the group itself those in
+        # float32 come first. So with parameters of both kinds its own numbers are wrong.
+        of_group: dict[int, list[Parameter]] = {}
+        for parameter, (group, _) in inner.model_param_group_index_map.items():
+            of_group.setdefault(group, []).append(parameter)
+        for group, parameters in of_group.items():
+            alike = sorted(parameters, key=lambda parameter: parameter.dtype != torch.float32)
+            mains = inner.optimizer.param_groups[group]["params"]
+            for parameter, main in zip(alike, mains, strict=True):
+                found = inner._get_model_param_range_map(parameter)["param"]
+                yield Interval(parameter, main, found.start, found.end, group)
         return
     if isinstance(inner, FP32Optimizer):
         pairs = [[(p, p) for p in group["params"]] for group in inner.optimizer.param_groups]

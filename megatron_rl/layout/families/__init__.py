@@ -10,13 +10,15 @@ from megatron_rl.layout.families.mixtral import MIXTRAL
 from megatron_rl.layout.families.olmo import OLMO2, OLMO3
 from megatron_rl.layout.families.qwen2 import QWEN2
 from megatron_rl.layout.families.qwen3 import QWEN3
+from megatron_rl.layout.families.qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT
 from megatron_rl.layout.families.qwen3_moe import QWEN3_MOE
+from megatron_rl.layout.families.qwen3_next import QWEN3_NEXT
 from megatron_rl.layout.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, OLMO2, OLMO3),
+        *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MIXTRAL, OLMO2, OLMO3),
         *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS),
     )
 }

@@ -23,7 +23,7 @@ from megatron_rl.layout.families.rows import (
     QKV_WEIGHT,
 )
 from megatron_rl.layout.families.windows import window
-from megatron_rl.layout.family import DESCRIBED, Family
+from megatron_rl.layout.family import ALL_ENDS, DESCRIBED, Family
 from megatron_rl.layout.interleaved import every
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, HEADS, ONCE, REPLICATED, ROWS
@@ -187,5 +187,5 @@ GPT_OSS = Family(
     read_config=_read,
     absent={"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000.0},
     known=DESCRIBED | {"attention_bias": True},
-    vllm_repeats_ends=True,
+    vllm_repeats_ends=ALL_ENDS,
 )

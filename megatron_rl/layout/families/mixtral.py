@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.layout.families.rows import ENDS, LLAMA_ATTENTION, mixture_rows
 from megatron_rl.layout.families.windows import all_layers
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import ALL_ENDS, Family
 from megatron_rl.types import Experts
 
 
@@ -28,6 +28,6 @@ MIXTRAL = Family(
     dense=(),
     mixture=mixture_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
     read_config=_read,
-    vllm_repeats_ends=True,
+    vllm_repeats_ends=ALL_ENDS,
     **ENDS,
 )

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_rl.layout.families.qwen3 import QWEN3
 from megatron_rl.layout.families.rows import ENDS, mixture_rows
 from megatron_rl.layout.families.windows import all_layers
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import ALL_ENDS, Family
 from megatron_rl.types import Experts
 
 
@@ -38,6 +38,6 @@ QWEN3_MOE = Family(
     dense=QWEN3.dense,
     mixture=mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"),
     read_config=_read,
-    vllm_repeats_ends=True,
+    vllm_repeats_ends=ALL_ENDS,
     **ENDS,
 )

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.balance import forward_flops, training_flops
-from megatron_rl.balance.flops import attention_flops, layer_flops_per_token
-from megatron_rl.types import Experts, LatentAttention, ModelShape
+from megatron_rl.balance.flops import attention_flops, flops_by_layer, layer_flops_per_token
+from megatron_rl.types import DeltaNet, Experts, LatentAttention, ModelShape
 
 DENSE = ModelShape("x", 2, 48, 4, 2, 32, 80, 200, 1e4, 1e-6, 512, False)  # 4 heads x 32 is not 48
 MIXTURE = replace(DENSE, experts=Experts(8, 2, 24, shared_ffn_size=40, first_dense_layers=1))
@@ -52,6 +52,20 @@ def test_golden():
     assert attention_flops(lengths, latent).tolist() == [2 * 3 * (5 + 2) * 2 * 50]
     direct = replace(latent, latent=replace(latent.latent, query_rank=0))
     assert layer_flops_per_token(direct) == 2 * 2 * (60 + 16 + 54 + 24 + 60)
+
+
+def test_golden_of_linear_attention():
+    shape = ModelShape("x", 2, 4, 3, 1, 2, 5, 7, 1e4, 1e-6, 16, False)
+    delta = DeltaNet(num_key_heads=1, num_value_heads=2, key_size=3, value_size=5, convolution=4, interleaved=False)
+    hybrid = replace(shape, delta=delta, linear_layers=(0,))
+    # Projections 4 x (2 x 3 + 2 x 10 + 2 x 2) and 10 x 4; keys 2 x 64 x 3; a value head 64 x 8 / 2 + 3 x 15 + 320.
+    linear = 4 * 30 + 40 + 384 + 2 * (256 + 45 + 320)
+    # Softmax attention: q, gate and o 4x6 each, k and v 4x2 each. Both layers have an MLP of 3 of 4x5.
+    assert layer_flops_per_token(hybrid) == 2 * (linear + 3 * 24 + 2 * 8 + 2 * 60)
+    assert attention_flops(np.array([10]), hybrid).tolist() == [1200]
+    layers = flops_by_layer(10, hybrid)
+    assert layers == [20 * (linear + 60), 20 * (72 + 16 + 60) + 1200]
+    assert sum(layers) + 2 * 4 * 7 * 10 == forward_flops(np.array([10]), hybrid)
 
 
 class Plain:

@@ -68,6 +68,19 @@ _GPT_OSS = {
         "original_max_position_embeddings": 16,
     },
 }
+_LINEAR = {
+    "head_dim": 8,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 4,
+}
+_GATED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 16,
+}
 CONFIGS = {
     **{name: _COMMON | {"model_type": name} for name in ("llama", "qwen2", "qwen3", "olmo2")},
     "qwen3_tied": _COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -75,6 +88,9 @@ CONFIGS = {
     "qwen3_moe_dense": _COMMON | _QWEN3_MOE | {"mlp_only_layers": [0]},
     "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": _COMMON | {"model_type": "olmo3", "sliding_window": 8},
+    "qwen3_next": _COMMON | _LINEAR | _GATED | {"model_type": "qwen3_next"},
+    "qwen3_5_text": _COMMON | _LINEAR | {"model_type": "qwen3_5_text", "tie_word_embeddings": True},
+    "qwen3_5_moe_text": _COMMON | _LINEAR | _GATED | {"model_type": "qwen3_5_moe_text"},
     "deepseek_v3": _COMMON | _LATENT,
     "gpt_oss": _COMMON | _GPT_OSS,
     "deepseek_v3_direct": _COMMON | _LATENT | {"q_lora_rank": None},

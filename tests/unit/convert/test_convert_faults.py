@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -20,6 +21,7 @@ from megatron_rl.convert import Options, Verification, open_checkpoint, smallest
 from megatron_rl.convert.manifest import saved_shape
 from megatron_rl.layout import read_shape
 from megatron_rl.tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
+from megatron_rl.types import ModelShape
 
 SMALL = dict(num_hidden_layers=2, hidden_size=8, vocab_size=40)
 
@@ -273,8 +275,9 @@ def test_a_manifest_of_an_earlier_version_lacks_newer_fields(tmp_path, name):
     fields = json.loads((tmp_path / "open" / "manifest.json").read_text())
     whole = dict(fields["shape"])
     assert saved_shape(fields) == read_shape(folder)
-    for key in [key for key, value in whole.items() if value in (None, [], False, 1.0)]:
-        del fields["shape"][key]
+    for field in dataclasses.fields(ModelShape):
+        if whole[field.name] == (list(field.default) if field.default == () else field.default):
+            del fields["shape"][field.name]
     if whole["experts"] and whole["experts"]["clamp"] is None:
         del fields["shape"]["experts"]["clamp"]
     assert len(fields["shape"]) < len(whole) and saved_shape(fields) == read_shape(folder)

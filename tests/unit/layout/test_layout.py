@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import cover
 import numpy as np
@@ -17,11 +19,12 @@ from megatron_rl.layout import (
     check_parameters,
     megatron_shards,
     padded_vocabulary,
+    read_shape,
     vllm_shards,
 )
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.splits import QKV
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.types import DeltaNet, Mesh, ModelShape
 
 
 @pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
@@ -164,6 +167,84 @@ def test_what_the_tables_say_of_a_family():
         "kimi_k2": ("none", False, False, True),
         "glm4_moe_lite": ("none", False, False, True),
         "glm4_moe": ("head", True, False, True),
+        **{name: ("head", False, False, False) for name in GATED},
     }
     assert [name for name, family in FAMILIES.items() if family.sinks] == ["gpt_oss"]
     assert [name for name, family in FAMILIES.items() if family.linear_bias] == ["gpt_oss"]
+    assert {name for name, family in FAMILIES.items() if family.linear} == GATED
+    assert {name for name, family in FAMILIES.items() if family.gated_attention} == GATED
+
+
+GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+
+
+def test_a_rank_has_the_rows_of_its_heads_of_linear_attention():
+    """By hand: rank 1 of 2, of 2 key heads of 3 rows, 4 value heads of 2 rows, and a hidden size of 5."""
+    delta = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=3, value_size=2, convolution=4, interleaved=True)
+    shape = replace(SHAPES["qwen3_next"], delta=delta)
+    name, columns = "decoder.layers.0.self_attention.in_proj.weight", (0, 5)
+
+    def rows(shape, name):
+        return [(s.hf_name.rpartition("attn.")[2], s.hf_box[0], s.local_box[0])
+                for s in megatron_shards(shape, Mesh(tensor=2), 1) if s.local_name == name]  # fmt: skip
+
+    # [q ; k ; two values ; two gates] of each key head are 14 rows, [two strengths ; two decays] are 4.
+    assert rows(shape, name) == [("in_proj_qkvz.weight", (14, 28), (0, 14)), ("in_proj_ba.weight", (4, 8), (14, 18))]
+    # All q are 6 rows, all k 6, all values 8.
+    flat = replace(SHAPES["qwen3_5_text"], delta=replace(delta, interleaved=False))
+    assert rows(flat, name) == [
+        ("in_proj_qkv.weight", (3, 6), (0, 3)),
+        ("in_proj_qkv.weight", (9, 12), (3, 6)),
+        ("in_proj_qkv.weight", (16, 20), (6, 10)),
+        ("in_proj_z.weight", (4, 8), (10, 14)),
+        ("in_proj_b.weight", (2, 4), (14, 16)),
+        ("in_proj_a.weight", (2, 4), (16, 18)),
+    ]
+    engine = {
+        s.local_name: s for s in vllm_shards(flat, 2, 1) if s.hf_name.endswith("layers.0.linear_attn.in_proj_a.weight")
+    }
+    ((local, shard),) = engine.items()
+    assert local == "model.layers.0.linear_attn.in_proj_ba.weight"
+    assert shard.hf_box == ((2, 4), columns) and shard.local_box == ((2, 4), columns)
+    assert rows(flat, "decoder.layers.3.self_attention.in_proj.weight") == []
+
+
+PUBLISHED = Path(__file__).parents[3] / "configs" / "model"
+REFUSED = {
+    "attn_output_gate is False; only true": {"attn_output_gate": False},
+    "output_gate_type is 'sigmoid'; supported are silu and swish": {"output_gate_type": "sigmoid"},
+    "layer_types has sliding_attention; supported": {"layer_types": ["sliding_attention"] * 40},
+    "layer_types has 1 entries, but num_hidden_layers is 40": {"layer_types": ["full_attention"]},
+    "mrope_section of rope_parameters is .11, 11, 11.; only three numbers whose sum is 32": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 11]}
+    },
+    "linear_num_value_heads is 24, which must be a multiple of linear_num_key_heads, 16": {
+        "linear_num_value_heads": 24
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_linear_attention_does_not_support_is_named(message, tmp_path):
+    config = json.loads((PUBLISHED / "Qwen3.5-35B-A3B-text.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | REFUSED[message]))
+    with pytest.raises(ValueError, match=message):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("Qwen3-Next-80B-A3B-Instruct", 79.67), ("Qwen3.5-35B-A3B-text", 34.66), ("Qwen3.5-397B-A17B-text", 396.35)],
+)
+def test_the_published_sizes_add_up_to_the_models_names(name, billions):
+    shape = read_shape(PUBLISHED / f"{name}.json")
+    assert FAMILIES[shape.family].num_parameters(shape) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert len(shape.linear_layers) == 3 * shape.num_layers // 4 and shape.rotary_dim == 64
+
+
+def test_the_sections_of_a_vision_model_change_nothing_for_text(tmp_path):
+    config = json.loads((PUBLISHED / "Qwen3.5-35B-A3B-text.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    rope |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    assert read_shape(tmp_path) == read_shape(PUBLISHED / "Qwen3.5-35B-A3B-text.json")

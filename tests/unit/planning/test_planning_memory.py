@@ -23,7 +23,7 @@ from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.parameters import checkpoint_bytes, largest_stage, rank_parameters
 from megatron_rl.planning.trainer import num_communicators, trainer_memory
 from megatron_rl.planning.transfer import COMMUNICATOR_BYTES, PEER_BYTES, bridge_communicators, planned_transfer
-from megatron_rl.types import Mesh
+from megatron_rl.types import DeltaNet, Mesh
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs" / "model"
@@ -239,6 +239,18 @@ def test_a_window_and_shared_heads_bound_the_cache():
     assert sequence_bytes(windowed, 8, 4000, 2, every) == (16 * 4000 + 48 * 1000) * 2 * 128 * 2
     assert sequence_bytes(windowed, 16, 4000, 2, every) == sequence_bytes(windowed, 8, 4000, 2, every)  # one head each
     assert sequence_bytes(windowed, 8, 4000, 2, range(40, 60)) == (12 * 4000 + 8 * 1000) * 2 * 128 * 2
+
+
+def test_states_of_linear_attention_do_not_grow_with_the_answer():
+    """Qwen3-Next's sizes: 36 of 48 layers have 32 states of 128 x 128 and 3 x 8192 inputs of the convolution, 12 have
+    2 KV heads of 256."""
+    delta = DeltaNet(16, 32, 128, 128, convolution=4, interleaved=True)
+    linear = tuple(layer for layer in range(48) if (layer + 1) % 4)
+    shape = replace(SHAPE, num_layers=48, num_kv_heads=2, head_dim=256, delta=delta, linear_layers=linear)
+    states = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert sequence_bytes(shape, 1, 9216, 2, range(48)) == states + 12 * 9216 * 2 * 2 * 256 * 2
+    assert sequence_bytes(shape, 2, 100, 2, range(48)) == states / 2 + 12 * 100 * 2 * 256 * 2
+    assert sequence_bytes(shape, 1, 9216, 2, range(3)) == sequence_bytes(shape, 1, 1, 2, range(3))
 
 
 def test_the_stages_of_an_engine_by_hand():

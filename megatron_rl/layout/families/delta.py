@@ -1,0 +1,137 @@
+"""Rows and keys of the families whose layers have linear attention in three of four layers: Qwen3-Next and Qwen3.5.
+
+Their norms are zero-centred, their softmax attention has a gate for each number of a head's output, and a quarter of
+each head is rotated. Megatron's names are as in its own layer with a gated delta rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, HEAD_NORMS, INPUT_NORM, QKV_WEIGHT
+from megatron_rl.layout.rule import HfTensor, Ignored, Rule
+from megatron_rl.layout.splits import COLUMNS, DELTA_SECTIONS, GATED_QKV, REPLICATED, ROWS
+from megatron_rl.types import DeltaNet
+
+GATED_ATTENTION = (
+    INPUT_NORM,
+    Rule(
+        GATED_QKV,
+        hf=(HfTensor("self_attn.q_proj.weight", ("q_and_gate", "hidden")), *QKV_WEIGHT.hf[1:]),
+        megatron=QKV_WEIGHT.megatron,
+        vllm=QKV_WEIGHT.vllm,
+    ),
+    *HEAD_NORMS,
+    ATTENTION_OUTPUT,
+)
+IN_PROJ = "self_attention.in_proj.weight"
+"""Megatron's one parameter of all projections of the input."""
+DELTA_ROWS = (
+    Rule(
+        REPLICATED,
+        hf=INPUT_NORM.hf,
+        megatron=INPUT_NORM.megatron,
+        fused="self_attention.in_proj.layer_norm_weight",
+    ),
+    Rule(
+        DELTA_SECTIONS,
+        hf=(HfTensor("linear_attn.conv1d.weight", ("delta_qkv", "one", "convolution")),),
+        megatron="self_attention.conv1d.weight",
+    ),
+    Rule(
+        ROWS,
+        hf=(HfTensor("linear_attn.dt_bias", ("delta_heads",)),),
+        megatron="self_attention.dt_bias",
+    ),
+    Rule(
+        ROWS,
+        hf=(HfTensor("linear_attn.A_log", ("delta_heads",)),),
+        megatron="self_attention.A_log",
+        float32=True,  # as vLLM has it
+    ),
+    Rule(
+        REPLICATED,
+        hf=(HfTensor("linear_attn.norm.weight", ("delta_head",)),),
+        megatron="self_attention.out_norm.weight",
+    ),
+    Rule(
+        COLUMNS,
+        hf=(HfTensor("linear_attn.out_proj.weight", ("hidden", "delta_value")),),
+        megatron="self_attention.out_proj.weight",
+    ),
+)
+"""The rows of a layer with linear attention but the projections of its input, which the families store differently."""
+SHARED_EXPERT = (
+    Rule(
+        REPLICATED,
+        hf=(HfTensor("mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        megatron="mlp.shared_experts.gate_weight",
+    ),
+    Rule(
+        ROWS,
+        hf=(
+            HfTensor("mlp.shared_expert.gate_proj.weight", ("shared_ffn", "hidden")),
+            HfTensor("mlp.shared_expert.up_proj.weight", ("shared_ffn", "hidden")),
+        ),
+        megatron="mlp.shared_experts.linear_fc1.weight",
+        vllm="mlp.shared_expert.gate_up_proj.weight",
+    ),
+    Rule(
+        COLUMNS,
+        hf=(HfTensor("mlp.shared_expert.down_proj.weight", ("hidden", "shared_ffn")),),
+        megatron="mlp.shared_experts.linear_fc2.weight",
+    ),
+)
+MULTI_TOKEN = Ignored(r"mtp\..*", "multi-token prediction is neither trained nor served")
+_GATES = ("silu", "swish")
+_SOFTMAX, _LINEAR = "full_attention", "linear_attention"
+
+
+def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]:
+    """ModelShape's fields for linear attention.
+
+    Raises:
+        ValueError: the layers have other kinds of attention, attention has no output gate, or the sections of rotary
+            frequencies do not share out all of them.
+    """
+    _check_sections(config)
+    if config.get("attn_output_gate", True) is not True:
+        raise ValueError(f"attn_output_gate is {config['attn_output_gate']!r}; only true is supported")
+    if config.get("output_gate_type", "silu") not in _GATES:
+        raise ValueError(f"output_gate_type is {config['output_gate_type']!r}; supported are {' and '.join(_GATES)}")
+    num_layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    types = config.get("layer_types") or [_LINEAR if (n + 1) % every else _SOFTMAX for n in range(num_layers)]
+    if foreign := sorted(set(types) - {_SOFTMAX, _LINEAR}):
+        raise ValueError(f"layer_types has {foreign[0]}; supported are {_LINEAR} and {_SOFTMAX}")
+    if len(types) != num_layers:
+        raise ValueError(f"layer_types has {len(types)} entries, but num_hidden_layers is {num_layers}")
+    delta = DeltaNet(
+        num_key_heads=config.get("linear_num_key_heads", 16),
+        num_value_heads=config.get("linear_num_value_heads", 32),
+        key_size=config.get("linear_key_head_dim", 128),
+        value_size=config.get("linear_value_head_dim", 128),
+        convolution=config.get("linear_conv_kernel_dim", 4),
+        interleaved=interleaved,
+    )
+    if delta.num_value_heads % delta.num_key_heads:
+        raise ValueError(
+            f"linear_num_value_heads is {delta.num_value_heads}, which must be a multiple of linear_num_key_heads, "
+            f"{delta.num_key_heads}"
+        )
+    layers = tuple(layer for layer, kind in enumerate(types) if kind == _LINEAR)
+    return {"delta": delta if layers else None, "linear_layers": layers}
+
+
+def _check_sections(config: Mapping[str, Any]) -> None:
+    """The sections of rotary frequencies for time, height and width mean nothing for text, whose tokens have the same
+    position in all three. `layout.config` leaves them out."""
+    rope = config.get("rope_parameters") or {}
+    section = rope.get("mrope_section")
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    half = int(config.get("head_dim", 256) * share) // 2
+    if section is not None and (len(section) != 3 or sum(section) != half):
+        raise ValueError(
+            f"mrope_section of rope_parameters is {section}; only three numbers whose sum is {half}, the half of the "
+            "rotated dims of a head, are supported"
+        )

@@ -1,0 +1,73 @@
+"""Qwen3-Next has linear attention in three of four layers, and routed experts with a gated shared one in all of them.
+
+The rows of the projections of linear attention's input are ordered by key head: [q ; k ; its values ; their gates], and
+[strengths ; decays] of its values. Source: transformers, modeling_qwen3_next.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.layout.families.delta import (
+    DELTA_ROWS,
+    GATED_ATTENTION,
+    IN_PROJ,
+    MULTI_TOKEN,
+    SHARED_EXPERT,
+    delta_layers,
+)
+from megatron_rl.layout.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_rows
+from megatron_rl.layout.family import Family
+from megatron_rl.layout.rule import HfTensor, Rule
+from megatron_rl.layout.splits import DELTA_STRENGTH, ROWS
+from megatron_rl.types import Experts
+
+_INPUT = (
+    Rule(
+        ROWS,
+        hf=(HfTensor("linear_attn.in_proj_qkvz.weight", ("delta_qkvz", "hidden")),),
+        megatron=IN_PROJ,
+    ),
+    Rule(
+        DELTA_STRENGTH,
+        hf=(HfTensor("linear_attn.in_proj_ba.weight", ("delta_two_heads", "hidden")),),
+        megatron=IN_PROJ,
+    ),
+)
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+    only_dense = config.get("mlp_only_layers") or []
+    dense = [layer for layer in range(num_layers) if layer in only_dense or (layer + 1) % every]
+    if dense != list(range(len(dense))):
+        raise ValueError(
+            f"mlp_only_layers and decoder_sparse_step make the layers {dense} dense; only first layers may be dense"
+        )
+    experts = Experts(
+        num_experts=config["num_experts"],
+        num_active=config["num_experts_per_tok"],
+        ffn_size=config["moe_intermediate_size"],
+        shared_ffn_size=config["shared_expert_intermediate_size"],
+        shared_gate=True,
+        first_dense_layers=len(dense),
+        normalised=config.get("norm_topk_prob", True),
+    )
+    return {"experts": experts} | delta_layers(config, interleaved=True)
+
+
+QWEN3_NEXT = Family(
+    name="qwen3_next",
+    vllm_model="Qwen3NextForCausalLM",
+    attention=GATED_ATTENTION,
+    linear=(*DELTA_ROWS, *_INPUT),
+    dense=(MLP_NORM, *GATED_MLP),
+    mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
+    read_config=_read,
+    ignored=(MULTI_TOKEN,),
+    absent={"num_key_value_heads": 2, "head_dim": 256},
+    rotary_share=0.25,
+    vllm_repeats_ends=("embedding", "output"),
+    **ENDS,
+)
