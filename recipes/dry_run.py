@@ -90,6 +90,7 @@ def _describe_critic(config: GrpoRunConfig, table: Table) -> None:
 def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
     """Print the numbers of a step, and the bridge's transfer plan."""
     rollout, parallel = config.rollout, config.policy.parallel
+    FAMILIES[shape.family].check_engine(shape, rollout.tensor, rollout.expert_parallel, rollout.pipeline)
     num_samples = rollout.prompts_per_step * rollout.samples_per_group
     longest = rollout.max_model_tokens
     plan = largest_plan(config, shape, parallel)

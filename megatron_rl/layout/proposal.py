@@ -18,6 +18,7 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts
 from megatron_rl.layout.families.rows import first_name, rows_of, rows_without
 from megatron_rl.layout.family import Family
+from megatron_rl.layout.rule import HfTensor
 from megatron_rl.types import ModelShape
 
 Extents = tuple[int, ...]
@@ -158,8 +159,8 @@ def _complete(
     """The proposal that begins with a family."""
     expected = {name: tensor.extents for name, tensor in family.file_tensors(shape).items()}
     prefix = re.compile(re.escape(family.hf_layer).replace(re.escape("{}"), r"\d+"))
-    over = {prefix.sub("", name) for name in tensors.keys() - expected.keys()}
-    lost = {prefix.sub("", name) for name, extents in expected.items() if tensors.get(name) != extents}
+    over = {_pattern(prefix, name) for name in tensors.keys() - expected.keys()}
+    lost = {_pattern(prefix, name) for name, extents in expected.items() if tensors.get(name) != extents}
     dropped = tuple(dict.fromkeys(first_name(rule) for rule in family.rules if all(_is_in(t, lost) for t in rule.hf)))
     taken = tuple(_taken(family, shape, over))
     rows: dict[str, Any] = {kind: rows_without(getattr(family, kind), list(dropped)) for kind in KINDS}
@@ -211,8 +212,13 @@ def _taken(family: Family, shape: ModelShape, over: set[str]) -> Iterator[tuple[
                     yield kind, other.name, first_name(rule)
 
 
-def _is_in(tensor: Any, names: set[str]) -> bool:
-    return any(tensor.is_named(name) for name in names)
+def _pattern(prefix: re.Pattern[str], name: str) -> str:
+    """The name as rows have it: without the prefix of the layer, and with `{}` for the number of an expert."""
+    return re.sub(r"\.\d+\.", ".{}.", prefix.sub("", name))
+
+
+def _is_in(tensor: HfTensor, patterns: set[str]) -> bool:
+    return tensor.name in patterns or (tensor.file is not None and tensor.file.name in patterns)
 
 
 def _module(family: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from test_layout_hub import DEEPSEEK, MIXTRAL, QWEN3
+from test_layout_hub import DEEPSEEK as PUBLISHED
+from test_layout_hub import MIXTRAL, QWEN3
 
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.config import shape_of
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.proposal import Proposal, propose
 
+DEEPSEEK = PUBLISHED | {"num_hidden_layers": 5, "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {
     "model_type": "glm4_moe",
     "num_key_value_heads": 2,
@@ -20,7 +22,7 @@ GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {
 }
 CONFIGS = {
     "qwen3": QWEN3,
-    "mixtral": MIXTRAL,
+    "mixtral": MIXTRAL | {"num_hidden_layers": 2},
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": GLM,
     "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"},
