@@ -1,5 +1,5 @@
-"""From a part of a row's tokens with all heads to all tokens with a part of the heads, and back, over a context group
-(DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+"""Exchanges a part of a row's tokens with all heads for all tokens with a part of the heads, and back, over a context
+group (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
 Layers with a state use it: the state goes from each token to the next one, so a rank needs whole sequences. Every rank
 has equally many tokens and takes equally many heads, so each exchange is one all-to-all of equal parts, and so is its

@@ -48,7 +48,7 @@ LAYOUTS = {
     "qwen2_windows": ("tp2", "pp2-vpp2", "cp2", "tp2-cp2"),
     "olmo2": ("tp2", "pp2", "cp2"),
     "olmo3": ("tp2", "pp2", "cp2", "tp2-cp2"),
-    "mixtral": ("tp2", "pp2", "cp2-ep2", "dp2-ep2", "tp2-ep2-etp1", "tp2-dp2-ep2", "tp2-dp2-ep2-etp1"),
+    "mixtral": ("pp2", "cp2-ep2", "tp2-dp2-ep2", "tp2-dp2-ep2-etp1"),
     "qwen3_moe": (
         *("tp2", "dp2-ep2", "tp2-ep2-etp1", "pp2-vpp2", "pp2@1,3", "cp2-ep2", "tp2-dp2-ep2"),
         *("tp2-dp2-ep2-etp1", "pp2-dp2-ep2"),
@@ -63,16 +63,10 @@ LAYOUTS = {
     "glm4_moe_lite": ("tp2-cp2", "dp2-ep2"),
     "glm4_moe": ("tp2", "pp2", "cp2", "cp2-ep2", "dp2-ep2", "tp2-pp2", "tp2-dp2-ep2-etp1"),
     "glm4_moe_plain": ("tp2-cp2", "tp2-ep2-etp1"),
-    "gpt_oss": (
-        *("tp2", "pp2", "cp2", "dp2", "dp2-ep2", "tp2-pp2", "cp2-ep2", "tp2-cp2", "tp2-ep2-etp1", "tp2-dp2-ep2"),
-        *("tp4-ep2-etp2", "tp2-dp2-ep2-etp1"),
-    ),
-    "qwen3_next": (
-        *("tp2", "tp4", "pp2", "pp2@1,3", "pp2-vpp2", "cp2", "cp4", "dp2", "dp2-ep2", "tp2-ep2-etp1"),
-        *("tp2-pp2", "tp2-cp2", "cp2-ep2", "pp2-cp2"),
-    ),
-    "qwen3_5": ("tp2", "tp4", "pp2", "cp2", "cp4", "dp2", "tp2-pp2", "tp2-cp2", "pp2-vpp2-cp2"),
-    "qwen3_5_moe": ("tp2", "pp2", "cp2", "dp2-ep2", "tp2-cp2", "tp2-ep2-etp1"),
+    "gpt_oss": ("tp2", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "tp2-dp2-ep2", "tp4-ep2-etp2"),
+    "qwen3_next": ("tp2", "tp4", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "cp2-ep2"),
+    "qwen3_5": ("tp4", "cp4", "pp2-vpp2-cp2"),
+    "qwen3_5_moe": ("tp2-cp2", "tp2-ep2-etp1"),
 }
 """qwen3 has heads of 16 and norms of q and k, qwen2_windows biases and sliding windows, qwen3_moe a dense layer and
 three mixtures whose routers are away from ties; qwen2 has one embedding for both ends. qwen3_next has three layers with

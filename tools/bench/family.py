@@ -34,7 +34,7 @@ from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
 from megatron_rl.types import Mesh
 
 TOLERANCE = 1e-4
-"""In nats, for the log-probs of a row of at most 24 tokens, in fp32."""
+"""The largest difference of the log-prob of a row of at most 24 tokens, in nats, in fp32."""
 VOCAB_SIZE, NUM_LAYERS = 64, 4
 _TINY = {
     **{"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": VOCAB_SIZE},

@@ -123,9 +123,9 @@ def test_vllms_budget_survives_a_push(stage, folders, count):
     """The tokens before the push are those of an answer without one, and the budgets hold."""
     use(stage, folders[0], "native", 6)
     prompts, n, version = asked(16, n=10), 10, stage.engine.weights.version
-    unbroken = generated(stage, prompts, 4, seed=7)
+    unbroken = generated(stage, prompts, 8, seed=7)
     stage.trainers.begin_push(folders[1], version + 1)
-    groups, *_ = with_push(stage, prompts, 4, version, sampled(count), version + 1)
+    groups, *_ = with_push(stage, prompts, 8, version, sampled(count), version + 1)
     stage.trainers.end_push()
     num_crossed = 0
     for (sample, tokens), (_, whole) in zip(flat(groups), flat(unbroken), strict=True):
