@@ -15,6 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names as absent_layers_by_id
 
 from megatron_rl.bridge.recording import record_loading
 from megatron_rl.layout import Recording, read_shape
@@ -61,6 +62,7 @@ def parameters(
         path.unlink(missing_ok=True)  # where vLLM's groups have shared memory (AVX-512), they keep it until they end
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
+    absent_layers_by_id.clear()  # vLLM keys it by id(model), which the next model of this process can have too
     return type(model).__name__, found, recording
 
 

@@ -148,6 +148,7 @@ def rank_of(config: Any, rank: int) -> Iterator[None]:
     """Be one rank of vLLM's world."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
+    from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names as absent_layers_by_id
 
     parallel = config.parallel_config
     world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -160,6 +161,7 @@ def rank_of(config: Any, rank: int) -> Iterator[None]:
         yield
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+    absent_layers_by_id.clear()  # vLLM keys it by id(model), which the next model of this process can have too
 
 
 def loaded(config: Any) -> Any:
