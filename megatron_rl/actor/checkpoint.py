@@ -78,6 +78,9 @@ class Identity(NamedTuple):
     optimizer: str
     """The kind. A checkpoint that was written when there was one kind does not say it; it is Adam's."""
     mesh: Mesh
+    base: str = ""
+    """The digest of the weights beside the adapters (`convert.peft.base_digest`), which are not in the checkpoint;
+    empty if the model has no adapters."""
 
 
 class State(NamedTuple):
@@ -283,6 +286,7 @@ def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: d
         "dtype": identity.dtype,
         "optimizer": identity.optimizer,
         "mesh": asdict(identity.mesh),
+        "base": identity.base,
         "num_updates": num_updates,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
@@ -314,7 +318,7 @@ def load(
             by_name.setdefault(shard.local_name, []).append(shard)
         try:
             for kind in dict.fromkeys(target.kind for target in targets):
-                source = open_checkpoint(folder, kind, fields)
+                source = open_checkpoint(folder, kind, fields, adapters=True)
                 maps = Maps(source.checksums)
                 for target in targets:
                     if target.kind == kind:
@@ -365,12 +369,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
-    mine = {"shape": identity.shape, "dtype": identity.dtype, "optimizer": identity.optimizer}
+    mine = {"shape": identity.shape, "dtype": identity.dtype, "optimizer": identity.optimizer, "base": identity.base}
     training = fields["training"]
     saved = {
         "shape": manifest.saved_shape(fields),
         "dtype": training["dtype"],
         "optimizer": manifest.optimizer_kind(fields),
+        "base": training.get("base", ""),
     }
     for key, value in mine.items():
         if saved[key] != value:

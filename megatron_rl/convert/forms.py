@@ -22,7 +22,7 @@ from megatron_rl.layout.view import View
 from megatron_rl.types import Mesh, ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(.*mlp\.experts\.)(linear_fc\d\.(?:weight|bias))(\d+)")
+_EXPERT = re.compile(r"(.*mlp\.experts\.)(linear_fc\d\.(?:weight|bias|lora_[AB]))(\d+)")
 
 
 @dataclass(frozen=True, slots=True)

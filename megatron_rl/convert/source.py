@@ -100,13 +100,16 @@ class Source:
                 known.append(region)
 
 
-def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str, Any] | None = None) -> Source:
+def open_checkpoint(
+    folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str, Any] | None = None, adapters: bool = False
+) -> Source:
     """Open a checkpoint of any form.
 
     Args:
         kind: what to open of a trainer's checkpoint: the weights, or a part of the optimizer's state
             (`manifest.WEIGHTS` names the kinds). Only regions of this kind are opened.
         fields: the folder's manifest, if it has been read already.
+        adapters: whether a checkpoint of adapters, without their base model, may be opened.
 
     Raises:
         ValueError: the folder has none of the three forms, or it is damaged or incomplete.
@@ -125,6 +128,13 @@ def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str
     if fields:
         _check_files(folder, fields)
     shape = read_shape(folder if form == manifest.HUB else folder / "hf")
+    if fields and (held := manifest.saved_shape(fields).adapters):
+        if not adapters:
+            raise ValueError(
+                f"{folder} holds the adapters of a run, and no base model; take the folder hf of the run's end, or "
+                f"`megatron-rl merge`"
+            )
+        shape = replace(shape, adapters=held)
     source = Source(folder, form, shape, None, True, fields)
     if fields:
         manifest.check_shape(folder, fields, shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.layout.adapters import linear_names
 from megatron_rl.layout.config import critic_config, critic_shape, hub_hint, read_shape
 from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
@@ -31,6 +32,12 @@ def vllm_shards(
     return FAMILIES[shape.family].vllm_shards(shape, tensor, rank, expert_parallel, pipeline)
 
 
+def linear_layers(shape: ModelShape) -> list[str]:
+    """The names of the linear layers of a model's layers, as `Adapters.targets` has them: q_proj, k_proj and so on."""
+    family = FAMILIES[shape.family]
+    return linear_names([rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer)])
+
+
 def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
     """The number of rows of Megatron's embedding over all tensor-parallel ranks, padding included."""
     return padded(shape.vocab_size, VOCABULARY_MULTIPLE * tensor)
@@ -58,6 +65,7 @@ __all__ = [
     "engine_layers",
     "hub_hint",
     "is_matrix",
+    "linear_layers",
     "megatron_shards",
     "obstacle_to_fused_layers",
     "padded_vocabulary",

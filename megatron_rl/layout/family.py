@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, Literal
 
 from megatron_rl.layout import divisions
+from megatron_rl.layout.adapters import adapter_rules
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
 from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
 from megatron_rl.layout.shards import Shard
@@ -85,6 +86,11 @@ class Family(Traits):
         attention = self.linear if layer in shape.linear_layers else self.attention
         return [rule for rule in (*attention, *mlp) if rule.when(shape)]
 
+    def trained_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
+        """The rows of a layer on the trainer's side: `layer_rules`, and the rows of their adapters."""
+        rules = self.layer_rules(shape, layer)
+        return rules + adapter_rules(rules, shape)
+
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
         last = self.last_rule(shape)
@@ -94,7 +100,7 @@ class Family(Traits):
         for layer in range(shape.num_layers):
             kind = shape.kind(layer)
             if kind not in rows:
-                rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in rule.hf_names(shape)]
+                rows[kind] = [row for rule in self.trained_rules(shape, layer) for row in rule.hf_names(shape)]
             prefix = self.hf_layer.format(layer)
             tensors.update((prefix + name, extents) for name, extents in rows[kind])
         return tensors
@@ -177,7 +183,7 @@ class Family(Traits):
             for i, layer in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
                 kind = shape.kind(layer)
                 if kind not in rows:
-                    rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
+                    rows[kind] = [place(rule) for rule in self.trained_rules(shape, layer)]
                 hf_prefix, local_prefix = self.hf_layer.format(layer), prefix + MEGATRON_LAYER.format(i)
                 placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
             if last:

@@ -13,6 +13,8 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
         context: the context-parallel size.
     """
     rope = shape.rope_scaling
+    if shape.adapters:
+        return "low-rank adapters have not been built for its layers"
     if FAMILIES[shape.family].sinks:
         return f"the attention sinks of {shape.family} have not been tried with its layers"
     if FAMILIES[shape.family].post_norm:

@@ -65,6 +65,8 @@ def sizes(shape: ModelShape) -> dict[str, int]:
             "delta_head": delta.value_size,
             "convolution": delta.convolution,
         }
+    if shape.adapters:
+        known["adapter_rank"] = shape.adapters.rank
     return known
 
 

@@ -30,6 +30,7 @@ from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
@@ -86,7 +87,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     splits = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
-        faults += _positions(config, shape)
+        faults += _positions(config, shape) + faults_of_adapters(config, shape)
     tokenizer = None
     if elsewhere:
         tell(
