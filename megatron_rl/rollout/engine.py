@@ -102,7 +102,7 @@ class VllmEngine:
         self._adapter: LoRARequest | None = None
         """What names the run's adapter in a request."""
         self._progress = Progress(record) if record else None
-        self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus)
+        self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus, spec.adapters is not None)
 
     async def start(self) -> None:
         """Start vLLM.

@@ -148,14 +148,14 @@ class RolloutWorker:
 
     def sleep_on_a_cpu(self) -> None:
         """Give this worker the methods `sleep` and `wake_up`, which do nothing in vLLM's worker on a CPU. As on a GPU,
-        level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors. The
-        cache begins with zeros, as at vLLM's start."""
+        level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors; level
+        1 keeps the weights. The cache begins with zeros, as at vLLM's start."""
         runner = self.model_runner
         lent: dict[str, list[tuple[torch.UntypedStorage, int]]] = {"weights": [], "kv_cache": []}
 
         def sleep(level: int) -> None:
-            assert level == 2, "nothing is kept"
-            for tag, tensors in (("weights", runner.model.parameters()), ("kv_cache", runner.kv_caches)):
+            weights = runner.model.parameters() if level == 2 else ()
+            for tag, tensors in (("weights", weights), ("kv_cache", runner.kv_caches)):
                 for storage in (tensor.untyped_storage() for tensor in tensors):
                     if storage.nbytes():
                         lent[tag].append((storage, storage.nbytes()))
