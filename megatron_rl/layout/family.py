@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from megatron_rl.layout import divisions
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
-from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
+from megatron_rl.layout.rule import VALUE_HEAD, Ignored, MultiTokenHead, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
 from megatron_rl.layout.traits import Traits
@@ -51,6 +51,8 @@ class Family(Traits):
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     """Reads from config.json the fields of ModelShape that are special to this family."""
     ignored: tuple[Ignored, ...] = ()
+    multi_token: MultiTokenHead | None = None
+    """None: models of this family have no such head."""
     absent: Mapping[str, float] = field(default_factory=dict)
     """What transformers takes for keys that config.json lacks, where it does not derive them from other keys.
     `rope_theta` is 10,000 if it is not here either."""
@@ -62,6 +64,11 @@ class Family(Traits):
     vllm_repeats_ends: tuple[End, ...] = ()
     """What vLLM builds on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
+
+    @property
+    def not_needed(self) -> tuple[Ignored, ...]:
+        """What a folder may hold besides the model's tensors."""
+        return (*self.ignored, self.multi_token) if self.multi_token else self.ignored
 
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""

@@ -173,7 +173,10 @@ def _complete(
     described = {key: tensor.extents for key, tensor in whole.file_tensors(shape).items()}
     understood = [key for key, extents in described.items() if tensors.get(key) == extents]
     ignored = {
-        key: one.reason for key in tensors.keys() - described.keys() for one in whole.ignored if one.matches(key, shape)
+        key: one.reason
+        for key in tensors.keys() - described.keys()
+        for one in whole.not_needed
+        if one.matches(key, shape)
     }
     return Proposal(
         family=whole,

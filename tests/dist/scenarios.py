@@ -468,16 +468,16 @@ def _error(call) -> str:
     return "no error"
 
 
-def export(rank, world_size, url, *, folder, layout, target, checkpoint=None, weights=None):
-    actor = build(rank, world_size, url, folder, layout, weights=weights)
+def export(rank, world_size, url, *, folder, layout, target, checkpoint=None, weights=None, **settings):
+    actor = build(rank, world_size, url, folder, layout, weights=weights, **settings)
     if checkpoint is not None:
         actor.load(checkpoint)
     export_hf(actor, target)
     actor.close()
 
 
-def save_at_once(rank, world_size, url, *, folder, layout, checkpoint):
-    actor = build(rank, world_size, url, folder, layout)
+def save_at_once(rank, world_size, url, *, folder, layout, checkpoint, weights=None, **settings):
+    actor = build(rank, world_size, url, folder, layout, weights=weights, **settings)
     save(actor, checkpoint, {})
     actor.close()
 

@@ -113,7 +113,7 @@ DEEPSEEK_V3 = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=BIASED_MIXTURE,
     read_config=_read,
-    ignored=(TOKEN_AFTER_NEXT,),
+    multi_token=TOKEN_AFTER_NEXT,
     **ENDS,
 )
 KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")
