@@ -77,6 +77,7 @@ def build(
     algorithm: AlgorithmConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
     weights: Path | None = None,
+    temperature: float = TEMPERATURE,
     **settings,
 ) -> MegatronActor:
     """`algorithm` None is supervised training. `weights`: where the weights are, if they are not in `folder`.
@@ -98,7 +99,7 @@ def build(
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
         policy=PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, **settings),
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
-        temperature=TEMPERATURE if algorithm else 1.0,
+        temperature=temperature if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
     )
