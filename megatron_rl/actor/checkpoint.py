@@ -92,13 +92,12 @@ class State(NamedTuple):
     """JSON's types; of rank 0."""
 
 
-class Beside(NamedTuple):
-    """What a checkpoint has from the model's Hugging Face folder."""
+class FromHub(NamedTuple):
+    """What a checkpoint has from the model's Hugging Face folder: configuration, tokenizer, and the multi-token head if
+    it is kept."""
 
     folder: Path
-    """It gives configuration and tokenizer."""
     multi_token: bool
-    """Whether its multi-token head is kept."""
 
 
 class Saving:
@@ -115,7 +114,7 @@ class Saving:
         identity: Identity,
         parts: Iterable[Part],
         state: State,
-        beside: Beside,
+        from_hub: FromHub,
         agreement: Agreement,
     ) -> None:
         """
@@ -126,7 +125,7 @@ class Saving:
         Raises:
             ValueError: the folder cannot be made, or the disk has too little space.
         """
-        self._folder, self._identity, self._state, self._beside = folder, identity, state, beside
+        self._folder, self._identity, self._state, self._from_hub = folder, identity, state, from_hub
         self._agreement = agreement
         self._open_tensors = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
         copies = [_copy(part, self._open_tensors[part.piece.tensor]) for part in parts]
@@ -223,7 +222,7 @@ class Saving:
     def _write_rest(self, files: dict[str, Any]) -> None:
         """Write what rank 0 writes for all."""
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
-        shape, (folder, kept) = self._identity.shape, self._beside
+        shape, (folder, kept) = self._identity.shape, self._from_hub
         head = head_tensors(open_head(folder, shape), getattr(torch, self._identity.dtype)) if kept else []
         companions = hub.companions(folder, self._identity.dtype, shape.value_head, bool(head))
         small |= {f"hf/{name}": content for name, content in companions.items()}

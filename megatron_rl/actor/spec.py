@@ -43,7 +43,7 @@ class ActorSpec:
 
     @property
     def keeps_head(self) -> bool:
-        """Whether checkpoints and exports have the model's multi-token head. That of a critic is left out."""
+        """Whether checkpoints and exports have the model's multi-token head. A critic has none."""
         return self.policy.multi_token == "keep" and not self.shape.value_head
 
 

@@ -239,8 +239,8 @@ class MegatronTrainer:
         self.require("training")
         assert self._saving is None, "finish_save comes first"
         now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra)
-        beside = checkpoint.Beside(Path(self.spec.model.path), self.spec.keeps_head)
-        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, beside, self.agreement)
+        from_hub = checkpoint.FromHub(Path(self.spec.model.path), self.spec.keeps_head)
+        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, from_hub, self.agreement)
 
     @property
     def is_saved(self) -> bool:

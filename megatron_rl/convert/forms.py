@@ -63,7 +63,7 @@ def hub_tensors(shape: ModelShape, table: Family | None = None) -> list[Describe
     """The HF tensors as files hold them.
 
     Args:
-        table: of the files; None means the one with which this package writes files of the family.
+        table: of the files; None means the family's own, which this package writes.
     """
     family = table or FAMILIES[shape.family]
     extents, tensors = family.hf_tensors(shape), []

@@ -2,7 +2,7 @@
 
 Nothing here trains it. It is left out, or carried as it is from a folder into a checkpoint and from there into a
 folder, so that an engine can still draft tokens with it. A Hugging Face folder has its tensors among the others; a
-checkpoint has them in a file of their own beside config.json.
+checkpoint has them in a file of their own, next to config.json.
 
 Invariant (tests/unit/convert, tests/dist): what is kept has the bits of the folder that it comes from.
 """

@@ -1,13 +1,13 @@
 """Folders that hold a model for text together with other parts, as Kimi-K2.5 and Qwen3.5 are published.
 
 config.json has the text model's own configuration under `text_config`, and the names of the text model's tensors begin
-with a prefix; a vision tower lies beside it. The text model alone is read, under the names and with the config.json
+with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
 that a folder of its own has. All other tensors are counted and told by the beginnings of their names.
 
 No run begins with such a folder. vLLM's classes for it (KimiK25ForConditionalGeneration,
 Qwen3_5ForConditionalGeneration) also build the tower, which nothing here trains, and name the parameters differently.
-Its classes for text (DeepseekV3ForCausalLM, Qwen3_5ForCausalLM) and those of transformers read the folder that the
-converter makes.
+Its classes for text (DeepseekV3ForCausalLM, Qwen3_5ForCausalLM) and transformers' read the folder that the converter
+makes.
 
 Sources of the names: transformers, conversion_mapping.py (`kimi_k25`), modeling_qwen3_5.py and modeling_qwen3_5_moe.py
 (Qwen3_5MoeExperts); vLLM, kimi_k25.py and qwen3_5.py (`hf_to_vllm_mapper`).
@@ -89,7 +89,7 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     whole = {key: config[key] for key in (*_INHERITED, *_SAID_TWICE) if key in config}
     if "dtype" in text or "torch_dtype" in text:
         whole = {key: value for key, value in whole.items() if key not in ("dtype", "torch_dtype")}
-    # The code that `auto_map` names is that of the whole model, and is not written.
+    # `auto_map` names code of the whole model, which is not written.
     own = {key: value for key, value in text.items() if key != "auto_map"}
     return whole | own | {"architectures": [FAMILIES[text["model_type"]].vllm_model]}
 
@@ -139,7 +139,7 @@ def check_text_alone(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") in COMPOSITES:
         raise ValueError(
-            f"model.path: {folder} holds a {config['model_type']}, a text model with a vision tower, with which no run "
-            f"can begin. Please take out the text model once with `megatron-rl convert to-megatron {folder} TARGET`, "
+            f"model.path: {folder} holds a {config['model_type']}, a text model with a vision tower, and no run can "
+            f"begin with it. Please take out the text model once with `megatron-rl convert to-megatron {folder} TARGET`, "
             f"and then set model.weights=TARGET and model.path=TARGET/hf"
         )

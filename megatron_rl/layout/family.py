@@ -64,6 +64,8 @@ class Family(Traits):
     vllm_repeats_ends: tuple[End, ...] = ()
     """What vLLM builds on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
+    module: str | None = None
+    """The module of `layout/families` that has the table; None if it is named like the family."""
 
     @property
     def not_needed(self) -> tuple[Ignored, ...]:
@@ -107,7 +109,7 @@ class Family(Traits):
         return tensors
 
     def views(self, shape: ModelShape) -> dict[str, View]:
-        """Where the HF tensors lie that files hold in another form, by name."""
+        """The views of the HF tensors that files hold in another form, by name."""
         found: dict[str, View] = {}
         for layer in range(shape.num_layers):
             for rule in self.layer_rules(shape, layer):

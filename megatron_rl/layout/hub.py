@@ -45,8 +45,8 @@ class HubIndex:
     head: dict[str, Path] = field(default_factory=dict)
     """The safetensors file of each tensor of a multi-token head. They are in `ignored`, too."""
     composite: Composite | None = None
-    """How the files name the tensors of the text model, if they hold other parts, too. All names above are those of a
-    folder of the text model alone, but for the tensors of other parts in `ignored`."""
+    """How the files name the tensors of the text model, if they hold other parts, too. The names above are the names in
+    a folder of the text model alone; in `ignored` tensors of other parts have the files' names."""
 
     def own_name(self, name: str) -> str | None:
         """The name that stands here for a tensor of the files; None if it belongs to another part than the text
@@ -74,8 +74,8 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
     """Check everything about a checkpoint that can be checked before a process starts.
 
     Raises:
-        ValueError: the mesh does not divide the model, or the weights are damaged, incomplete, quantised, or those of
-            more than a text model.
+        ValueError: the mesh does not divide the model, or the weights are damaged, incomplete or quantised, or belong
+            to more than a text model.
     """
     check_startable(folder)
     FAMILIES[shape.family].check_mesh(shape, mesh)

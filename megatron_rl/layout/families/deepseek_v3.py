@@ -116,11 +116,12 @@ DEEPSEEK_V3 = Family(
     multi_token=TOKEN_AFTER_NEXT,
     **ENDS,
 )
-KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")
+KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2", module="deepseek_v3")
 """Kimi-K2 (arXiv:2507.20534) is DeepSeek-V3 with 384 experts, 64 heads and one dense layer."""
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     name="glm4_moe_lite",
+    module="deepseek_v3",
     vllm_model="Glm4MoeLiteForCausalLM",
     mixture=served_in_float32(BIASED_MIXTURE),
 )

@@ -49,6 +49,7 @@ def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
 
 OLMO2 = Family(
     name="olmo2",
+    module="olmo",
     vllm_model="TransformersForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,
@@ -56,6 +57,7 @@ OLMO2 = Family(
 )
 OLMO3 = Family(
     name="olmo3",
+    module="olmo",
     vllm_model="TransformersForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,

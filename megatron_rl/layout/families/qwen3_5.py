@@ -65,6 +65,7 @@ def _mixture(config: Mapping[str, Any]) -> dict[str, Any]:
 
 QWEN3_5_TEXT = Family(
     name="qwen3_5_text",
+    module="qwen3_5",
     vllm_model="Qwen3_5ForCausalLM",
     attention=GATED_ATTENTION,
     linear=(*DELTA_ROWS, *_INPUT),
@@ -78,6 +79,7 @@ QWEN3_5_TEXT = Family(
 )
 QWEN3_5_MOE_TEXT = Family(
     name="qwen3_5_moe_text",
+    module="qwen3_5",
     vllm_model="Qwen3_5MoeForCausalLM",
     attention=GATED_ATTENTION,
     linear=QWEN3_5_TEXT.linear,

@@ -178,7 +178,7 @@ def test_the_multi_token_head_goes_through_a_checkpoint_with_the_same_bits(made,
 
 def test_a_run_is_told_to_take_the_text_model_out(made):
     folder = made("kimi_k25").folder
-    with pytest.raises(ValueError, match="kimi_k25, a text model with a vision tower, with which no run can begin"):
+    with pytest.raises(ValueError, match="kimi_k25, a text model with a vision tower, and no run can begin with it"):
         check_model(folder, read_shape(folder), Mesh())
 
 
