@@ -93,8 +93,7 @@ class State(NamedTuple):
 
 
 class FromHub(NamedTuple):
-    """What a checkpoint has from the model's Hugging Face folder: configuration, tokenizer, and the multi-token head if
-    it is kept."""
+    """The Hugging Face folder of configuration and tokenizer, and whether its multi-token head is kept."""
 
     folder: Path
     multi_token: bool

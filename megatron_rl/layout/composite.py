@@ -140,6 +140,7 @@ def check_text_alone(folder: Path) -> None:
     if config.get("model_type") in COMPOSITES:
         raise ValueError(
             f"model.path: {folder} holds a {config['model_type']}, a text model with a vision tower, and no run can "
-            f"begin with it. Please take out the text model once with `megatron-rl convert to-megatron {folder} TARGET`, "
-            f"and then set model.weights=TARGET and model.path=TARGET/hf"
+            f"begin with it. Please take the text model out once with "
+            f"`megatron-rl convert to-megatron {folder} TARGET`, and then set model.weights=TARGET and "
+            f"model.path=TARGET/hf"
         )
