@@ -51,8 +51,6 @@ class Family(Traits):
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     """Reads from config.json the fields of ModelShape that are special to this family."""
     ignored: tuple[Ignored, ...] = ()
-    multi_token: MultiTokenHead | None = None
-    """None: models of this family have no such head."""
     absent: Mapping[str, float] = field(default_factory=dict)
     """What transformers takes for keys that config.json lacks, where it does not derive them from other keys.
     `rope_theta` is 10,000 if it is not here either."""
@@ -64,13 +62,11 @@ class Family(Traits):
     vllm_repeats_ends: tuple[End, ...] = ()
     """What vLLM builds on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
-    module: str | None = None
-    """The module of `layout/families` that has the table; None if it is named like the family."""
 
     @property
-    def not_needed(self) -> tuple[Ignored, ...]:
-        """What a folder may hold besides the model's tensors."""
-        return (*self.ignored, self.multi_token) if self.multi_token else self.ignored
+    def multi_token(self) -> MultiTokenHead | None:
+        """None: models of this family have no such head."""
+        return next((one for one in self.ignored if isinstance(one, MultiTokenHead)), None)
 
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""

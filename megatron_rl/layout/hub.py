@@ -277,7 +277,7 @@ def _reason(name: str, where: str, shape: ModelShape, family: Family) -> str:
     """
     if shape.tied_embeddings and name == family.output.hf[0].name:
         return "the output layer is tied to the embedding and stored a second time"
-    for ignored in family.not_needed:
+    for ignored in family.ignored:
         if ignored.matches(name, shape):
             return ignored.reason
     if row := family.describe(name):

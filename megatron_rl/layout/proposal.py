@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.layout.config import shape_of
-from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.families import FAMILIES, module_of
 from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts
 from megatron_rl.layout.families.rows import first_name, rows_of, rows_without
 from megatron_rl.layout.family import Family
@@ -100,7 +100,7 @@ class Proposal:
         if self.family.known != begin.known:
             changes.append(f"known={dict(self.family.known)}")
         text = "\n".join(f"    {change}," for change in changes)
-        modules = {family: FAMILIES[family].module or family for family in imported}
+        modules = {family: module_of(family) for family in imported}
         lines = [f"from megatron_rl.layout.families.{modules[one]} import {one.upper()}" for one in imported]
         if biased:
             lines.append("from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts")
@@ -174,10 +174,7 @@ def _complete(
     described = {key: tensor.extents for key, tensor in whole.file_tensors(shape).items()}
     understood = [key for key, extents in described.items() if tensors.get(key) == extents]
     ignored = {
-        key: one.reason
-        for key in tensors.keys() - described.keys()
-        for one in whole.not_needed
-        if one.matches(key, shape)
+        key: one.reason for key in tensors.keys() - described.keys() for one in whole.ignored if one.matches(key, shape)
     }
     return Proposal(
         family=whole,

@@ -109,11 +109,12 @@ def said(tmp_path_factory) -> Said:
 
 def test_decoding_says_what_prefill_says(said):
     """Each of the two rounds like any computation in bf16, so they differ by at most sqrt(2) times as much as one
-    differs from fp32. A state that decoding carried wrongly would be further off with every token."""
+    differs from fp32. A state that decoding carried wrongly would be further off with every token; means
+    over 400 tokens differ by some tenths."""
     difference = np.abs(said.decoded - said.prefilled)
     assert 0 < difference.mean() < 2**0.5 * said.rounding
     quarter = LENGTH // 4
-    assert difference[:, -quarter:].mean() < 1.4 * difference[:, :quarter].mean()
+    assert difference[:, -quarter:].mean() < 1.5 * difference[:, :quarter].mean()
 
 
 def test_the_measure_sees_a_state_that_forgets(said):

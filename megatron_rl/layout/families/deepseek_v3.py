@@ -113,15 +113,14 @@ DEEPSEEK_V3 = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=BIASED_MIXTURE,
     read_config=_read,
-    multi_token=TOKEN_AFTER_NEXT,
+    ignored=(TOKEN_AFTER_NEXT,),
     **ENDS,
 )
-KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2", module="deepseek_v3")
+KIMI_K2 = replace(DEEPSEEK_V3, name="kimi_k2")
 """Kimi-K2 (arXiv:2507.20534) is DeepSeek-V3 with 384 experts, 64 heads and one dense layer."""
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     name="glm4_moe_lite",
-    module="deepseek_v3",
     vllm_model="Glm4MoeLiteForCausalLM",
     mixture=served_in_float32(BIASED_MIXTURE),
 )

@@ -52,6 +52,6 @@ GLM4_MOE = Family(
     read_config=_read,
     rotary_share=0.5,
     known={"mlp_bias": False, "hidden_act": "silu"},
-    multi_token=TOKEN_AFTER_NEXT,
+    ignored=(TOKEN_AFTER_NEXT,),
     **ENDS,
 )

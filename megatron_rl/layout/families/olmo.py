@@ -49,7 +49,6 @@ def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
 
 OLMO2 = Family(
     name="olmo2",
-    module="olmo",
     vllm_model="TransformersForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,
@@ -57,7 +56,6 @@ OLMO2 = Family(
 )
 OLMO3 = Family(
     name="olmo3",
-    module="olmo",
     vllm_model="TransformersForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,

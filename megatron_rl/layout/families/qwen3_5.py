@@ -65,13 +65,12 @@ def _mixture(config: Mapping[str, Any]) -> dict[str, Any]:
 
 QWEN3_5_TEXT = Family(
     name="qwen3_5_text",
-    module="qwen3_5",
     vllm_model="Qwen3_5ForCausalLM",
     attention=GATED_ATTENTION,
     linear=(*DELTA_ROWS, *_INPUT),
     dense=(MLP_NORM, *GATED_MLP),
     read_config=_dense,
-    multi_token=MULTI_TOKEN,
+    ignored=(MULTI_TOKEN,),
     absent={"num_key_value_heads": 4, "head_dim": 256},
     rotary_share=0.25,
     vllm_repeats_ends=("embedding",),
@@ -79,14 +78,13 @@ QWEN3_5_TEXT = Family(
 )
 QWEN3_5_MOE_TEXT = Family(
     name="qwen3_5_moe_text",
-    module="qwen3_5",
     vllm_model="Qwen3_5MoeForCausalLM",
     attention=GATED_ATTENTION,
     linear=QWEN3_5_TEXT.linear,
     dense=(),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_mixture,
-    multi_token=MULTI_TOKEN,
+    ignored=(MULTI_TOKEN,),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,
     vllm_repeats_ends=("embedding",),

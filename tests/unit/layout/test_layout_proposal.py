@@ -10,6 +10,7 @@ from test_layout_hub import MIXTRAL, QWEN3
 
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.config import shape_of
+from megatron_rl.layout.families import module_of
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.proposal import Proposal, propose
 
@@ -71,7 +72,7 @@ def test_the_rows_of_a_known_family_are_found_without_it(monkeypatch, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_proposal_knows_the_module_of_each_family(name):
     """It is imported there by the proposals that begin with the family."""
-    module = import_module(f"megatron_rl.layout.families.{FAMILIES[name].module or name}")
+    module = import_module(f"megatron_rl.layout.families.{module_of(name)}")
     assert getattr(module, name.upper()) is FAMILIES[name]
 
 
