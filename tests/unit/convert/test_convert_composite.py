@@ -166,6 +166,16 @@ def test_what_is_left_out_is_told_by_the_beginnings_of_names(made, tmp_path, cap
         assert f"{len(HEAD)} tensors of the multi-token head were kept as they are" in told
 
 
+def test_experts_that_are_not_stacked_are_read_too(made, tmp_path):
+    """As in folders that were made from the text model."""
+    one = made("qwen3_5_moe")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_bytes((one.folder / "config.json").read_bytes())
+    named = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in one.tensors.items()}
+    save_file(named, tmp_path / "whole" / "model.safetensors")
+    assert_same(read(back(tmp_path / "whole", tmp_path / "hub")), one.tensors)
+
+
 def test_the_multi_token_head_goes_through_a_checkpoint_with_the_same_bits(made, tmp_path):
     one = made("qwen3_5_moe")
     write(to_open(open_checkpoint(one.folder)), tmp_path / "open")
