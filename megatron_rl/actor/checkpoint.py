@@ -221,14 +221,14 @@ class Saving:
     def _write_rest(self, files: dict[str, Any]) -> None:
         """Write what rank 0 writes for all."""
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
-        shape, (folder, kept) = self._identity.shape, self._from_hub
-        head = head_tensors(open_head(folder, shape), getattr(torch, self._identity.dtype)) if kept else []
-        companions = hub.companions(folder, self._identity.dtype, shape.value_head, bool(head))
+        shape, dtype, (folder, keeps) = self._identity.shape, self._identity.dtype, self._from_hub
+        stored = open_head(folder, shape)
+        companions = hub.companions(folder, dtype, shape.value_head, keeps if stored else None)
         small |= {f"hf/{name}": content for name, content in companions.items()}
         small |= _torch_dist_files(shape, files, self._open_tensors, TENSORS.format(self._agreement.size))
         files |= {name: write(self._temporary / name, content) for name, content in small.items()}
-        if head:
-            files[f"hf/{HEAD}"] = write_safetensors(self._temporary / "hf" / HEAD, head)
+        if stored and keeps:
+            files[f"hf/{HEAD}"] = write_safetensors(self._temporary / "hf" / HEAD, head_tensors(stored, None))
         _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
 
     def _remove(self) -> None:

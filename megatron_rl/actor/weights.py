@@ -81,9 +81,11 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
     files = hub_files(shape, dtype)
     head: list[list[TargetTensor]] = []
-    if actor.spec.keeps_head:
-        with actor.agreement.on_errors():
-            head = head_groups(open_head(source, shape), dtype)
+    keeps = None
+    with actor.agreement.on_errors():
+        if actor.rank == 0 and (stored := open_head(source, shape)):
+            keeps = actor.spec.keeps_head
+            head = head_groups(stored, dtype) if keeps else []
     num_files = len(files) + len(head)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(shape, actor.mesh, actor.fused_norms)
@@ -97,7 +99,7 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
                 for i, kept in enumerate(head, len(files)):
                     write_safetensors(temporary / file_name("model", i, num_files), kept)
                 name = str(dtype).removeprefix("torch.")
-                write_companions(temporary, companions(source, name, shape.value_head, bool(head)))
+                write_companions(temporary, companions(source, name, shape.value_head, keeps))
                 if num_files > 1:
                     sized = [{name: tensor.num_bytes for name, tensor in tensors.items()} for tensors in files]
                     sized += [{tensor.name: tensor.num_bytes for tensor in kept} for kept in head]

@@ -82,7 +82,7 @@ def to_hub(source: Source, options: Options = Options()) -> Conversion:
         total = sum(tensor.num_bytes for tensor in tensors)
         names = [[tensor.name for tensor in group] for group in groups]
         files.append(TargetFile(INDEX, (hub.index_text(names, total).encode(),)))
-    files += _literal(hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept)))
+    files += _literal(hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept) if source.head else None))
     return Conversion(source, manifest.HUB, None, True, tuple(files), options)
 
 
@@ -129,7 +129,7 @@ def to_open(source: Source, options: Options = Options()) -> Conversion:
 
 def _companions(source: Source, options: Options) -> list[TargetFile]:
     kept = _head(source, options)
-    files = hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept))
+    files = hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept) if source.head else None)
     head = [safetensors_file(f"hf/{HEAD}", kept)] if kept else []
     return _literal(files, lambda name: f"hf/{name}") + head
 

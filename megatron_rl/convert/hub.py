@@ -38,7 +38,7 @@ def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
 
 
 def companions(
-    folder: Path, dtype: str | None, value_head: bool = False, multi_token: bool = False
+    folder: Path, dtype: str | None, value_head: bool = False, multi_token: bool | None = None
 ) -> dict[str, bytes]:
     """The contents of the configuration, tokenizer, chat template and generation configuration, by file name.
     config.json is the text model's, and loses its `quantization_config`, because no written tensor is quantised. A
@@ -47,7 +47,8 @@ def companions(
     Args:
         dtype: the dtype that config.json is to name; None keeps the one that it names.
         value_head: config.json is to describe the same model with a value head.
-        multi_token: the folder has the model's multi-token head; else config.json says that there is none.
+        multi_token: whether a multi-token head is kept; None if there is none. Unless it is kept, config.json says that
+            there is none, which some readers do not take for granted.
     """
     config = (folder / "config.json").read_bytes()
     fields = read_config(folder)
@@ -58,7 +59,7 @@ def companions(
     elif is_quantised and fields.get("dtype", fields.get("torch_dtype")) is None:
         fields["dtype"] = "bfloat16"  # the converter's for mxfp4
     head = FAMILIES[fields["model_type"]].multi_token
-    if head and fields.get(head.key) and not multi_token:
+    if head and not multi_token and (fields.get(head.key) or multi_token is False):
         fields[head.key] = 0
     if value_head:
         fields = critic_config(fields)

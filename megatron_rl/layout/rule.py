@@ -158,7 +158,7 @@ class MultiTokenHead(Ignored):
     keep them as they are, or leave them out."""
 
     key: str
-    """The key of config.json with the number of these layers."""
+    """The key of config.json with the number of these layers, as vLLM reads it (config/speculative.py)."""
 
 
 def is_trained(hf_name: str) -> bool:

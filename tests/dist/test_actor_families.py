@@ -298,6 +298,8 @@ def test_a_multi_token_head_is_in_exports_and_checkpoints_as_it_was_if_it_is_kep
     assert trained.keys() == head.keys() and all(torch.equal(trained[key], head[key]) for key in head)
     assert export_checkpoint.main([str(checkpoint), str(tmp_path / "saved")]) == 0
     check(tmp_path / "saved", model | head, 1)
+    trainers.run("export", 2, target=tmp_path / "resumed", checkpoint=checkpoint, multi_token="keep", **begun)
+    check(tmp_path / "resumed", model | head, 1)
 
 
 RESUMED = [("qwen3_moe", 0.0, "float32"), ("deepseek_v3", 0.01, "bfloat16"), ("gpt_oss", 0.0, "bfloat16")]

@@ -187,6 +187,17 @@ def test_the_multi_token_head_goes_through_a_checkpoint_with_the_same_bits(made,
     assert json.loads((tmp_path / "without" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
 
 
+def test_a_head_that_config_json_does_not_name_is_named_when_it_is_left_out(tmp_path):
+    """vLLM takes one layer for granted in Qwen3-Next (qwen3_next_mtp.py)."""
+    folder = write_folder(tmp_path / "model", "qwen3_next")
+    plain = (folder / "config.json").read_bytes()
+    assert (back(folder, tmp_path / "plain") / "config.json").read_bytes() == plain
+    save_file({"mtp.fc.weight": torch.ones(2, 3)}, folder / "more.safetensors")
+    assert (back(folder, tmp_path / "kept") / "config.json").read_bytes() == plain
+    dropped = back(folder, tmp_path / "dropped", Options(multi_token="drop"))
+    assert json.loads((dropped / "config.json").read_text()) == json.loads(plain) | {"num_nextn_predict_layers": 0}
+
+
 def test_a_run_is_told_to_take_the_text_model_out(made):
     folder = made("kimi_k25").folder
     with pytest.raises(ValueError, match="kimi_k25, a text model with a vision tower, and no run can begin with it"):
