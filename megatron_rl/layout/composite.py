@@ -26,10 +26,17 @@ from megatron_rl.layout.family import Family
 from megatron_rl.layout.rule import Rule
 from megatron_rl.layout.view import InFile
 
-_INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+_DTYPE, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
+_INHERITED = (
+    *_DTYPE,
+    _TIED,
+    "quantization_config",
+    "compression_config",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 """What `text_config` may leave to the whole config.json, which then says it for all parts."""
-_SAID_TWICE = ("tie_word_embeddings", "quantization_config", "compression_config")
-"""What both may say, and then must say alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +88,12 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"the model_type of text_config is {found}, but in a {config['model_type']} only "
             f"{' or '.join(composite.texts)} is supported"
         )
-    for key in _SAID_TWICE:
-        if key in text and config.get(key, text[key]) != text[key]:
-            raise ValueError(
-                f"{key} is {json.dumps(config[key])}, but {json.dumps(text[key])} in text_config; make them equal"
-            )
-    whole = {key: config[key] for key in (*_INHERITED, *_SAID_TWICE) if key in config}
-    if "dtype" in text or "torch_dtype" in text:
-        whole = {key: value for key, value in whole.items() if key not in ("dtype", "torch_dtype")}
+    if _TIED in text and config.get(_TIED, text[_TIED]) != text[_TIED]:  # transformers obeys the first, vLLM the second
+        raise ValueError(
+            f"{_TIED} is {json.dumps(config[_TIED])}, but {json.dumps(text[_TIED])} in text_config; make them equal"
+        )
+    left = set(_INHERITED) - (set(_DTYPE) if text.keys() & set(_DTYPE) else set())
+    whole = {key: config[key] for key in config if key in left}
     # `auto_map` names code of the whole model, which is not written.
     own = {key: value for key, value in text.items() if key != "auto_map"}
     return whole | own | {"architectures": [FAMILIES[text["model_type"]].vllm_model]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import cover
@@ -13,7 +14,7 @@ from folders import assert_same, back, read, write, write_folder
 from safetensors.torch import save_file
 from test_convert_int4 import INT4, write_int4
 
-from megatron_rl.convert import Options, open_checkpoint, to_open, to_ranks
+from megatron_rl.convert import Options, Verification, open_checkpoint, to_open, to_ranks
 from megatron_rl.layout import check_model, read_shape
 from megatron_rl.tools import hf_to_megatron, megatron_to_hf
 from megatron_rl.types import Mesh
@@ -185,6 +186,22 @@ def test_the_multi_token_head_goes_through_a_checkpoint_with_the_same_bits(made,
     assert megatron_to_hf.main([str(tmp_path / "open"), str(tmp_path / "without"), "--multi-token", "drop"]) == 0
     assert_same(read(tmp_path / "without"), one.tensors)
     assert json.loads((tmp_path / "without" / "config.json").read_text())["mtp_num_hidden_layers"] == 0
+
+
+def test_the_head_is_verified_too(made, tmp_path):
+    one, target = made("qwen3_5_moe"), tmp_path / "open"
+    write(to_open(open_checkpoint(one.folder)), target)
+    done = Verification(target, one.folder).run(1, lambda done_bytes: None)
+    assert done.num_compared == done.num_tensors + len(one.head)
+    other = tmp_path / "other"
+    shutil.copytree(one.folder, other)
+    save_file(one.head | {"mtp.norm.weight": torch.zeros(32)}, other / "more.safetensors")
+    with pytest.raises(ValueError, match=r"multi_token.safetensors: tensor mtp.norm.weight differs .* in row 0"):
+        Verification(target, other).run(1, lambda done_bytes: None)
+    path = target / "hf" / "multi_token.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    with pytest.raises(ValueError, match=r"multi_token.safetensors: tensor mtp.\S+ is damaged"):
+        Verification(target).run(1, lambda done_bytes: None)
 
 
 def test_a_head_that_config_json_does_not_name_is_named_when_it_is_left_out(tmp_path):
