@@ -255,8 +255,8 @@ class MegatronTrainer:
         self.require("training")
         assert self._saving is None, "finish_save comes first"
         now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra)
-        model = Path(self.spec.model.path)
-        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, model, self.agreement)
+        from_hub = checkpoint.FromHub(Path(self.spec.model.path), self.spec.keeps_head)
+        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, from_hub, self.agreement)
 
     @property
     def is_saved(self) -> bool:

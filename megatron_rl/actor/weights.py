@@ -19,13 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.actor import platform, state
-from megatron_rl.actor.folders import atomic_folder, write_text
+from megatron_rl.actor.folders import atomic_folder, write_safetensors, write_text
 from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert.forms import split_into_files
+from megatron_rl.convert.head import head_groups, open_head
 from megatron_rl.convert.hub import MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps, rectangle
+from megatron_rl.convert.target import TargetTensor
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
 from megatron_rl.layout.adapters import A, B, is_adapter
@@ -77,10 +79,18 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
 def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype (a router's bias in
     float32), with the adapters' products added to them, and the configuration, tokenizer and chat template of
-    model.path. All ranks must call this together. The folder is complete or absent."""
+    model.path, and with `policy.multi_token: keep` its multi-token head. All ranks must call this together. The folder
+    is complete or absent."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape.base
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
     files = hub_files(shape, dtype)
+    head: list[list[TargetTensor]] = []
+    keeps = None
+    with actor.agreement.on_errors():
+        if actor.rank == 0 and (stored := open_head(source, shape)):
+            keeps = actor.spec.keeps_head
+            head = head_groups(stored, dtype) if keeps else []
+    num_files = len(files) + len(head)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
         for i, tensors in enumerate(files):
@@ -88,10 +98,18 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
             _merge_adapters(actor, gathered, tensors, holders)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
-                    write_tensors(temporary / file_name("model", i, len(files)), gathered)
+                    write_tensors(temporary / file_name("model", i, num_files), gathered)
         with actor.agreement.on_errors():
             if actor.rank == 0:
-                write_companions(temporary, source, files, dtype, shape.value_head)
+                for i, kept in enumerate(head, len(files)):
+                    write_safetensors(temporary / file_name("model", i, num_files), kept)
+                name = str(dtype).removeprefix("torch.")
+                write_companions(temporary, companions(source, name, shape.value_head, keeps))
+                if num_files > 1:
+                    sized = [{name: tensor.num_bytes for name, tensor in tensors.items()} for tensors in files]
+                    sized += [{tensor.name: tensor.num_bytes for tensor in kept} for kept in head]
+                    total = sum(size for names in sized for size in names.values())
+                    write_text(temporary / INDEX, index_text(sized, total))
 
 
 def _merge_adapters(
@@ -123,16 +141,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     sync(path)
 
 
-def write_companions(
-    folder: Path, source: Path, files: list[dict[str, HubTensor]], dtype: torch.dtype, value_head: bool = False
-) -> None:
-    """Write the files that a Hugging Face folder has in addition to its tensors. They come from the folder `source`."""
-    for name, content in companions(source, str(dtype).removeprefix("torch."), value_head).items():
+def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
         (folder / name).write_bytes(content)
         sync(folder / name)
-    if len(files) > 1:
-        total = sum(tensor.num_bytes for tensors in files for tensor in tensors.values())
-        write_text(folder / INDEX, index_text(files, total))
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,7 +228,7 @@ class ModelParameters(Parameters):
         super().__init__(described({n: p for n, p in forms.items() if n not in are_zeros(forms, names)}, names))
         self._prefixes = {layer: name for name, layer in model.named_modules()}
         self._plain: dict[str, list[tuple[str, Box]]] = {}
-        """Where the weights lie that vLLM does not repack, by module. Padding is not among them."""
+        """The places of the weights that vLLM does not repack, by module. Padding is not among them."""
         for shard in shards:
             if whole(shard.local_name) not in self._layers:
                 module = shard.local_name.rpartition(".")[0]

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.optimizer import AdamConfig, AnyOptimizerConfig
 from megatron_rl.config.section import Section
@@ -158,6 +158,22 @@ class PolicyConfig(Section):
     """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
     mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
     loss."""
+
+    multi_token: Literal["drop", "keep"] = "drop"
+    """What becomes of the model's multi-token head, the layers that predict tokens after the next one (DeepSeek-V3,
+    GLM-4.5, Qwen3-Next, Qwen3.5) and draft for an engine. `keep`: checkpoints and exports have it as `model.path` has
+    it. It was not trained, so it drafts for the policy that the run began with, and fewer of its tokens are accepted.
+    `drop`: they have none, and their config.json says so."""
+
+    @field_validator("multi_token", mode="before")
+    @classmethod
+    def _is_not_trained(cls, value: object) -> object:
+        if value == "train":
+            raise ValueError(
+                "a multi-token head cannot be trained here: nothing computes its loss; use keep, and train the head of "
+                "an export with a library that has the loss"
+            )
+        return value
 
     @property
     def adapters(self) -> Adapters | None:

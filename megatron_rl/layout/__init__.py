@@ -9,11 +9,10 @@ from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.fused import obstacle_to_fused_layers
-from megatron_rl.layout.hub import HubIndex, check_model, scan
+from megatron_rl.layout.hub import HubIndex, check_model, check_startable, scan
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.matrices import is_matrix
 from megatron_rl.layout.placement import engine_layers
-from megatron_rl.layout.quantised import check_unquantised
 from megatron_rl.layout.recorded import Recording, box_of_view
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
@@ -59,7 +58,7 @@ __all__ = [
     "box_of_view",
     "check_model",
     "check_parameters",
-    "check_unquantised",
+    "check_startable",
     "critic_config",
     "critic_shape",
     "engine_layers",

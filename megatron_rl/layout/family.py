@@ -18,7 +18,7 @@ from typing import Any, Literal
 from megatron_rl.layout import divisions
 from megatron_rl.layout.adapters import adapter_rules
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
-from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
+from megatron_rl.layout.rule import VALUE_HEAD, Ignored, MultiTokenHead, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
 from megatron_rl.layout.traits import Traits
@@ -64,6 +64,11 @@ class Family(Traits):
     """What vLLM builds on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
 
+    @property
+    def multi_token(self) -> MultiTokenHead | None:
+        """None: models of this family have no such head."""
+        return next((one for one in self.ignored if isinstance(one, MultiTokenHead)), None)
+
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
         return any(rule.float32 for rule in self._rules_of(hf_name))
@@ -106,7 +111,7 @@ class Family(Traits):
         return tensors
 
     def views(self, shape: ModelShape) -> dict[str, View]:
-        """Where the HF tensors lie that files hold in another form, by name."""
+        """The views of the HF tensors that files hold in another form, by name."""
         found: dict[str, View] = {}
         for layer in range(shape.num_layers):
             for rule in self.layer_rules(shape, layer):

@@ -154,6 +154,15 @@ class Ignored:
         return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
 
 
+@dataclass(frozen=True, slots=True)
+class MultiTokenHead(Ignored):
+    """The layers that predict tokens after the next one. Nothing trains them; `policy.multi_token` and the converter
+    keep them as they are, or leave them out."""
+
+    key: str
+    """The key of config.json with the number of these layers, as vLLM reads it (config/speculative.py)."""
+
+
 def is_trained(hf_name: str) -> bool:
     """Whether an HF tensor has a gradient. The bias of a router has none."""
     return not hf_name.endswith(".e_score_correction_bias")

@@ -78,6 +78,7 @@ def build(
     algorithm: AlgorithmConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
     weights: Path | None = None,
+    temperature: float = TEMPERATURE,
     **settings,
 ) -> MegatronActor:
     """`algorithm` None is supervised training. `weights`: where the weights are, if they are not in `folder`.
@@ -100,7 +101,7 @@ def build(
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
         policy=policy,
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
-        temperature=TEMPERATURE if algorithm else 1.0,
+        temperature=temperature if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
     )
@@ -470,16 +471,16 @@ def _error(call) -> str:
     return "no error"
 
 
-def export(rank, world_size, url, *, folder, layout, target, checkpoint=None, weights=None):
-    actor = build(rank, world_size, url, folder, layout, weights=weights)
+def export(rank, world_size, url, *, folder, layout, target, checkpoint=None, weights=None, **settings):
+    actor = build(rank, world_size, url, folder, layout, weights=weights, **settings)
     if checkpoint is not None:
         actor.load(checkpoint)
     export_hf(actor, target)
     actor.close()
 
 
-def save_at_once(rank, world_size, url, *, folder, layout, checkpoint):
-    actor = build(rank, world_size, url, folder, layout)
+def save_at_once(rank, world_size, url, *, folder, layout, checkpoint, weights=None, **settings):
+    actor = build(rank, world_size, url, folder, layout, weights=weights, **settings)
     save(actor, checkpoint, {})
     actor.close()
 
