@@ -53,9 +53,9 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
+from megatron_rl.convert.adapters import base_digest
 from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.manifest import WEIGHTS
-from megatron_rl.convert.peft import base_digest
 from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
 from megatron_rl.layout import check_parameters, megatron_shards, slices
 from megatron_rl.types import Denominators, Metrics, Phase, Share

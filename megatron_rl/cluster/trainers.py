@@ -150,10 +150,13 @@ class MegatronRank(TracedProcess, ABC):
         self.actor.restore(fetch_state(self.rank, step, holder))
 
     def export_hf(self, folder: str) -> None:
+        from megatron_rl.actor.adapter_folders import export_adapters
         from megatron_rl.actor.weights import export_hf
 
         log.info("writing the Hugging Face folder %s", folder)
         export_hf(self.actor, Path(folder))
+        if self.spec.shape.adapters is not None:
+            export_adapters(self.actor, Path(folder) / "adapters")
 
 
 class RankGroup:

@@ -4,22 +4,17 @@ transformers and PEFT read it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.convert import manifest
-from megatron_rl.convert.stored import read_safetensors
 from megatron_rl.layout import FAMILIES, linear_layers
 from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.types import Adapters, ModelShape
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-SAMPLE = 64
-"""The bytes of each tensor that a digest of a base model reads."""
 _ONLY: Mapping[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
@@ -86,26 +81,3 @@ def tensors_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The extents of all tensors of a model's adapters, by their HF names, without PEFT's prefix."""
     tensors = FAMILIES[shape.family].hf_tensors(shape)
     return {name: extents for name, extents in tensors.items() if is_adapter(name)}
-
-
-def base_digest(folder: Path) -> str:
-    """A digest of a model's weights that reads little of them: of the names, dtypes and extents of all tensors, and of
-    the first SAMPLE bytes of each; or of the manifest, which has a checksum of every tensor.
-
-    Raises:
-        ValueError: the folder has no weights, or a file is damaged.
-    """
-    digest = hashlib.sha256()
-    if (folder / manifest.NAME).is_file():
-        digest.update((folder / manifest.NAME).read_bytes())
-        return digest.hexdigest()[:16]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has neither safetensors files nor a {manifest.NAME}")
-    stored = {name: tensor for path in files for name, tensor in read_safetensors(path).items()}
-    for name, tensor in sorted(stored.items()):
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.start)
-            sample = file.read(min(SAMPLE, tensor.num_bytes))
-        digest.update(repr((name, tensor.dtype, tensor.extents, sample)).encode())
-    return digest.hexdigest()[:16]
