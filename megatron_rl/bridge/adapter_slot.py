@@ -111,6 +111,9 @@ class SlotParameters(Parameters):
         if (ids := self._adapters.lora_index_to_id).count(SERVED_ID) != 1:
             raise RuntimeError(f"{self._side}: vLLM's slots hold the adapters {ids}, and not the run's")
         slot = ids.index(SERVED_ID)
+        for name, form in self.forms.items():  # all of it lies in this slot
+            if torch.count_nonzero(self._slots[name][slot]) != torch.count_nonzero(form):
+                raise RuntimeError(f"{self._side}: {name} has numbers in rows that belong to no adapter")
         return {name: short(held) for name, held in self._by_layer(slot)}
 
     def _by_layer(self, slot: int) -> Iterator[tuple[str, Mapping[str, Sums]]]:

@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from tiny_trainers import TinyTrainers, write_model
 from megatron_rl.bridge import join
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import Engines
+from megatron_rl.layout import Engines, read_shape
 from megatron_rl.rollout import start
 from megatron_rl.rollout.programs.episodes import Samples
-from megatron_rl.types import Mesh
+from megatron_rl.types import Adapters, Mesh
 
 CACHE_TOKENS = 2**17
 """The size of the KV cache. vLLM's smallest one on a CPU has a GiB, which costs more to fill with zeros than a test."""
@@ -43,10 +44,12 @@ class Stage:
         returns_routes: bool = False,
         answers: Callable[[RolloutConfig], Any] = lambda rollout: None,
         vllm: dict[str, Any] | None = None,
+        adapters: Adapters | None = None,
         **rollout,
     ) -> None:
         """
         Args:
+            adapters: what the trainers push; the engine then has the folder's weights.
             vllm: further options of vLLM.
         """
         from megatron_rl.rollout.backend import EngineSpec
@@ -56,7 +59,8 @@ class Stage:
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
         engines = Engines(1, self.config.tensor, self.config.pipeline, self.config.expert_parallel)
         self._trained = folder, mesh, engines, dtype
-        self.trainers = TinyTrainers(*self._trained)
+        if adapters is None:
+            self.trainers = TinyTrainers(*self._trained)
         spec = EngineSpec(
             model=ModelConfig(path=folder, dtype=dtype),
             rollout=self.config,
@@ -64,6 +68,7 @@ class Stage:
             record=record,
             returns_routes=returns_routes,
             shares_gpus=shares_gpus,
+            adapters=adapters,
             make_answers=answers(self.config),
         )
         self.engine = VllmEngine(spec)
@@ -77,6 +82,10 @@ class Stage:
             original = start._cpu_options
             patch.setattr(start, "_cpu_options", lambda *choices: _with_small_cache(original(*choices)) | (vllm or {}))
             self.run(self.engine.start())
+        if adapters is not None:
+            shape = replace(read_shape(folder), adapters=adapters)
+            self._trained = *self._trained, adapters, self.run(self.engine.weights.record_loading(shape))
+            self.trainers = TinyTrainers(*self._trained)
         self._join()
 
     def run(self, awaitable: Awaitable):

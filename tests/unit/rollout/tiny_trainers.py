@@ -11,9 +11,9 @@ from patience import deadline
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, megatron_shards, read_shape, slices
+from megatron_rl.layout import Engines, Recording, read_shape, slices
 from megatron_rl.layout.shards import local_extents
-from megatron_rl.types import Mesh, Metrics
+from megatron_rl.types import Adapters, Mesh, Metrics
 
 CHARACTERS = "0123456789+=,? ."
 SPECIAL = ["<pad>", "<eos>", "<think>", "</think>", "<unk>"]
@@ -72,7 +72,7 @@ def serve(setup: BridgeSetup, rank: int, commands) -> None:
     from megatron_rl.bridge.sender import BridgeSender
 
     torch.set_num_threads(1)
-    shards = megatron_shards(setup.shape, setup.mesh, rank)
+    shards = setup.trainer_shards(rank)
     parameters = {name: torch.zeros(size) for name, size in local_extents(shards).items()}
     sender = BridgeSender(setup, rank, parameters)
     while (command := commands.recv()) is not None:
@@ -92,10 +92,20 @@ def serve(setup: BridgeSetup, rank: int, commands) -> None:
 
 
 class TinyTrainers:
-    def __init__(self, folder: Path, mesh: Mesh, engines: Engines, dtype: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        engines: Engines,
+        dtype: str,
+        adapters: Adapters | None = None,
+        recorded: tuple[Recording, ...] = (),
+    ) -> None:
         self._store = host_store("127.0.0.1")
         address = "127.0.0.1", self._store.port
-        self.setup = BridgeSetup(read_shape(folder), mesh, False, engines, dtype, *address, timeout_s=deadline(120))
+        shape = replace(read_shape(folder), adapters=adapters)
+        limits = dict(timeout_s=deadline(120), recorded=recorded)
+        self.setup = BridgeSetup(shape, mesh, False, engines, dtype, *address, **limits)
         context = warm.context()
         self.processes, self._commands = [], []
         for rank in range(mesh.world_size):

@@ -1,0 +1,90 @@
+"""A run of adapters: it begins as the base model, keeps megabytes, survives deaths bit for bit, and its exports are
+what `merge` makes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from recipe_runs import Recipe
+from safetensors.torch import load_file
+from test_resume import arguments, lines
+
+from megatron_rl.layout.peft import CONFIG, TENSORS, read_adapters
+
+pytestmark = pytest.mark.deep
+LORA = "policy.lora={rank: 4, alpha: 8}"
+PEFT_FILES = {CONFIG, TENSORS}
+
+
+@pytest.fixture(scope="module")
+def whole(task, tmp_path_factory):
+    """An undisturbed run, with checkpoints of the steps 2 and 4."""
+    recipe = Recipe(tmp_path_factory.mktemp("lora"))
+    done = recipe.run(*arguments(task, "lora"), LORA, "checkpoint.every=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return recipe.folder / "runs" / "lora"
+
+
+def test_the_base_model_is_the_reference_and_the_start(whole):
+    first, second, *_ = lines(whole)
+    assert first["kl"] == 0 and second["kl"] > 0
+    assert first["on_policy/ratio_error"] == 0 and first["mismatch/max_abs"] < 1e-5
+    assert all(record["mismatch/max_abs"] < 1e-5 for record in lines(whole)[:4])
+
+
+@pytest.mark.deadline(900)
+def test_a_resumed_run_whose_trainer_dies_has_the_same_numbers(task, recipe, whole):
+    """The state of the trainer comes from a mirror, and the base model from its folder."""
+    folder = recipe.folder / "runs" / "lora"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    (recipe.folder / "gate").touch()
+    run = recipe.start(*arguments(task, "lora"), LORA, "checkpoint.every=2", "cluster.mirror=true", "--resume", "auto")
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)
+    recipe.process(run, "ray::TrainerRank").kill()
+    (recipe.folder / "gate").unlink()
+    assert run.wait(recipe.deadline_s) == 0, (recipe.folder / "out.txt").read_text()
+    assert lines(folder) == lines(whole)
+
+
+def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
+    model, hf = task / "model", whole / "hf"
+    adapters = load_file(hf / "adapters" / TENSORS)
+    files = json.loads((whole / "checkpoints/step_000004/manifest.json").read_text())["files"].values()
+    held = [tensor for entry in files for tensor in entry.get("tensors", {}).values()]
+    assert {tensor["tensor"].rpartition(".")[2] for tensor in held} == {"lora_A", "lora_B"}
+    num_bytes = sum(tensor.nbytes for tensor in adapters.values())
+    assert sum(tensor["bytes"] for tensor in held) == 3 * num_bytes, "weights and two moments, each once"
+    assert read_adapters(hf / "adapters").scale == 2
+
+    exported = run_here("tools/export_checkpoint.py", str(whole), "exported")
+    assert exported.returncode == 0, exported.stderr
+    assert {path.name for path in (recipe.folder / "exported").iterdir()} == PEFT_FILES
+    again = load_file(recipe.folder / "exported" / TENSORS)
+    assert again.keys() == adapters.keys() and all(torch.equal(again[key], adapters[key]) for key in again)
+    assert any(tensor.any() for key, tensor in adapters.items() if "lora_B" in key)
+
+    merged = run_here("tools/merge.py", str(model), "exported", "merged")
+    assert merged.returncode == 0, merged.stderr
+    ours, theirs = load_file(recipe.folder / "merged/model.safetensors"), load_file(hf / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+    pushed = run_here("tools/push_checkpoint.py", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
+    assert pushed.returncode != 0
+
+
+def test_another_base_model_is_refused(task, recipe, whole):
+    """One number of one tensor is another one."""
+    folder, model = recipe.folder / "runs" / "lora", recipe.folder / "changed"
+    shutil.copytree(whole, folder)
+    shutil.copytree(task / "model", model)
+    content = bytearray((model / "model.safetensors").read_bytes())
+    header = int.from_bytes(content[:8], "little")
+    content[8 + header] ^= 1
+    (model / "model.safetensors").write_bytes(content)
+    changed = [argument.replace(f"{task}/model", str(model)) for argument in arguments(task, "lora")]
+    done = recipe.run(*changed, LORA, "run.steps=5", "--resume", "auto")
+    assert done.returncode != 0 and "was written with base" in done.stdout + done.stderr
