@@ -50,9 +50,11 @@ class ExplainedAnswer:
     @property
     def distance(self) -> np.ndarray:
         """float32 [L]: |log-prob of the trainer - log-prob of the engine| at the actions, 0 elsewhere."""
-        if "logp" not in self.numbers:
-            return np.zeros(len(self.tokens.ids), np.float32)
-        return np.where(self.tokens.action_mask, np.abs(self.numbers["logp"] - self.tokens.logp_rollout), 0)
+        return self.distance_to(self.numbers.get("logp", self.tokens.logp_rollout))
+
+    def distance_to(self, logp: np.ndarray) -> np.ndarray:
+        """float32 [L]: as `distance`, for other log-probs of the trainer."""
+        return np.where(self.tokens.action_mask, np.abs(logp - self.tokens.logp_rollout), 0)
 
     def value(self, metric: str) -> float:
         """What the answer adds to a metric of the step, or its own value of it."""
@@ -93,6 +95,9 @@ class ExplainedStep:
     """The tokens whose embeddings no training has moved."""
     is_exact: bool = True
     """Whether the numbers belong to the weights that the step began with."""
+    earlier: Mapping[int, Mapping[int, np.ndarray]] = field(default_factory=dict)
+    """By the version of older weights and the index of the answer, float32 [L]: the trainer's log-probs under them.
+    Empty if trainer and engine agree."""
 
     @property
     def groups(self) -> list[list[ExplainedAnswer]]:

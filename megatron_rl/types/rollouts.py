@@ -201,6 +201,8 @@ class Rollout:
     """The number of its last tokens that form an item found by beam search; 0 means that it has no item."""
     digest: int = 0
     """The CRC-32 of its response's tokens, by which equal answers are found; 0 if nobody has computed it."""
+    engine: int = -1
+    """The index of the engine that ended it; -1 if nobody has recorded it, as in files of older versions."""
     branch: Branch | None = None
     """The passage that it continues, if it belongs to `Group.continuations`; None for an answer."""
     verdict: Verdict = NOT_JUDGED
