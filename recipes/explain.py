@@ -223,7 +223,7 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
             numbers = policy.token_numbers(coefficients.values)
             if asked.metric == "grad_norm":
                 found = _search(policy, shares, looked, coefficients.values)
-        answers = [replace(answer, numbers=numbers.get(answer.index, {})) for answer in looked.answers]
+        answers = [answer.with_numbers(numbers.get(answer.index, {})) for answer in looked.answers]
         looked = replace(looked, answers=answers, untrained=policy.find_untrained(), is_exact=start.is_exact)
         looked = replace(looked, earlier=earlier)
     return Explanation(looked, asked.metric, str(start), start.is_exact, _whole(found), found, causes(looked))

@@ -4,7 +4,7 @@ around it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -39,9 +39,21 @@ class ExplainedAnswer:
     rollout: Rollout
     tokens: Tokens
     advantage: float
-    """NaN if it is not trained on."""
+    """NaN if it is not trained on. If the estimator gives each token its own, the mean over its actions, once the
+    trainers have computed them."""
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
     """See `actor.inspection.token_numbers`; empty if it is not trained on."""
+
+    def with_numbers(self, numbers: Mapping[str, np.ndarray]) -> ExplainedAnswer:
+        """The answer with what the trainers have computed."""
+        seen = replace(self, numbers=numbers)
+        if "advantage" not in numbers or not self.rollout.num_actions:
+            return seen
+        return replace(seen, advantage=float(numbers["advantage"][self.tokens.action_mask].mean()))
+
+    def advantage_at(self, place: int) -> float:
+        """The advantage of a token."""
+        return float(self.numbers["advantage"][place]) if "advantage" in self.numbers else self.advantage
 
     @property
     def name(self) -> str:
