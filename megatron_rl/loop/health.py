@@ -42,6 +42,8 @@ class Health:
         self._kept = config.checkpoint
         if isinstance(config, GrpoRunConfig):
             self._max_lag = config.rollout.max_lag
+            if not self._max_lag:  # engines must wait for the trainer, also with active sampling
+                del self._rules["idle_engines"]
             if config.algorithm.loss.anchor == "engine":  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
         longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)

@@ -92,7 +92,7 @@ class _Step:
     @property
     def has_lag(self) -> bool:
         """Whether engines answer while the trainer works."""
-        return "lag/mean" in self.mean
+        return self.mean.get("lag/mean", 0.0) > 0  # it is 0 with active sampling alone
 
     @property
     def idle(self) -> float:

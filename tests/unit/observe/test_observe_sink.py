@@ -201,6 +201,8 @@ def test_figures_of_several_rewards():
         "reward": "-1.500", "held-out reward": "2.500", "exact_answer": "0.500", "judge": "-2.000, 12.5% abstained",
         "away": "no score, 100.0% abstained",
     }  # fmt: skip
+    idle = {"lag/mean": 0.0, "rollout/idle": 0.03, "stream/running": 0.0, "stream/ready": 0.0}
+    assert list(figures(idle)) == ["engines idle"], "active sampling without a lag"
     asynchronous = figures({"lag/mean": 1.25, "rollout/idle": 0.03, "stream/running": 40.0, "stream/ready": 24.0})
     assert asynchronous == {"engines idle": "3%", "lag": "1.25 steps", "groups under way": "40", "ready": "24"}
     assert "exact_answer" not in figures({"reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0})
