@@ -123,10 +123,10 @@ def _stale_version(step: ExplainedStep, odd: Sequence[ExplainedAnswer]) -> tuple
 
 def _engines(odd: Sequence[ExplainedAnswer], near: Sequence[ExplainedAnswer]) -> str:
     """The engines that gave the odd answers, and whether all of their answers are odd."""
-    names = sorted({answer.rollout.engine for answer in odd})
-    if -1 in names:
+    if any(answer.engine is None for answer in odd):
         return "; which engine gave an answer was not recorded"
-    also = len({answer.rollout.engine for answer in near} & set(names))
+    names = sorted({answer.engine for answer in odd if answer.engine is not None})
+    also = {answer.engine for answer in near} & set(names)
     told = f"engine {names[0]}" if len(names) == 1 else f"the engines {', '.join(map(str, names))}"
     logs = ", ".join(f"logs/engine_{name}.log" for name in names[:3])
     return f"; {told} gave them{' and others that agree' if also else ''} ({logs})"

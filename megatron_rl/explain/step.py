@@ -41,6 +41,8 @@ class ExplainedAnswer:
     advantage: float
     """NaN if it is not trained on. If the estimator gives each token its own, the mean over its actions, once the
     trainers have computed them."""
+    engine: int | None = None
+    """The index of the engine that gave it; None if it was not recorded."""
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
     """See `actor.inspection.token_numbers`; empty if it is not trained on."""
 
@@ -139,8 +141,15 @@ def answers_of(
         payload: Sequence[Any] = group.payload
         for number, (rollout, tokens) in enumerate(zip(group.rollouts, payload, strict=True)):
             index = len(found)
-            advantage = advantages.get(index, float("nan"))
             found.append(
-                ExplainedAnswer(index, group.prompt, number, rollout, tokens, advantage, numbers.get(index, {}))
+                ExplainedAnswer(
+                    index=index,
+                    prompt=group.prompt,
+                    number=number,
+                    rollout=rollout,
+                    tokens=tokens,
+                    advantage=advantages.get(index, float("nan")),
+                    engine=group.engines[number] if group.engines else None,
+                ).with_numbers(numbers.get(index, {}))
             )
     return found

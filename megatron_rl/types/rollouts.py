@@ -201,8 +201,6 @@ class Rollout:
     """The number of its last tokens that form an item found by beam search; 0 means that it has no item."""
     digest: int = 0
     """The CRC-32 of its response's tokens, by which equal answers are found; 0 if nobody has computed it."""
-    engine: int = -1
-    """The index of the engine that ended it; -1 if nobody has recorded it, as in files of older versions."""
     branch: Branch | None = None
     """The passage that it continues, if it belongs to `Group.continuations`; None for an answer."""
     verdict: Verdict = NOT_JUDGED
@@ -232,6 +230,8 @@ class Group:
     """Rollouts that only serve to compute the values of passages (`rollout.prefix_values`): answers that continue from
     the ends of passages, until they are judged, or right answers appended there, until the trainer has computed their
     log-probs. The trainer does not train on them. None means that there are none."""
+    engines: Sequence[int] = ()
+    """The index of the engine that ended each rollout; empty if nobody has recorded it, as in older files."""
 
     def judged(self, verdicts: Sequence[Verdict]) -> Group:
         """The group whose rollouts have these verdicts."""

@@ -25,11 +25,12 @@ def answer(group: int, number: int, **changes) -> ExplainedAnswer:
     parts, reason = changes.pop("parts", (reward, 2.0)), changes.pop("reason", "")
     tokens = Tokens(np.full(total, 7, np.int32), mask, logp, np.where(mask, 9, -1).astype(np.int32))
     verdict = Verdict(reward, reason, parts)
-    rollout = Rollout(total, NUM_PROMPT, length, 0, "stop", engine=number // 2, verdict=verdict)
+    rollout = Rollout(total, NUM_PROMPT, length, 0, "stop", verdict=verdict)
     slope = np.where(mask, 1e-3, 0.0).astype(np.float32)
     advantage = changes.pop("advantage", 1.0 if number % 2 else -1.0)
+    numbers = {"logp": logp, "slope": slope}
     given = ExplainedAnswer(
-        4 * group + number, PROMPTS[group], number, rollout, tokens, advantage, {"logp": logp, "slope": slope}
+        4 * group + number, PROMPTS[group], number, rollout, tokens, advantage, number // 2, numbers
     )
     return replace(given, **changes)
 
@@ -51,7 +52,7 @@ def damaged(groups: set[int] | None = None, engine: int = -1) -> ExplainedStep:
     """Other log-probs of all tokens of some groups, or of one of the two engines."""
     answers = []
     for one in healthy().answers:
-        wrong = one.rollout.engine == engine if groups is None else one.index // 4 in groups
+        wrong = one.engine == engine if groups is None else one.index // 4 in groups
         tokens = replace(one.tokens, logp_rollout=one.tokens.logp_rollout - 0.4 * one.tokens.action_mask * wrong)
         answers.append(replace(one, tokens=tokens))
     return healthy(answers=answers)
@@ -151,6 +152,9 @@ def test_one_of_two_engines_is_named():
     [said] = causes(damaged(engine=1))
     assert said.startswith("an engine with other weights: in 12 of 24 answers trainer and engine differ at 100%")
     assert "; engine 1 gave them (logs/engine_1.log)" in said
+    unrecorded = [replace(one, engine=None) for one in damaged(engine=1).answers]
+    [said] = causes(healthy(answers=unrecorded))
+    assert "; which engine gave an answer was not recorded" in said
     [said] = causes(damaged({0, 1, 2}))
     assert "; the engines 0, 1 gave them and others that agree (logs/engine_0.log, logs/engine_1.log)" in said
 
