@@ -197,6 +197,11 @@ class Sink(Protocol):
         Returns the whole record."""
         ...
 
+    def recorded(self, last: int) -> list[Metrics]:
+        """The records of the run's last steps, at most this number, the newest last; a resumed run has the ones from
+        before. Numbers that are not finite are left out."""
+        ...
+
     def rewind(self, step: int) -> None:
         """Forget the records of `step` and of later steps, which will be done again."""
 

@@ -240,6 +240,25 @@ def describe_placement(config: BaseConfig, console: Console) -> None:
         name = f"{node.name} ({node.pool})" if node.pool else node.name
         table.add_row(name, *(_on_node(plan, role, node.id) for role in plan.groups), f"{gpus:g} of {node.gpus:g}")
     console.print(table)
+    _compare_with_job(config, config.cluster.gpus_per_node, console)
+
+
+def _compare_with_job(config: BaseConfig, gpus_per_node: int, console: Console) -> None:
+    """Tell if the job requests more or fewer nodes than the plan needs."""
+    if config.slurm is None:
+        return
+    asked = {"nodes": config.slurm.nodes, "rollout_nodes": config.slurm.rollout_nodes}
+    if asked["rollout_nodes"]:  # slurm/train.sbatch sets these pools
+        pools = config.cluster.pools | {"trainer": "train", "critic": "train", "engine": "rollout"}
+        config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"pools": pools})})
+    plan = smallest_cluster(demands_of(config), gpus_per_node)
+    of_rollout = sum(node.pool == "rollout" for node in plan.nodes) if asked["rollout_nodes"] else 0
+    needed = {"nodes": len(plan.nodes) - of_rollout, "rollout_nodes": of_rollout}
+    for key, number in asked.items():
+        if number != needed[key]:
+            what = "the other nodes stay empty" if number > needed[key] else "the run cannot start on fewer"
+            told = f"slurm.{key} is {number}, and the plan needs {needed[key]}: {what}"
+            console.print(told, style="yellow", soft_wrap=True)
 
 
 def _on_node(plan: Placement, role: str, node: str) -> str:

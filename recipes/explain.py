@@ -34,7 +34,7 @@ from megatron_rl.config.load import validate  # noqa: E402
 from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig, PpoRunConfig  # noqa: E402
 from megatron_rl.data.saved_rollouts import path_of, read_step  # noqa: E402
-from megatron_rl.explain.causes import causes  # noqa: E402
+from megatron_rl.explain.causes import asks_for_older_weights, causes  # noqa: E402
 from megatron_rl.explain.search import FoundSpan, largest_tokens  # noqa: E402
 from megatron_rl.explain.step import METRICS, STORED, ExplainedStep, answers_of  # noqa: E402
 from megatron_rl.explain.text import Explanation, as_json, show, write  # noqa: E402
@@ -43,7 +43,7 @@ from megatron_rl.loop.checkpoints import find_checkpoints  # noqa: E402
 from megatron_rl.observe.records import read_metrics  # noqa: E402
 from megatron_rl.ports import Policy, StopRequested  # noqa: E402
 from megatron_rl.recipes.screen import waiting  # noqa: E402
-from megatron_rl.types import Gradient, Rollouts, Shares, Tokenizer, TokenSpan  # noqa: E402
+from megatron_rl.types import Gradient, Metrics, Rollouts, Shares, Tokenizer, TokenSpan  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron_rl.cluster.policy import PolicyGroup
@@ -202,21 +202,30 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
         coefficients.max_mismatch = math.inf  # what differs is to be seen, and not refused
         quiet: Any = SimpleNamespace(phase=lambda name: nullcontext(), warn=lambda message, *about: None)
         updates = Updates(config, trained, coefficients, quiet)
-        for step in (*start.replayed, asked.step):
+        numbers, found, earlier = {}, [], {}
+
+        def planned(step: int) -> tuple[Rollouts, Shares, Metrics]:
             rollouts = read_rollouts(config, asked.run, step)
-            shares, planned = plan_step(config, shape, batch_of(config, rollouts, step))
-            if step < asked.step:
-                tell(f"step {step} is trained on again")
-                updates.make(shares, planned, rollouts.groups, step)
+            return rollouts, *plan_step(config, shape, batch_of(config, rollouts, step))
+
+        shares = planned(asked.step)[1]
+        for step in start.replayed:
+            if shares.num_updates and asks_for_older_weights(looked):
+                tell(f"step {asked.step} is looked at with the weights of step {step}")
+                trained.begin(shares, coefficients.values)
+                earlier[step] = {i: own["logp"] for i, own in policy.token_numbers(coefficients.values).items()}
+            tell(f"step {step} is trained on again")
+            rollouts, own_shares, metrics = planned(step)
+            updates.make(own_shares, metrics, rollouts.groups, step)
         tell(f"step {asked.step} is looked at")
-        numbers, found = {}, []
         if shares.num_updates:
             trained.begin(shares, coefficients.values)
             numbers = policy.token_numbers(coefficients.values)
             if asked.metric == "grad_norm":
                 found = _search(policy, shares, looked, coefficients.values)
-        answers = [replace(answer, numbers=numbers.get(answer.index, {})) for answer in looked.answers]
+        answers = [answer.with_numbers(numbers.get(answer.index, {})) for answer in looked.answers]
         looked = replace(looked, answers=answers, untrained=policy.find_untrained(), is_exact=start.is_exact)
+        looked = replace(looked, earlier=earlier)
     return Explanation(looked, asked.metric, str(start), start.is_exact, _whole(found), found, causes(looked))
 
 

@@ -199,7 +199,7 @@ def launch(
             job = read_job(config, Path(program).stem, options.configuration)
             if options.slurm and isinstance(resume, int):
                 raise ValueError("a Slurm job continues from the newest checkpoint; give --resume auto with --slurm")
-            goes_on = resume is not None or options.slurm  # a job continues from the newest checkpoint, if there is one
+            goes_on = "auto" if options.slurm else resume  # a job continues from the newest checkpoint, if there is one
             if options.dry_run:
                 describe(config, console)
                 check_before_start(config, console, resume=goes_on, planning=True)

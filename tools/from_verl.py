@@ -33,7 +33,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.tools.verl.conversion import Converted, KeyRow, check_types
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import VerlCall, read_overrides, read_script
+from megatron_rl.tools.verl.script import UnsetVariables, VerlCall, read_overrides, read_script
 from megatron_rl.tools.verl.settings import Settings
 
 FROM_SHELL = ("HOME", "PWD", "USER")
@@ -59,7 +59,12 @@ def read(given: argparse.Namespace) -> VerlCall:
             if not equals:
                 raise ScriptError(f"--set {pair}: write it as --set NAME=VALUE")
             variables[name] = value
-        return read_script(Path(words[0]).read_text(), variables)
+        try:
+            return read_script(Path(words[0]).read_text(), variables)
+        except UnsetVariables as error:
+            exported = [f'--set {name}="${name}"' for name in error.names if name in os.environ]
+            hint = f"\nThis shell has a value: {' '.join(exported)}" if exported else ""
+            raise ScriptError(f"{error}{hint}") from error
     return read_overrides(words)
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import ipaddress
 import json
+import re
+import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +25,10 @@ from megatron_rl.observe.report import data_version, live_data, run_page
 from megatron_rl.processes import piped
 
 PORT = 8642
+HOST = re.compile(r"(\[[^\]]+\]|[^:]+)(?::\d+)?")
+"""The header `Host`: a name or an address, and perhaps a port."""
+EVERYWHERE = ("0.0.0.0", "::", "")
+"""With these hosts a server listens at all interfaces, where the machine's own names lead to it, too."""
 
 
 class ReportServer(ThreadingHTTPServer):
@@ -38,7 +45,20 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, run_folder: Path, host: str, port: int) -> None:
         self.run_folder = run_folder
+        own = {socket.gethostname(), socket.getfqdn()} if host in EVERYWHERE else set()
+        self._names = {name.lower() for name in {"localhost", host} | own}
         super().__init__((host, port), ReportRequest)
+
+    def answers_to(self, host: str) -> bool:
+        """Whether a request with this header `Host` is for this server. A page of another site can let its own name
+        point to this machine, and would then read the answers as if they were its own (DNS rebinding); it cannot do
+        that with an address."""
+        found = HOST.fullmatch(host.lower())
+        name = found[1].strip("[]") if found else ""
+        try:
+            return bool(ipaddress.ip_address(name))
+        except ValueError:
+            return name in self._names
 
     @property
     def url(self) -> str:
@@ -52,7 +72,9 @@ class ReportRequest(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         folder = self.server.run_folder
-        name = self.path.partition("?")[0]
+        name, host = self.path.partition("?")[0], self.headers.get("Host", "")
+        if not self.server.answers_to(host):
+            return self._reply(403, "text/plain", f"this server has no name {host!r}; open it by its address")
         try:
             if name == "/":
                 self._reply(200, "text/html", run_page(folder, is_live=True))

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.observe.records import METRICS, read_metrics
+from megatron_rl.observe.trace_path import PhaseWork, work_of_phases
 from megatron_rl.observe.where import Resource, Where, where
 from megatron_rl.processes import piped
 
@@ -34,14 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     traces = sorted(str(path) for path in given.run.glob("traces/step_*.json"))
+    work = work_of_phases(json.loads(Path(traces[-1]).read_text(encoding="utf-8"))) if traces else []
     if given.json:
-        print(json.dumps(dataclasses.asdict(found) | {"traces": traces}, indent=2))
+        phases = [dataclasses.asdict(one) for one in work]
+        print(json.dumps(dataclasses.asdict(found) | {"traces": traces, "newest_trace": phases}, indent=2))
     else:
-        show(found, traces)
+        show(found, traces, work)
     return 0
 
 
-def show(found: Where, traces: Sequence[str]) -> None:
+def show(found: Where, traces: Sequence[str], work: Sequence[PhaseWork]) -> None:
     table = Table("resource", "value", "share of the step", box=None)
     for resource in found.resources:
         share = "" if resource.share is None else f"{resource.share:.0%}"
@@ -52,6 +55,11 @@ def show(found: Where, traces: Sequence[str]) -> None:
     console.print(f"\npath: {found.path}\nfirst: {found.advice}")
     for path in traces:
         console.print(f"trace: {path} (open it in ui.perfetto.dev)")
+    for one in work:  # of the newest trace
+        busy = f"{one.process} works longest, {one.busy_s:.2f} s; " if one.process else ""
+        console.print(
+            f"  {one.phase} {one.seconds:.2f} s: {busy}for {one.nobody_s:.2f} s no other process than the driver"
+        )
 
 
 def _text(resource: Resource) -> str:

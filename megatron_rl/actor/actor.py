@@ -22,7 +22,7 @@ from megatron_rl.actor.credit import require_finite_rewards, with_credit
 from megatron_rl.actor.packing import by_sample, column_of
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
-from megatron_rl.actor.untrained import untrained_rows
+from megatron_rl.actor.untrained import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
 from megatron_rl.layout.adapters import B, is_adapter
 from megatron_rl.types import Metrics, Share
@@ -166,14 +166,15 @@ class MegatronActor(MegatronTrainer):
 
     def find_untrained(self) -> list[int]:
         """The tokens whose embeddings no training has moved, in ascending order (untrained.py)."""
-        own: list[int] = []
+        own = np.zeros(0, np.float32)
         tensor, stage, data = self.mesh.coordinates(self.rank)
         if stage == data == 0 and self.mesh.context_rank(self.rank) == 0:
             [weight_VH] = [p for name, p in self.parameters().items() if name.endswith("word_embeddings.weight")]
             first = tensor * len(weight_VH)
             num_real = max(0, min(self.spec.shape.vocab_size - first, len(weight_VH)))
-            own = [first + row for row in untrained_rows(weight_VH, num_real)]
-        return sorted(token for tokens in self.agreement.gather(own) for token in tokens)
+            own = row_norms(weight_VH[:num_real])
+        # The parts of the tensor ranks are in the order of the ranks.
+        return untrained_rows(np.concatenate(self.agreement.gather(own)))
 
     def _describe_untrained(self) -> Metrics:
         """The share of the step's actions whose tokens are untrained, if the model has such tokens."""

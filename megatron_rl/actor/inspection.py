@@ -40,7 +40,8 @@ def token_numbers(actor: MegatronActor, coefficients: Mapping[str, float]) -> di
     Returns:
         By the sample's index in the step, float32 [L] each, 0 where there is no action: `logp`, the trainer's log-prob;
         `loss`, what the token adds to its mini-batch's loss; `slope`, the derivative of this loss to the log-prob;
-        `entropy`, if the objective needs it. Only the rank that reports a replica's metrics has them.
+        `entropy`, if the objective needs it; `advantage`, if the estimator gives each token its own. Only the rank that
+        reports a replica's metrics has them.
     """
     found: dict[int, dict[str, np.ndarray]] = {}
     for index, microbatches in enumerate(actor.minibatches):
@@ -76,6 +77,8 @@ def _numbers(
     zeros = torch.zeros_like(logp_T)
     numbers = {"logp": logp_T, "slope": zeros if slope is None else slope}
     numbers["loss"] = zeros if added is None else added * columns.weight_T
+    if columns.reward_T is not None:
+        numbers["advantage"] = columns.advantage_T
     return numbers if entropy_T is None else numbers | {"entropy": entropy_T}
 
 

@@ -45,8 +45,9 @@ class AskedGroup:
     def _joined(self, which: int) -> Group:
         """The group of all answers (0), or of all continuations (1)."""
         rollouts = [rollout for part in self.parts for rollout in part.answers[which]]
+        engines = [part.sent.engine for part in self.parts if part.sent is not None for _ in part.answers[which]]
         payload = StoredTokens(tuple(part.stored[which] for part in self.parts))
-        return Group(self.request.prompt, rollouts, payload, self.version)
+        return Group(self.request.prompt, rollouts, payload, self.version, engines=engines)
 
 
 @dataclass(slots=True, eq=False)

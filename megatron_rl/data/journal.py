@@ -109,6 +109,7 @@ def encode(number: int, group: Group) -> bytes:
         "number": number,
         "uid": group.prompt.uid,
         "version": group.version,
+        "engines": list(group.engines),
         "samples": [asdict(rollout) for rollout in group.rollouts],
         "lengths": [len(tokens.ids) for tokens in payload],
         "routed": routed,
@@ -127,7 +128,8 @@ def decode(blob: bytes) -> tuple[int, Group]:
     rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, strict=True)
     rollouts, payload = [_rollout(values) for values in rest["samples"]], [Tokens(*row) for row in rows]
     ids = payload[0].ids[: rollouts[0].num_prompt_tokens].tolist() if rollouts else ()
-    return rest["number"], Group(Prompt(rest["uid"], tuple(ids), ""), rollouts, payload, rest["version"])
+    prompt, engines = Prompt(rest["uid"], tuple(ids), ""), rest.get("engines", ())  # older files have none
+    return rest["number"], Group(prompt, rollouts, payload, rest["version"], engines=tuple(engines))
 
 
 def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None]) -> Iterator[np.ndarray | None]:

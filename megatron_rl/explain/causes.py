@@ -28,6 +28,14 @@ def causes(step: ExplainedStep) -> list[str]:
     return [sentence for look in LOOKS for sentence in look(step)]
 
 
+def asks_for_older_weights(step: ExplainedStep) -> bool:
+    """Whether trainer and engine differ so much in a step that older weights are worth a pass: an engine that has
+    missed a push does not know it. With a lag the weights differ anyway."""
+    name = "mismatch/mean_abs"
+    mismatch, usual = step.logged(name) or 0.0, step.usual(name)
+    return not step.max_lag and (mismatch > DIFFERENT or (usual is not None and mismatch > max(1e-5, LARGE * usual)))
+
+
 def _trained(step: ExplainedStep) -> list[ExplainedAnswer]:
     return [answer for answer in step.answers if np.isfinite(answer.advantage)]
 
@@ -46,46 +54,98 @@ def _stale_tokens(step: ExplainedStep) -> Iterator[str]:
         )
 
 
-def _damaged_engine(step: ExplainedStep) -> Iterator[str]:
-    """A damaged weight moves all log-probs of the answers of its engine; rare tokens move only some. Older weights
-    would do the same, here or in the engine."""
+def _other_weights(step: ExplainedStep) -> Iterator[str]:
+    """An engine with a damaged weight, or one that has missed a push and does not know it: the log-probs of nearly all
+    tokens of its answers are not the trainer's. Rare tokens that round move only some tokens.
+
+    With two engines half of the answers are odd, so that the median of the answers would say nothing. The answers fall
+    into two sets with a gap between them.
+    """
     if not step.is_exact or step.max_lag:
         return
     trained = [answer for answer in step.answers if "logp" in answer.numbers and answer.rollout.num_actions]
-    means = np.array([answer.value("mismatch") for answer in trained])
-    if len(means) < 4:
+    if len(trained) < 4:
         return
-    far = means > max(DIFFERENT, LARGE * np.median(means))
-    if not far.any():  # all engines may be damaged
-        if np.median(means) > 10 * DIFFERENT:
-            yield (
-                f"all engines differ from the trainer, by {np.median(means):.2g} nats for a token: other weights, "
-                "another temperature or another precision"
-            )
+    ranked = sorted(trained, key=lambda answer: answer.value("mismatch"))
+    means = np.array([answer.value("mismatch") for answer in ranked])
+    cut = _gap(means)
+    near, odd = ranked[:cut], ranked[cut:]
+    if means[cut:].mean() <= DIFFERENT or (not near and means[0] <= DIFFERENT):
         return
-    odd = [answer for answer, is_far in zip(trained, far, strict=True) if is_far]
-    spread = [float((one.distance[one.tokens.action_mask] > DIFFERENT).mean()) for one in odd]
-    if np.median(spread) > 0.5:
+    spread = float(np.median([(one.distance[one.tokens.action_mask] > DIFFERENT).mean() for one in odd]))
+    if spread <= 0.5 or (not near and np.median(means) <= 10 * DIFFERENT):
+        return
+    found = _stale_version(step, odd)
+    if found is not None:
+        version, distance = found
+        yield (
+            f"a stale engine: {len(odd)} of {len(trained)} answers have the log-probs of the weights of version "
+            f"{version} in place of {step.number}, within {distance:.1g} nats; from the ones of version {step.number} "
+            f"they differ by {means[cut:].mean():.2g} nats ({_names(odd)}){_engines(odd, near)}"
+        )
+    elif not near:
+        yield (
+            f"all engines differ from the trainer, by {np.median(means):.2g} nats for a token: other weights, "
+            "another temperature or another precision"
+        )
+    else:
+        versions = sorted(step.earlier)
+        tried = f"; no weights of the versions {versions[0]} to {versions[-1]} fit them either" if versions else ""
         yield (
             f"an engine with other weights: in {len(odd)} of {len(trained)} answers trainer and engine differ at "
-            f"{np.median(spread):.0%} of the tokens, by {means[far].mean():.2g} nats ({_names(odd)}); the others agree "
-            f"within {np.median(means[~far]):.1g}. Which engine gave an answer is not recorded: set bridge.verify to "
-            "true to compare all weights after each push"
+            f"{spread:.0%} of the tokens, by {means[cut:].mean():.2g} nats ({_names(odd)}); the others agree within "
+            f"{means[:cut].max():.1g}{tried}{_engines(odd, near)}. bridge.verify: true compares all weights at each "
+            "push; if it finds no difference, they change later: suspect the memory of the engine's machine"
         )
 
 
+def _gap(values: np.ndarray) -> int:
+    """The number of values below the widest gap in sorted values, which is a factor of LARGE or more; 0 if there is no
+    such gap. What is below the resolution of fp32 counts as equal."""
+    floored = np.maximum(values, 1e-6)
+    ratios = floored[1:] / floored[:-1]
+    return int(ratios.argmax()) + 1 if len(ratios) and ratios.max() >= LARGE else 0
+
+
+def _stale_version(step: ExplainedStep, odd: Sequence[ExplainedAnswer]) -> tuple[int, float] | None:
+    """The older version of the weights that gave the answers' log-probs, with the mean distance; None if none did."""
+    now = float(np.mean([answer.value("mismatch") for answer in odd]))
+    fits = {
+        version: float(
+            np.mean([one.distance_to(logp[one.index]).sum() / max(1, one.rollout.num_actions) for one in odd])
+        )
+        for version, logp in step.earlier.items()
+        if all(one.index in logp for one in odd)
+    }
+    best = min(fits, key=lambda version: fits[version], default=None)
+    return None if best is None or fits[best] > now / LARGE else (best, fits[best])
+
+
+def _engines(odd: Sequence[ExplainedAnswer], near: Sequence[ExplainedAnswer]) -> str:
+    """The engines that gave the odd answers, and whether all of their answers are odd."""
+    if any(answer.engine is None for answer in odd):
+        return "; which engine gave an answer was not recorded"
+    names = sorted({answer.engine for answer in odd if answer.engine is not None})
+    also = {answer.engine for answer in near} & set(names)
+    told = f"engine {names[0]}" if len(names) == 1 else f"the engines {', '.join(map(str, names))}"
+    logs = ", ".join(f"logs/engine_{name}.log" for name in names[:3])
+    return f"; {told} gave them{' and others that agree' if also else ''} ({logs})"
+
+
 def _untrained_tokens(step: ExplainedStep) -> Iterator[str]:
-    untrained = set(step.untrained)
-    if not untrained:
+    untrained = np.array(step.untrained, np.int32)
+    places = [(answer, answer.tokens.ids[answer.tokens.action_mask]) for answer in _trained(step)]
+    found = [(answer, ids[np.isin(ids, untrained)]) for answer, ids in places]
+    found = [(answer, ids) for answer, ids in found if len(ids)]
+    if not found:
         return
-    for answer in _trained(step):
-        own = answer.tokens.ids[answer.tokens.action_mask]
-        if found := [int(token) for token in own if int(token) in untrained]:
-            yield (
-                f"a token that training has never moved: {answer.name} sampled the token {found[0]}, whose embedding "
-                "is almost 0, so that the gradient of the first norm is nearly unbounded there; forbid it with "
-                "rollout.sampling.forbid"
-            )
+    answers, token = [answer for answer, _ in found], Counter(int(i) for _, ids in found for i in ids).most_common(1)
+    sampled = f"{len(found)} of {len(places)} answers sampled" if len(found) > 1 else f"{answers[0].name} sampled"
+    yield (
+        f"a token that training has never moved: {sampled} the token {token[0][0]}, whose embedding is almost 0, so "
+        "that the gradient of the first norm is nearly unbounded there; forbid it with rollout.sampling.forbid"
+        + (f" ({_names(answers)})" if len(found) > 1 else "")
+    )
 
 
 def _advantage_by_one_reward(step: ExplainedStep) -> Iterator[str]:
@@ -188,7 +248,7 @@ def _names(answers: Sequence[ExplainedAnswer]) -> str:
 
 LOOKS: Sequence[Callable[[ExplainedStep], Iterator[str]]] = (
     _stale_tokens,
-    _damaged_engine,
+    _other_weights,
     _untrained_tokens,
     _advantage_by_one_reward,
     _neighbours_without_score,

@@ -4,7 +4,7 @@ around it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -39,9 +39,23 @@ class ExplainedAnswer:
     rollout: Rollout
     tokens: Tokens
     advantage: float
-    """NaN if it is not trained on."""
+    """NaN if it is not trained on. If the estimator gives each token its own, the mean over its actions, once the
+    trainers have computed them."""
+    engine: int | None = None
+    """The index of the engine that gave it; None if it was not recorded."""
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
     """See `actor.inspection.token_numbers`; empty if it is not trained on."""
+
+    def with_numbers(self, numbers: Mapping[str, np.ndarray]) -> ExplainedAnswer:
+        """The answer with what the trainers have computed."""
+        seen = replace(self, numbers=numbers)
+        if "advantage" not in numbers or not self.rollout.num_actions:
+            return seen
+        return replace(seen, advantage=float(numbers["advantage"][self.tokens.action_mask].mean()))
+
+    def advantage_at(self, place: int) -> float:
+        """The advantage of a token."""
+        return float(self.numbers["advantage"][place]) if "advantage" in self.numbers else self.advantage
 
     @property
     def name(self) -> str:
@@ -50,9 +64,11 @@ class ExplainedAnswer:
     @property
     def distance(self) -> np.ndarray:
         """float32 [L]: |log-prob of the trainer - log-prob of the engine| at the actions, 0 elsewhere."""
-        if "logp" not in self.numbers:
-            return np.zeros(len(self.tokens.ids), np.float32)
-        return np.where(self.tokens.action_mask, np.abs(self.numbers["logp"] - self.tokens.logp_rollout), 0)
+        return self.distance_to(self.numbers.get("logp", self.tokens.logp_rollout))
+
+    def distance_to(self, logp: np.ndarray) -> np.ndarray:
+        """float32 [L]: as `distance`, for other log-probs of the trainer."""
+        return np.where(self.tokens.action_mask, np.abs(logp - self.tokens.logp_rollout), 0)
 
     def value(self, metric: str) -> float:
         """What the answer adds to a metric of the step, or its own value of it."""
@@ -93,6 +109,9 @@ class ExplainedStep:
     """The tokens whose embeddings no training has moved."""
     is_exact: bool = True
     """Whether the numbers belong to the weights that the step began with."""
+    earlier: Mapping[int, Mapping[int, np.ndarray]] = field(default_factory=dict)
+    """By the version of older weights and the index of the answer, float32 [L]: the trainer's log-probs under them.
+    Empty if trainer and engine agree."""
 
     @property
     def groups(self) -> list[list[ExplainedAnswer]]:
@@ -122,8 +141,15 @@ def answers_of(
         payload: Sequence[Any] = group.payload
         for number, (rollout, tokens) in enumerate(zip(group.rollouts, payload, strict=True)):
             index = len(found)
-            advantage = advantages.get(index, float("nan"))
             found.append(
-                ExplainedAnswer(index, group.prompt, number, rollout, tokens, advantage, numbers.get(index, {}))
+                ExplainedAnswer(
+                    index=index,
+                    prompt=group.prompt,
+                    number=number,
+                    rollout=rollout,
+                    tokens=tokens,
+                    advantage=advantages.get(index, float("nan")),
+                    engine=group.engines[number] if group.engines else None,
+                ).with_numbers(numbers.get(index, {}))
             )
     return found

@@ -87,7 +87,8 @@ def describe_answer(answer: ExplainedAnswer) -> str:
     reward = "no score" if verdict.reward is None else f"reward {verdict.reward:g}"
     reason = f" ({verdict.reason})" if verdict.reason else ""
     size = f"{answer.rollout.num_response_tokens} tokens"
-    trained = f"advantage {answer.advantage:.4g}" if np.isfinite(answer.advantage) else "not trained"
+    kind = "advantage" if "advantage" not in answer.numbers else "mean advantage"
+    trained = f"{kind} {answer.advantage:.4g}" if np.isfinite(answer.advantage) else "not trained"
     return f"{answer.name}: {size}, {reward}{reason}, {trained}"
 
 
@@ -100,7 +101,7 @@ def describe_token(answer: ExplainedAnswer, place: int, tokenizer: Tokenizer) ->
     return (
         f"{answer.name}, token {place - answer.rollout.num_prompt_tokens + 1} of {answer.rollout.num_response_tokens}: "
         f"{_shown(tokenizer, int(ids[place]))} in {before!r} _ {after!r}: log-prob {logp:.4g} (engine {engine:.4g}), "
-        f"version {answer.tokens.version[place]}, advantage {answer.advantage:.4g}"
+        f"version {answer.tokens.version[place]}, advantage {answer.advantage_at(place):.4g}"
     )
 
 

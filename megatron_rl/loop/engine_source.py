@@ -345,4 +345,5 @@ def _from_journal(kept: Group, prompt: Prompt, version: int, resumed_at: int) ->
         for t in kept.payload
     ]
     samples = [replace(sample, oldest_version=min(sample.oldest_version, resumed_at - 1)) for sample in kept.rollouts]
-    return Group(prompt, samples, tokens, kept.version if kept.version < resumed_at else version)
+    began = kept.version if kept.version < resumed_at else version
+    return replace(kept, prompt=prompt, rollouts=samples, payload=tokens, version=began)

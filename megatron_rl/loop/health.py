@@ -42,9 +42,12 @@ class Health:
         self._kept = config.checkpoint
         if isinstance(config, GrpoRunConfig):
             self._max_lag = config.rollout.max_lag
+            if not self._max_lag:  # engines must wait for the trainer, also with active sampling
+                del self._rules["idle_engines"]
             if config.algorithm.loss.anchor == "engine":  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
-        self._history: deque[Metrics] = deque(maxlen=max(WINDOW, (self._kept.keep + 3) * self._kept.every))
+        longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)
+        self._history: deque[Metrics] = deque(sink.recorded(longest), maxlen=longest)
         self._told: dict[HealthRule, int] = {}
         """The number of steps since each rule that was told was broken last."""
 
@@ -57,6 +60,8 @@ class Health:
         Raises:
             ValueError: a rule of `run.stop_on` is broken.
         """
+        while self._history and self._history[-1].get("step", -1) >= step:  # steps that are done again after a loss
+            self._history.pop()
         self._history.append(metrics)
         self._told = {rule: age + 1 for rule, age in self._told.items() if age < REARMED}
         broken = dict(self._broken())
@@ -109,10 +114,16 @@ def entropy(history: History) -> str:
     gained = fmean(rewards[-SETTLED:]) > fmean(rewards[:SETTLED])
     if gained or before < 0.01 or now > 0.1 * before:
         return ""
+    fallen = f"the entropy of a token has fallen from {before:.3g} to {now:.3g} nats"
+    if max(rewards) == min(rewards):
+        return (
+            f"{fallen}, and the mean reward was {rewards[-1]:g} in every step, so it is no reward that sharpens the "
+            "policy: look at algorithm.shaping and the other terms of the loss. If that is the largest reward, the "
+            "task is solved, and the run can end"
+        )
     return (
-        f"the entropy of a token has fallen from {before:.3g} to {now:.3g} nats, and the mean reward has not risen "
-        "meanwhile: the policy has stopped to explore. Lower policy.optimizer.lr, raise the upper clip "
-        "(algorithm.loss.clip_high), or set algorithm.entropy"
+        f"{fallen}, and the mean reward has not risen meanwhile: the policy has stopped to explore. Lower "
+        "policy.optimizer.lr, raise the upper clip (algorithm.loss.clip_high), or set algorithm.entropy"
     )
 
 

@@ -22,6 +22,8 @@ from megatron_rl.observe.records import heldout, reward_names, time_split
 SPARKS = "▁▂▃▄▅▆▇█"
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 BAR_WIDTH = 48
+OF_LAG = ("lag/mean", "stream/running", "stream/ready")
+"""The metrics of answers to later steps."""
 SPARK_METRICS = {
     "reward": "reward/mean",
     "held-out accuracy": "eval/accuracy",
@@ -48,6 +50,8 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
         "grad norm": ("grad_norm", "{:.3g}"),
         "mismatch": ("mismatch/mean_abs", "{:.1e}"),
     }
+    if not any(record.get(name) for name in OF_LAG):  # with active sampling alone they are always 0
+        formats = {label: one for label, one in formats.items() if one[0] not in OF_LAG}
     told = {label: form.format(record[name]) for label, (name, form) in formats.items() if name in record}
     names = reward_names([record])
     for name in names:

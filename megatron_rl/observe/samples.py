@@ -129,12 +129,13 @@ def token_table(tokens: Tokens, sample: Rollout, lengths: list[int] | None) -> d
 
 
 def advantage_of(place: int, shares: Sequence[Share]) -> dict[str, float]:
-    """The advantage that all actions of an answer have, as the entry of its record; empty if no rank trains on it.
+    """The advantage that all actions of an answer have, as the entry of its record; empty if no rank trains on it, or
+    if each token gets its own from the trainers.
 
     Args:
         place: the answer's index in the step.
     """
-    found = [share.advantages[share.index == place] for share in shares]
+    found = [share.advantages[share.index == place] for share in shares if share.token_rewards is None]
     return next(({"advantage": float(f"{own[0]:.6g}")} for own in found if len(own)), {})
 
 

@@ -21,7 +21,7 @@ from megatron_rl import spans
 from megatron_rl.config.health import HealthRule
 from megatron_rl.config.schema import RunConfig
 from megatron_rl.observe.live import LiveView
-from megatron_rl.observe.records import METRICS, SAMPLES, WARNINGS, cut, write_line
+from megatron_rl.observe.records import METRICS, SAMPLES, WARNINGS, cut, read_lines, write_line
 from megatron_rl.observe.samples import Pieces, advantage_of, answer_record
 from megatron_rl.observe.trackers import TrackerFeed
 from megatron_rl.processes import open_text
@@ -171,6 +171,11 @@ class RunSink:
         for watcher in self._watchers:
             watcher.begin(self._step)
         return record
+
+    def recorded(self, last: int) -> list[Metrics]:
+        """See `ports.Sink`."""
+        records = read_lines(self.run_folder / METRICS, last)
+        return [{name: value for name, value in record.items() if value is not None} for record in records]
 
     def rewind(self, step: int) -> None:
         """Remove the lines of `step` and of later steps, which will be done again. The trackers keep their records of

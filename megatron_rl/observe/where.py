@@ -56,42 +56,74 @@ def where(records: Records) -> Where:
     Raises:
         ValueError: no step has trained.
     """
+    step = _mean_step(records)
+    return Where(
+        num_steps=step.num_steps,
+        seconds=step.seconds,
+        resources=[*_phases(step), *_others(step)],
+        path=_path(step),
+        advice=_advice(step),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The mean of the steps that are looked at."""
+
+    num_steps: int
+    split: Mapping[str, float]
+    """The seconds of each phase."""
+    mean: Mapping[str, float]
+    """Each metric, over the steps that have it."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.split.values())
+
+    @property
+    def longest(self) -> str:
+        """The longest phase."""
+        return max(self.split, key=lambda name: self.split[name])
+
+    def share(self, phase: str) -> float:
+        """The share of a phase in the step; 0 if there is no such phase."""
+        return self.split.get(phase, 0.0) / (self.seconds or 1.0)
+
+    @property
+    def has_lag(self) -> bool:
+        """Whether engines answer while the trainer works."""
+        return self.mean.get("lag/mean", 0.0) > 0  # it is 0 with active sampling alone
+
+    @property
+    def idle(self) -> float:
+        """The share of the engines' time without a request."""
+        return self.mean.get("rollout/idle", 0.0)
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The seconds of each reward, the slowest first."""
+        found = {
+            name.removeprefix("reward/").removesuffix("/seconds"): seconds
+            for name, seconds in self.mean.items()
+            if name.startswith("reward/") and name.endswith("/seconds")
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _mean_step(records: Records) -> _Step:
     trained = [record for record in records if "time/update_s" in record]
     if not trained:
         raise ValueError("no step of the run has trained yet, so nothing is known of its time")
     steps = trained[1:] or trained
     split = {name: seconds / len(steps) for name, seconds in time_split(steps).items()}
-    mean = {name: fmean(own) for name in _names(steps) if (own := [step[name] for step in steps if name in step])}
-    total = sum(split.values())
-    shares = {name: seconds / (total or 1.0) for name, seconds in split.items()}
-    rewards = _rewards(mean)
-    lag = "lag/mean" in mean  # engines answer while the trainer works
-    return Where(
-        num_steps=len(steps),
-        seconds=total,
-        resources=[*_phases(split, shares), *_others(mean, rewards, total)],
-        path=_path(split, shares, mean, rewards, lag),
-        advice=_advice(split, shares, mean, rewards, lag),
-    )
+    names = dict.fromkeys(name for step in steps for name in step)
+    mean = {name: fmean(own) for name in names if (own := [step[name] for step in steps if name in step])}
+    return _Step(len(steps), split, mean)
 
 
-def _names(steps: Records) -> list[str]:
-    return list(dict.fromkeys(name for step in steps for name in step))
-
-
-def _rewards(mean: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of each reward in a step, the slowest first."""
-    found = {
-        name.removeprefix("reward/").removesuffix("/seconds"): seconds
-        for name, seconds in mean.items()
-        if name.startswith("reward/") and name.endswith("/seconds")
-    }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _phases(split: Mapping[str, float], shares: Mapping[str, float]) -> Iterator[Resource]:
-    for name, seconds in split.items():
-        yield Resource(f"phase {name}", seconds, "s", shares[name])
+def _phases(step: _Step) -> Iterator[Resource]:
+    for name, seconds in step.split.items():
+        yield Resource(f"phase {name}", seconds, "s", step.share(name))
 
 
 KNOWN = {
@@ -108,28 +140,22 @@ KNOWN = {
 """What the table says besides the phases, by metric: its name there and its unit."""
 
 
-def _others(mean: Mapping[str, float], rewards: Mapping[str, float], total: float) -> Iterator[Resource]:
+def _others(step: _Step) -> Iterator[Resource]:
     for metric, (name, unit) in KNOWN.items():
-        if metric in mean:
-            yield Resource(name, mean[metric], unit, mean[metric] / total if unit == "s" and total else None)
-    for reward, seconds in rewards.items():
+        if metric in step.mean:
+            value = step.mean[metric]
+            yield Resource(name, value, unit, value / step.seconds if unit == "s" and step.seconds else None)
+    for reward, seconds in step.rewards.items():
         yield Resource(f"reward {reward}, all processes", seconds, "s")
 
 
-def _path(
-    split: Mapping[str, float],
-    shares: Mapping[str, float],
-    mean: Mapping[str, float],
-    rewards: Mapping[str, float],
-    lag: bool,
-) -> str:
-    generate, idle = shares.get("generate", 0.0), mean.get("rollout/idle", 0.0)
-    if not lag or "generate" not in shares:
-        longest = max(split, key=lambda name: split[name])
+def _path(step: _Step) -> str:
+    generate, idle, split = step.share("generate"), step.idle, step.split
+    if not step.has_lag or "generate" not in split:
         order = [name for name in ("sync", "generate", "plan", "logprobs", "update") if name in split]
         return (
-            f"in turns: {' -> '.join(order)}, each waits for the one before; the longest is {longest} with "
-            f"{split[longest]:.2f} of {sum(split.values()):.2f} s"
+            f"in turns: {' -> '.join(order)}, each waits for the one before; the longest is {step.longest} with "
+            f"{split[step.longest]:.2f} of {step.seconds:.2f} s"
         )
     if generate >= SMALL and generate >= idle:
         return (
@@ -143,18 +169,11 @@ def _path(
     return f"engines and trainer keep each other busy: idle {_percent(idle)}, waiting {_percent(generate)} of the step"
 
 
-def _advice(
-    split: Mapping[str, float],
-    shares: Mapping[str, float],
-    mean: Mapping[str, float],
-    rewards: Mapping[str, float],
-    lag: bool,
-) -> str:
-    idle = mean.get("rollout/idle", 0.0)
-    if lag and idle > IDLE and shares.get("generate", 0.0) < SMALL:
-        return f"engines are idle for {_percent(idle)} of their time: fewer engines, or more trainer ranks"
-    longest = max(split, key=lambda name: split[name])
-    is_part = f"{longest} is {_percent(shares[longest])} of the step"
+def _advice(step: _Step) -> str:
+    if step.has_lag and step.idle > IDLE and step.share("generate") < SMALL:
+        return f"engines are idle for {_percent(step.idle)} of their time: fewer engines, or more trainer ranks"
+    longest, split, mean, rewards = step.longest, step.split, step.mean, step.rewards
+    is_part = f"{longest} is {_percent(step.share(longest))} of the step"
     if longest in ("update", "logprobs"):
         ratio, fill = mean.get("slowest_rank/ratio", 1.0), mean.get("balance/fill", 1.0)
         if ratio >= SLOW:
@@ -174,7 +193,7 @@ def _advice(
                 f"{is_part}, and rewards take {sum(rewards.values()):.2f} s of processes' time, most of it {slowest}: "
                 "more verifiers (cluster.verifiers), or a faster reward"
             )
-        if not lag:
+        if not step.has_lag:
             return f"{is_part}: more engines, or rollout.max_lag: 1, so that engines and trainer work at the same time"
         return f"{is_part}, although engines answer while the trainer works: more engines"
     advice = {

@@ -25,7 +25,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.layout import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
 from megatron_rl.layout.hub import find_head
-from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
+from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
@@ -45,7 +45,7 @@ MUCH_SLOWER = 4
 """A bfloat16 product that takes this many times as long as a float32 product is reported."""
 
 
-def check_before_start(config: BaseConfig, console: Console, *, resume: bool, planning: bool = False) -> None:
+def check_before_start(config: BaseConfig, console: Console, *, resume: Resume, planning: bool = False) -> None:
     """Run the preflight, print its notes, and raise all faults together.
 
     Raises:
@@ -63,12 +63,12 @@ def check_before_start(config: BaseConfig, console: Console, *, resume: bool, pl
         raise ValueError(f"{len(faults)} faults would stop this run:\n" + "\n".join(f"  - {fault}" for fault in faults))
 
 
-def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning: bool = False) -> list[str]:
+def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning: bool = False) -> list[str]:
     """The faults of a run; an empty list if there are none.
 
     Args:
         tell: is called with a sentence about everything that is not checked, or that the run will skip.
-        resume: whether the run continues the run in its folder.
+        resume: how the run continues the run in its folder; None: it is a new one.
         planning: whether this is a dry run. The model's folder may then be missing if its sizes ship with the package,
             and so may the rows, because both lie where the run will be.
     """
@@ -336,11 +336,12 @@ def _name(config: BaseConfig) -> list[str]:
     return []
 
 
-def _check_folder(config: BaseConfig, resume: bool) -> bool:
+def _check_folder(config: BaseConfig, resume: Resume) -> bool:
     """Returns True.
 
     Raises:
-        ValueError: the folder cannot be written, or it has an earlier run that is not resumed.
+        ValueError: the folder cannot be written, it has an earlier run that is not resumed, or it has no checkpoint of
+            the step to resume from.
     """
     folder = config.run_folder
     there = _nearest(folder)
@@ -352,9 +353,12 @@ def _check_folder(config: BaseConfig, resume: bool) -> bool:
             f"run.folder: {folder} cannot be written ({there}: {error.strerror}); choose another run.folder, or "
             f"correct its permissions"
         ) from error
-    if not resume:
+    if resume is None:
         check_unused(folder)
-        Checkpoints(folder / "checkpoints", config.checkpoint, resume=None, config={})
+    if resume != "auto":
+        Checkpoints(
+            folder / "checkpoints", config.checkpoint, resume=resume, config=config.absolute().model_dump(mode="json")
+        )
     return True
 
 

@@ -81,7 +81,7 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
     (<pad>): 3, 4, 5, 6, 7.
 
     Raises:
-        ValueError: the tokenizer has no such token, or the token ends answers or thoughts.
+        ValueError: the tokenizer has no such token, or the token ends answers or thoughts; with all such tokens.
     """
     sampling, path = rollout.sampling, folder / "tokenizer.json"
     if not path.is_file():  # transformers can read the tokenizer, and only it knows the ids
@@ -89,23 +89,23 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
             raise ValueError(f"rollout.sampling.forbid needs {path}; save it with transformers' save_pretrained")
         return ()
     known = load_tokenizer(folder).get_vocab(with_added_tokens=True)
-    ends = stop_ids(folder)
+    ends, faults = stop_ids(folder), []
+    delimiter = token_ids(folder, rollout.delimiter) if sampling.forbid and rollout.delimiter else ()
     for token in sampling.forbid:
         if token not in known:
             near = get_close_matches(token, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"rollout.sampling.forbid: the tokenizer of {folder} has no token {token!r}{hint}")
-        if known[token] in ends:
-            raise ValueError(
-                f"rollout.sampling.forbid: {token!r} ends answers (eos_token_id), so every answer would use up its "
-                "budget; remove it"
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            faults.append(f"the tokenizer of {folder} has no token {token!r}{hint}")
+        elif known[token] in ends:
+            faults.append(f"{token!r} ends answers (eos_token_id), so every answer would use up its budget: remove it")
+        elif known[token] in delimiter:
+            faults.append(
+                f"{token!r} is a token of rollout.delimiter {rollout.delimiter!r}, so that no thought would end by "
+                "itself: remove it"
             )
+    if faults:
+        raise ValueError(f"rollout.sampling.forbid: {'; '.join(faults)}")
     named = {known[token] for token in sampling.forbid}
-    if named and rollout.delimiter and named & set(token_ids(folder, rollout.delimiter)):
-        raise ValueError(
-            f"rollout.sampling.forbid has a token of rollout.delimiter {rollout.delimiter!r}, so that no thought would "
-            "end by itself; remove it"
-        )
     return tuple(sorted(named | (set(range(vocab_size)) - set(known.values()))))
 
 

@@ -51,6 +51,8 @@ REFUSED = {
     "environment_factory": "rollout.environment in GRPOConfig(sections=...) names the class",
 }
 
+EVENTS = ("on_train_begin", "on_log", "on_evaluate", "on_step_end", "on_save", "on_train_end")
+"""What callbacks are told."""
 OTHERS = ("processing_class", "reward_processing_classes", "callbacks", "tools")
 
 
@@ -95,13 +97,25 @@ class GRPOTrainer:
         several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
         self._rewards = list(reward_funcs) if several else [reward_funcs]
         self._train, self._eval, self._tools = train_dataset, eval_dataset, list(tools or ())
-        self._callbacks = [one() if inspect.isclass(one) else one for one in callbacks or ()]
+        self._callbacks: list[Any] = []
+        for one in callbacks or ():
+            self.add_callback(one)
         self._seen, self._saved = 0, 0
         self._lost: list[dict[str, float]] = []
         """The steps after the newest checkpoint, as long as the continued run has not removed them."""
 
     def add_callback(self, callback: Any) -> None:
-        self._callbacks.append(callback() if inspect.isclass(callback) else callback)
+        """
+        Raises:
+            TypeError: it is no callback of transformers.
+        """
+        made = callback() if inspect.isclass(callback) else callback
+        if missing := [event for event in EVENTS if not callable(getattr(made, event, None))]:
+            raise TypeError(
+                f"callbacks: {callback!r} has no method {missing[0]}, so it is no callback; give a subclass of "
+                "transformers.TrainerCallback, or an object of one"
+            )
+        self._callbacks.append(made)
 
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
         """Train to the end; Ctrl-C stops with a checkpoint. `trainer.run` has the run's folder, metrics and model.

@@ -230,6 +230,8 @@ class Group:
     """Rollouts that only serve to compute the values of passages (`rollout.prefix_values`): answers that continue from
     the ends of passages, until they are judged, or right answers appended there, until the trainer has computed their
     log-probs. The trainer does not train on them. None means that there are none."""
+    engines: Sequence[int] = ()
+    """The index of the engine that ended each rollout; empty if nobody has recorded it, as in older files."""
 
     def judged(self, verdicts: Sequence[Verdict]) -> Group:
         """The group whose rollouts have these verdicts."""

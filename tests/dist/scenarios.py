@@ -566,6 +566,14 @@ def replay_engine(rank, world_size, url, *, folder, layout, setup, version):
     return without, replayed, updated
 
 
+def find_untrained(rank, world_size, url, *, folder, layout):
+    """The tokens whose embeddings no training has moved."""
+    actor = build(rank, world_size, url, folder, layout)
+    found = actor.find_untrained()
+    actor.close()
+    return found
+
+
 def inspect(rank, world_size, url, *, folder, samples, layout, parts, algorithm=ALGORITHM):
     """What `explain` asks of a step: (numbers of the tokens, gradient of each part, untrained tokens), and the metrics
     of the update that follows."""

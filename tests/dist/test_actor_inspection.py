@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from scenarios import Layout
 from test_actor_layouts import LAYOUTS, ONE_UPDATE
 
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import TokenSpan
 
 ALGORITHM = ONE_UPDATE["dual_clip"]
@@ -82,3 +85,28 @@ def test_every_layout_tells_the_same(trainers, model_folder, samples, whole, nam
         for group, rows in one.rows.items():
             largest = next(iter(rows))
             assert got.rows[group][largest] == pytest.approx(rows[largest], rel=1e-4)
+
+
+def test_tokens_have_advantages_of_their_own_with_a_critic(trainers, model_folder, samples):
+    """The share of a sample has none to print."""
+    valued = [replace(s, values=np.zeros(len(s.tokens.ids), np.float32)) for s in samples]
+    valued = [replace(s, token_rewards=((len(s.tokens.ids) - 1, 1.0 + i),)) for i, s in enumerate(valued)]
+    algorithm = AlgorithmConfig(adv_estimator={"kind": "gae", "gamma": 1.0, "lam": 0.5})
+    given = dict(folder=model_folder, samples=valued, layout=Layout(), parts=[], algorithm=algorithm)
+    [((numbers, _, _), _)] = trainers.run("inspect", 1, **given)
+    for sample in valued:
+        own, mask = numbers[sample.index]["advantage"], sample.tokens.action_mask
+        assert len(own) == len(mask) and (len(set(own[mask])) > 1) == (mask.sum() > 1)
+
+
+def test_untrained_tokens_are_found_by_the_median_of_all_rows(trainers, model_folder, tmp_path):
+    """Nearly all rows of the second tensor rank are small, so that its own median would call none of them small."""
+    folder = tmp_path / "small_rows"
+    shutil.copytree(model_folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    first = 6 * len(embedding) // 10
+    embedding[first:] *= 1e-3
+    save_file(tensors, folder / "model.safetensors")
+    [found, again] = trainers.run("find_untrained", 2, folder=folder, layout=LAYOUTS["tp2"])
+    assert found == again == list(range(first, len(embedding)))

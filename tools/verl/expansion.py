@@ -22,10 +22,21 @@ PARAMETER = re.compile(r"(#?)([A-Za-z_]\w*|[@*#?!$0-9-])(?:\[([^\]]*)\])?(.*)", 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a value is not known. An `unset` variable is an error of the script; the others need a shell."""
+    """Why a value is not known. Variables that are not set are an error of the script; the others need a shell."""
 
     text: str
-    is_unset: bool = False
+    unset: tuple[str, ...] = ()
+    """The names of variables that are not set."""
+
+    @property
+    def is_unset(self) -> bool:
+        return bool(self.unset)
+
+    def and_also(self, other: Problem | None) -> Problem:
+        """Both problems, if both are variables that are not set; otherwise the first one."""
+        if other is None or not self.unset or set(other.unset) <= set(self.unset):
+            return self
+        return Problem(f"{self.text}\n{other.text}", (*self.unset, *other.unset))
 
 
 @dataclass(slots=True)
@@ -37,7 +48,7 @@ class Word:
 
     def add(self, other: Word) -> None:
         self.text += other.text
-        self.problem = self.problem or other.problem
+        self.problem = self.problem.and_also(other.problem) if self.problem else other.problem
 
 
 Value = Word | list[Word]
@@ -183,7 +194,7 @@ class Variables:
 
     def _unset(self, name: str, line: int) -> Word:
         what = f"the argument ${name} of the script" if name.isdigit() else f"the variable {name}"
-        return Word(problem=Problem(f"line {line}: {what} is not set; give it with --set {name}=VALUE", is_unset=True))
+        return Word(problem=Problem(f"line {line}: {what} is not set; give it with --set {name}=VALUE", (name,)))
 
     def _command(self, command: str, piece: str, line: int) -> Word:
         if command == "pwd" and "PWD" in self.values:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import PurePosixPath
 
 from megatron_rl.tools.verl.expansion import Problem, Variables, Word
@@ -37,6 +38,18 @@ class Override:
     """Why the value is not known, or why verl never gets it."""
 
 
+class UnsetVariables(ScriptError):
+    """Variables of the call are not set.
+
+    Args:
+        problem: all of them.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.text)
+        self.names = problem.unset
+
+
 @dataclass(slots=True)
 class VerlCall:
     """A call of verl's trainer: the module, the line, Hydra's own options, and the overrides."""
@@ -55,7 +68,8 @@ def read_script(text: str, given: Mapping[str, str]) -> VerlCall:
         given: the variables from outside: of the environment, and the user's own, which the script cannot change.
 
     Raises:
-        ScriptError: there is no call or more than one, a variable of the call is not set, or the script is incomplete.
+        UnsetVariables: variables of the call are not set.
+        ScriptError: there is no call or more than one, or the script is incomplete.
     """
     reader = _Reader(Variables.of(given), frozenset(given))
     reader.read(text)
@@ -259,12 +273,13 @@ class _Reader:
 
 def _take(call: VerlCall, words: Sequence[tuple[Word, int]]) -> None:
     """Add the words after the module to a call: Hydra's options and overrides."""
+    unset = [word.problem for word, _ in words if word.problem is not None and word.problem.is_unset]
+    if unset:
+        raise UnsetVariables(reduce(Problem.and_also, unset))
     place = 0
     while place < len(words):
         word, line = words[place]
         place += 1
-        if word.problem is not None and word.problem.is_unset:
-            raise ScriptError(word.problem.text)
         if word.text.startswith("-") and not word.text.startswith("-="):
             name, equals, value = word.text.partition("=")
             name = HYDRA.get(name, name)

@@ -167,6 +167,7 @@ def test_a_group_is_complete_when_all_its_parts_are(stage):
     assert number == 7 and group.version == 3 and stage.verifier.journal == [7]
     assert [sample.num_prompt_tokens for sample in group.rollouts] == list(range(8)), "in the order of the samples"
     assert group.payload.parts == (("tokens 7 range(0, 4)",), ("tokens 7 range(4, 8)",))
+    assert group.engines == [0] * 4 + [1] * 4
     assert all(sample.verdict.score == 1 for sample in group.rollouts)
 
 

@@ -36,7 +36,7 @@ def group(number: int, num_samples: int = 2, score: float | None = 0.5) -> Group
             )
         )
     prompt = Prompt(f"rows.jsonl:{number} é", tuple(tokens[0].ids[:2].tolist()), "")
-    return Group(prompt, samples, tokens, number)
+    return Group(prompt, samples, tokens, number, engines=tuple(range(num_samples)) if number % 2 else ())
 
 
 def same(a: Group, b: Group) -> bool:
@@ -46,7 +46,7 @@ def same(a: Group, b: Group) -> bool:
         for name in ("ids", "action_mask", "logp_rollout", "version", "routes")
         if getattr(x, name) is not None or getattr(y, name) is not None
     ]
-    numbers = (a.prompt, a.version, a.rollouts) == (b.prompt, b.version, b.rollouts)
+    numbers = (a.prompt, a.version, a.rollouts, a.engines) == (b.prompt, b.version, b.rollouts, b.engines)
     return numbers and all(x.dtype == y.dtype and x.tolist() == y.tolist() for x, y in columns)
 
 

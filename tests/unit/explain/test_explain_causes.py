@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_rl.explain.causes import causes
+from megatron_rl.explain.causes import asks_for_older_weights, causes
 from megatron_rl.explain.step import ExplainedAnswer, ExplainedStep
 from megatron_rl.types import Prompt, Rollout, Tokens, Verdict
 
@@ -24,11 +24,13 @@ def answer(group: int, number: int, **changes) -> ExplainedAnswer:
     reward = changes.pop("reward", float(number % 2))
     parts, reason = changes.pop("parts", (reward, 2.0)), changes.pop("reason", "")
     tokens = Tokens(np.full(total, 7, np.int32), mask, logp, np.where(mask, 9, -1).astype(np.int32))
-    rollout = Rollout(total, NUM_PROMPT, length, 0, "stop", verdict=Verdict(reward, reason, parts))
+    verdict = Verdict(reward, reason, parts)
+    rollout = Rollout(total, NUM_PROMPT, length, 0, "stop", verdict=verdict)
     slope = np.where(mask, 1e-3, 0.0).astype(np.float32)
     advantage = changes.pop("advantage", 1.0 if number % 2 else -1.0)
+    numbers = {"logp": logp, "slope": slope}
     given = ExplainedAnswer(
-        4 * group + number, PROMPTS[group], number, rollout, tokens, advantage, {"logp": logp, "slope": slope}
+        4 * group + number, PROMPTS[group], number, rollout, tokens, advantage, number // 2, numbers
     )
     return replace(given, **changes)
 
@@ -46,11 +48,11 @@ def with_answer(index: int, **changes) -> ExplainedStep:
     return replace(step, answers=answers)
 
 
-def damaged(groups: set[int]) -> ExplainedStep:
-    """The engine of some groups gave other log-probs to all tokens."""
+def damaged(groups: set[int] | None = None, engine: int = -1) -> ExplainedStep:
+    """Other log-probs of all tokens of some groups, or of one of the two engines."""
     answers = []
     for one in healthy().answers:
-        wrong = one.index // 4 in groups
+        wrong = one.engine == engine if groups is None else one.index // 4 in groups
         tokens = replace(one.tokens, logp_rollout=one.tokens.logp_rollout - 0.4 * one.tokens.action_mask * wrong)
         answers.append(replace(one, tokens=tokens))
     return healthy(answers=answers)
@@ -143,6 +145,47 @@ def test_an_update_that_was_too_large_is_found_afterwards():
     records = {s: record | {"update_ratio": 1e-4 if s < 7 else 5e-2} for s, record in step.records.items()}
     [said] = causes(replace(step, records=records))
     assert "the last updates changed the weights by 0.05 of their norm" in said
+
+
+def test_one_of_two_engines_is_named():
+    """Half of the answers are odd, so that their median tells nothing."""
+    [said] = causes(damaged(engine=1))
+    assert said.startswith("an engine with other weights: in 12 of 24 answers trainer and engine differ at 100%")
+    assert "; engine 1 gave them (logs/engine_1.log)" in said
+    unrecorded = [replace(one, engine=None) for one in damaged(engine=1).answers]
+    [said] = causes(healthy(answers=unrecorded))
+    assert "; which engine gave an answer was not recorded" in said
+    [said] = causes(damaged({0, 1, 2}))
+    assert "; the engines 0, 1 gave them and others that agree (logs/engine_0.log, logs/engine_1.log)" in said
+
+
+def test_an_engine_with_the_weights_of_an_earlier_step_is_stale():
+    """The log-probs of the odd answers are the trainer's of two steps before."""
+    step = damaged(engine=0)
+    earlier = {
+        version: {one.index: one.numbers["logp"] - change * one.tokens.action_mask for one in step.answers}
+        for version, change in {6: 0.7, 7: 0.4, 8: 0.2}.items()
+    }
+    [said] = causes(replace(step, earlier=earlier))
+    assert said.startswith(
+        "a stale engine: 12 of 24 answers have the log-probs of the weights of version 7 in place of 9"
+    )
+    assert "; engine 0 gave them" in said
+    del earlier[7]
+    [said] = causes(replace(step, earlier=earlier))
+    assert "no weights of the versions 6 to 8 fit them either" in said
+
+
+def test_older_weights_are_looked_at_only_if_trainer_and_engine_differ():
+    assert not asks_for_older_weights(healthy())
+    assert asks_for_older_weights(with_record(**{"mismatch/mean_abs": 0.02}))
+    assert not asks_for_older_weights(replace(with_record(**{"mismatch/mean_abs": 0.02}), max_lag=1))
+
+
+def test_a_token_that_many_answers_sampled_is_told_once():
+    step = healthy(untrained=(7,))
+    [said] = causes(step)
+    assert "24 of 24 answers sampled the token 7" in said and "(rows:0, answer 0; rows:0, answer 1 and 22 more)" in said
 
 
 def test_all_engines_may_be_wrong():

@@ -170,6 +170,9 @@ class World:
         self.logged.append((step, metrics))
         return metrics
 
+    def recorded(self, last):
+        return [metrics for _, metrics in self.logged][-last:]
+
     def rewind(self, step):
         self.logged = [record for record in self.logged if record[0] < step]
 

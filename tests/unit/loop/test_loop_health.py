@@ -29,16 +29,18 @@ HEALTHY = {
 
 
 class Screen:
-    def __init__(self):
-        self.told = []
+    def __init__(self, before=()):
+        self.told, self.before = [], list(before)
+
+    def recorded(self, last):
+        return self.before[-last:]
 
     def warn(self, message, rule=None, step=None):
         self.told.append((rule, message, step))
 
 
-def run(records, max_lag=2, anchor="old", checkpoint=None):
-    """The warnings of a run with these metrics, and the steps that jump."""
-    config = validate(
+def config(max_lag=2, anchor="old", checkpoint=None):
+    return validate(
         GrpoRunConfig,
         {
             "run": {"name": "x", "steps": 9},
@@ -49,8 +51,12 @@ def run(records, max_lag=2, anchor="old", checkpoint=None):
             **({} if anchor == "old" else {"algorithm": {"loss": {"kind": "dppo_tv"}, "correction": None}}),
         },
     )
+
+
+def run(records, **changes):
+    """The warnings of a run with these metrics, and the steps that jump."""
     screen = Screen()
-    health = Health(screen, config)
+    health = Health(screen, config(**changes))
     for step, record in enumerate(records):
         health.look(step, record)
     jumps = [(step, message) for rule, message, step in screen.told if rule == "jump"]
@@ -93,7 +99,10 @@ def test_a_rule_speaks_once_and_not_before_its_steps(rule, changes, num_steps, s
 
 
 def test_an_entropy_that_falls_without_a_gain():
-    falls = [HEALTHY | {"entropy": 1.2 * 0.8**s} for s in range(30)]
+    constant = [HEALTHY | {"entropy": 1.2 * 0.8**s} for s in range(30)]
+    [(rule, message)] = run(constant)[0]
+    assert rule == "entropy" and "the mean reward was 0.4 in every step, so it is no reward" in message
+    falls = [one | {"reward/mean": 0.4 - 0.01 * (s % 2)} for s, one in enumerate(constant)]
     [(rule, message)] = run(falls)[0]
     assert rule == "entropy" and "has fallen from" in message and "algorithm.entropy" in message
     estimated = [
@@ -102,6 +111,18 @@ def test_an_entropy_that_falls_without_a_gain():
     assert [rule for rule, _ in run(estimated)[0]] == ["entropy"], "the log-probs of the sampled tokens estimate it"
     gains = [one | {"reward/mean": 0.4 + 0.01 * s} for s, one in enumerate(falls)]
     assert run(gains)[0] == []
+
+
+def test_steps_that_are_done_again_count_once():
+    """A policy that was lost goes on from an earlier step."""
+    cut = [HEALTHY | {"length/response_cut": 0.62, "step": step} for step in (7, 8, 8, 8)]
+    screen = Screen()
+    health = Health(screen, config())
+    for record in cut:
+        health.look(record["step"], record)
+    assert screen.told == [], "the rule needs three steps in a row"
+    health.look(9, cut[0] | {"step": 9})
+    assert [rule for rule, _, _ in screen.told] == ["length"]
 
 
 def test_a_gradient_norm_that_jumps():
@@ -114,6 +135,7 @@ def test_a_gradient_norm_that_jumps():
 def test_the_ratio_to_the_engine_and_a_run_in_turns_have_no_such_rule():
     assert run(steps(9, **{"on_policy/ratio_error": 0.2}), anchor="engine")[0] == []
     assert run(steps(9, **{"lag/mean": 0.0}), max_lag=0)[0] == []
+    assert run(steps(9, **{"lag/mean": 0.0, "rollout/idle": 0.9}), max_lag=0)[0] == [], "active sampling"
 
 
 def test_memory_that_grows_and_a_disk_that_fills():

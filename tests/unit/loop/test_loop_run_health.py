@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from small_ports import World, config, run
+from small_ports import StopAfter, World, config, run
 
 from megatron_rl.data.saved_rollouts import read_step
 
@@ -55,3 +55,14 @@ def test_a_fatal_rule_ends_the_run_with_its_state(tmp_path):
     with pytest.raises(ValueError, match="900, 600 times its median"):
         run(world, tmp_path / "x" / "checkpoints", given(tmp_path))
     assert (tmp_path / "x" / "checkpoints" / "step_000008").is_dir(), "the step is done, and its state is saved"
+
+
+def test_a_resumed_run_looks_back_on_the_steps_before_it(tmp_path):
+    """The first step after a resume jumps: only the records of the steps before tell that."""
+    before, resumed = Jumping(), Jumping()
+    folder, cfg = tmp_path / "x" / "checkpoints", given(tmp_path)
+    assert run(before, folder, cfg, stopping=StopAfter(before, 7)) == 7
+    resumed.logged = before.logged
+    assert run(resumed, folder, cfg, resume="auto") == 12
+    [message] = [one for one in resumed.warnings if "gradient norm" in one]
+    assert message.startswith("the gradient norm is 900, 600 times its median over the last 7 steps")

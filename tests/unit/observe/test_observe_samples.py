@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_rl.observe import samples_shown
 from megatron_rl.observe.samples import Pieces, advantage_of, answer_record, token_table
 from megatron_rl.observe.samples_shown import add_explained, shown_samples
-from megatron_rl.types import Denominators, Group, Prompt, Rollout, Share, TokenReward, Tokens, Verdict
+from megatron_rl.types import Denominators, Group, Prompt, Rollout, Share, TokenReward, TokenRewards, Tokens, Verdict
 
 
 class Bytes:
@@ -125,6 +126,9 @@ def share(index: list[int], advantages: list[float]) -> Share:
 def test_an_answer_has_the_advantage_that_its_rank_trains_on():
     shares = [share([2, 0], [0.5, -1 / 3]), share([], [])]
     assert [advantage_of(place, shares) for place in range(3)] == [{"advantage": -0.333333}, {}, {"advantage": 0.5}]
+    nothing = np.zeros(0)
+    of_tokens = replace(shares[0], token_rewards=TokenRewards(nothing, nothing, nothing))
+    assert advantage_of(0, [of_tokens]) == {}, "with a critic each token gets its own, and the share has 0"
 
 
 def write(path, steps: list[int], size: int = 0) -> None:

@@ -58,6 +58,16 @@ def test_phases_and_other_sum_to_the_total(tmp_path, clock):
     assert read_lines(tmp_path / "metrics.jsonl") == [{"step": s, "loss": 1.25} | times for s in range(2)]
 
 
+def test_a_resumed_run_knows_its_last_records(tmp_path):
+    sink, _ = sink_of(tmp_path)
+    assert sink.recorded(50) == []
+    for step in range(5):
+        sink.log(step, {"loss": 1.0 / step if step else float("nan")})
+    resumed, _ = sink_of(tmp_path, resume_at=4)
+    assert [(one["step"], one.get("loss")) for one in resumed.recorded(50)] == [(0, None), (1, 1), (2, 0.5), (3, 1 / 3)]
+    assert [one["step"] for one in resumed.recorded(2)] == [2, 3]
+
+
 def test_phases_do_not_nest_and_survive_an_error(tmp_path, clock):
     sink, _ = sink_of(tmp_path)
     with pytest.raises(AssertionError, match="'push' inside phase 'update'"):
@@ -191,6 +201,8 @@ def test_figures_of_several_rewards():
         "reward": "-1.500", "held-out reward": "2.500", "exact_answer": "0.500", "judge": "-2.000, 12.5% abstained",
         "away": "no score, 100.0% abstained",
     }  # fmt: skip
+    idle = {"lag/mean": 0.0, "rollout/idle": 0.03, "stream/running": 0.0, "stream/ready": 0.0}
+    assert list(figures(idle)) == ["engines idle"], "active sampling without a lag"
     asynchronous = figures({"lag/mean": 1.25, "rollout/idle": 0.03, "stream/running": 40.0, "stream/ready": 24.0})
     assert asynchronous == {"engines idle": "3%", "lag": "1.25 steps", "groups under way": "40", "ready": "24"}
     assert "exact_answer" not in figures({"reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0})

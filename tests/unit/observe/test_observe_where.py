@@ -7,7 +7,10 @@ import json
 import pytest
 from pytest import approx
 
+from megatron_rl.observe.trace import ProcessSpans, chrome_trace
+from megatron_rl.observe.trace_path import work_of_phases
 from megatron_rl.observe.where import where
+from megatron_rl.spans import PHASES, REQUESTS, TimeSpan
 from megatron_rl.tools import where as tool
 
 TURNS = {"time/sync_s": 1.0, "time/generate_s": 3.0, "time/update_s": 5.0, "time/other_s": 1.0, "time/total_s": 10.0}
@@ -135,9 +138,42 @@ def test_who_waits_for_whom(step, path):
     assert where([step]).path == path
 
 
+def test_active_sampling_without_a_lag_is_in_turns():
+    assert where([record(lag__mean=0.0, rollout__idle=0.6)]).path.startswith("in turns: ")
+
+
 def test_a_run_without_a_step_is_refused():
     with pytest.raises(ValueError, match="no step of the run has trained yet"):
         where([{"step": 0, "time/evaluate_s": 1.0}])
+
+
+def spans(*given: tuple[str, float, float], track: str = "MainThread") -> list[TimeSpan]:
+    """Spans from their names and their times in seconds."""
+    return [TimeSpan(name, round(a * 1e9), round(b * 1e9), track, "") for name, a, b in given]
+
+
+TRACED = chrome_trace(
+    [
+        ProcessSpans(
+            "driver (1 on a)",
+            spans(("step 7", 0, 10), ("generate", 0, 6), ("plan", 6, 6.5), ("update", 7, 10), track=PHASES),
+        ),
+        ProcessSpans("trainer rank 0 (2 on a)", spans(("update 0", 7, 9), ("wait for all ranks", 9, 10))),
+        ProcessSpans("trainer rank 1 (3 on b)", spans(("update 0", 7, 9.8))),
+        ProcessSpans("engine 0 (4 on b)", spans(("request", 0, 4), ("request", 1, 5), track=REQUESTS)),
+        ProcessSpans("verifier (5 on a)", spans(("score", 5, 5.5))),
+    ]
+)
+
+
+def test_each_long_phase_of_a_trace_has_the_process_that_works_longest():
+    """Requests that overlap count once, a wait is no work, and a short phase holds nobody up."""
+    told = [(one.phase, one.seconds, one.process, one.busy_s, one.nobody_s) for one in work_of_phases(TRACED)]
+    assert told == [
+        ("generate", approx(6), "engine 0", approx(5), approx(0.5)),
+        ("update", approx(3), "trainer rank 1", approx(2.8), approx(0.2)),
+    ]
+    assert work_of_phases({"traceEvents": []}) == []
 
 
 def test_the_command(tmp_path, capsys):
@@ -145,10 +181,12 @@ def test_the_command(tmp_path, capsys):
     lines = [json.dumps({"step": step} | record()) for step in range(3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "traces").mkdir()
-    (tmp_path / "traces" / "step_000001.json").write_text("{}")
+    (tmp_path / "traces" / "step_000001.json").write_text(json.dumps(TRACED))
     assert tool.main([str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "2 steps of 10.00 s each" in text and "phase update" in text and "more trainer ranks" in text
+    assert "update 3.00 s: trainer rank 1 works longest, 2.80 s; for 0.20 s no other process than the driver" in text
     assert tool.main([str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert [one["process"] for one in found["newest_trace"]] == ["engine 0", "trainer rank 1"]
     assert found["seconds"] == 10.0 and found["traces"] == [str(tmp_path / "traces" / "step_000001.json")]

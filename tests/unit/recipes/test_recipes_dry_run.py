@@ -97,7 +97,7 @@ def planned(model: str, **parallel: int) -> str:
     return printed(describe_policy, model, parallel, {}, {})
 
 
-def printed(describe, model: str, parallel: dict, rollout: dict, cluster: dict) -> str:
+def printed(describe, model: str, parallel: dict, rollout: dict, cluster: dict, slurm: dict | None = None) -> str:
     config = validate(
         GrpoRunConfig,
         {
@@ -110,6 +110,7 @@ def printed(describe, model: str, parallel: dict, rollout: dict, cluster: dict) 
             | rollout,
             "balance": {"max_tokens_per_microbatch": 16},
             "cluster": cluster,
+            "slurm": slurm,
         },
     )
     screen = io.StringIO()
@@ -144,5 +145,13 @@ def test_the_nodes_are_told_with_the_parts_of_engines_that_are_wider_than_a_node
         ["node 4 (rollout)", "", "0 (ranks 8-11), 1 (ranks 8-11)", "", "8 of 8"],
         ["node 5 (rollout)", "", "1 (ranks 0-7)", "", "8 of 8"],
     ]
+    given = describe_placement, "Qwen3-32B", {"tensor": 4, "data": 3}, rollout, cluster
+    assert "slurm" not in printed(*given, {"nodes": 2, "rollout_nodes": 3})
+    text = printed(*given, {"nodes": 4, "rollout_nodes": 2})
+    assert "slurm.nodes is 4, and the plan needs 2: the other nodes stay empty" in text
+    assert "slurm.rollout_nodes is 2, and the plan needs 3: the run cannot start on fewer" in text
+    del cluster["pools"]
+    assert "slurm" not in printed(*given, {"nodes": 2, "rollout_nodes": 3}), "the job's script sets the pools"
+    assert "slurm.nodes is 6, and the plan needs 5: the other nodes stay empty" in printed(*given, {"nodes": 6})
     cluster["gpus_per_node"] = None
     assert printed(describe_placement, "Qwen3-32B", {"tensor": 4, "data": 3}, rollout, cluster) == ""

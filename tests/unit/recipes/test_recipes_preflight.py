@@ -574,17 +574,19 @@ def test_a_used_run_folder_needs_resume(home, left):
     path.mkdir() if "step" in left else path.touch()
     [fault] = faults(grpo())
     assert "--resume auto" in fault
-    assert faults(grpo(), resume=True) == []
+    assert faults(grpo(), resume="auto") == []
+    [fault] = faults(grpo(), resume=99)
+    assert fault.endswith(f"holds no checkpoint of step 99; it has {[2] if 'step' in left else 'none at all'}")
 
 
 def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(home, monkeypatch):
     needed = 12 * FAMILIES["qwen3"].num_parameters(read_shape(Path("model")))
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, needed))
-    assert "two checkpoints need" in faults(grpo(), resume=True)[0], "nothing is there yet"
+    assert "two checkpoints need" in faults(grpo(), resume="auto")[0], "nothing is there yet"
     (home / "runs" / "adds" / "first" / "checkpoints" / "step_000002").mkdir(parents=True)
-    assert faults(grpo(), resume=True) == []
+    assert faults(grpo(), resume="auto") == []
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, needed - 1))
-    assert "a further checkpoint needs" in faults(grpo(), resume=True)[0]
+    assert "a further checkpoint needs" in faults(grpo(), resume="auto")[0]
 
 
 def test_a_tracker_whose_package_is_missing(home, monkeypatch):
@@ -659,7 +661,7 @@ def test_all_faults_are_raised_together(home):
     truncate(home)
     screen = io.StringIO()
     with pytest.raises(ValueError) as caught:
-        check_before_start(grpo(run__name="x" * 300), Console(file=screen), resume=False)
+        check_before_start(grpo(run__name="x" * 300), Console(file=screen), resume=None)
     head, *told = str(caught.value).splitlines()
     assert head == "3 faults would stop this run:" and all(line.startswith("  - ") for line in told) and len(told) == 3
 

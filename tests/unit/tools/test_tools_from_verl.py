@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -472,10 +473,20 @@ def test_the_command_prints_its_tables_and_what_is_to_add(capsys):
         assert part in printed
 
 
-def test_a_script_that_cannot_be_read_is_an_error(tmp_path, capsys):
+def test_a_script_that_cannot_be_read_is_an_error(tmp_path, capsys, monkeypatch):
     script = tmp_path / "run.sh"
     script.write_text("python3 -m verl.trainer.main_ppo \\\n  data.train_files=$DATA/train.parquet\n")
     assert main([str(script)]) == 2
     assert "line 2: the variable DATA is not set; give it with --set DATA=VALUE" in capsys.readouterr().err
     assert main([str(script), "--set", "DATA=/d", "--rows", "7473"]) == 0
+    script.write_text(
+        "A=$LR\npython3 -m verl.trainer.main_ppo \\\n  data.train_files=$DATA/$SET/train.parquet \\\n  x.y=$A a.b=$LR\n"
+    )
+    monkeypatch.setenv("SET", "gsm8k")
+    assert main([str(script)]) == 2
+    told = capsys.readouterr().err
+    assert [re.findall(f"variable {name} is not set; give it with --set", told) for name in ("DATA", "SET", "LR")] == [
+        [f"variable {name} is not set; give it with --set"] for name in ("DATA", "SET", "LR")
+    ], "each once, and all at once"
+    assert told.rstrip().endswith('This shell has a value: --set SET="$SET"')
     assert main([str(Path("nowhere.sh"))]) == 2

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -58,6 +59,34 @@ def test_a_page_follows_its_run(tmp_path):
         assert [one["answer"] for one in data["samples"]] == ["a", "</script>ä\ud800"]
         assert data["panels"][0]["lines"][0]["values"] == [0.0, 0.25] and "0.250</b>" in data["overview"]
         assert "0.250</b>" in read(url)[1], "a page that is opened later"
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:{}", 200),
+        ("LOCALHOST", 200),
+        ("127.0.0.1", 200),
+        ("[::1]:8642", 200),
+        ("10.0.0.7:80", 200),
+        ("attacker.example:{}", 403),
+        ("localhost.attacker.example", 403),
+        ("127.0.0.1.attacker.example:{}", 403),
+        ("", 403),
+    ],
+)
+def test_a_page_under_another_name_learns_nothing(tmp_path, host, status):
+    """A site whose name points to this machine for a moment would read the answers."""
+    log(tmp_path, 0)
+    with served(tmp_path) as url:
+        port = int(url.rpartition(":")[2])
+        for path in ("/", "/data.json", "/version.json"):
+            connection = HTTPConnection("127.0.0.1", port, timeout=30)
+            connection.request("GET", path, headers={"Host": host.format(port)})
+            reply = connection.getresponse()
+            body = reply.read().decode()
+            connection.close()
+            assert reply.status == status and (status == 200 or body.startswith("this server has no name"))
 
 
 def test_what_cannot_be_shown_is_told(tmp_path):

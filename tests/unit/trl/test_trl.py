@@ -160,6 +160,8 @@ def test_a_trainer_refuses_by_name_what_it_would_ignore():
         ValueError, match="neither a folder nor in the hub's cache .* `hf download a/b --local-dir models/b`"
     ):
         GRPOTrainer(**given | {"model": "a/b"}, args=GRPOConfig())._model_folder(None)
+    with pytest.raises(TypeError, match="callbacks: <function .* has no method on_train_begin, .*TrainerCallback"):
+        GRPOTrainer(**given, callbacks=[lambda *told: None])
     with pytest.raises(ValueError, match="nothing was evaluated"):
         GRPOTrainer(**given).evaluate()
 
