@@ -37,7 +37,6 @@ import torch
 from pydantic import ValidationError
 
 from megatron_rl.layout import read_shape
-from megatron_rl.layout.adapters import SERVED_ID
 from megatron_rl.rollout.answer import completion_of, prompt_logp, request_seed, sampled_before
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine_thread import EngineThread
@@ -50,12 +49,11 @@ from megatron_rl.rollout.programs.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.routine import Routine, begin
-from megatron_rl.rollout.start import make_engine
+from megatron_rl.rollout.start import make_engine, served_adapter
 from megatron_rl.rollout.vocabulary import stop_ids
 from megatron_rl.types import GroupRequest, Prompt
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
 
 log = logging.getLogger(__name__)
@@ -100,8 +98,6 @@ class VllmEngine:
         self._batches: dict[int | None, list[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
         """The calls of each batch that wait for its last one; see `answer`."""
         self._num_requests = 0
-        self._adapter: LoRARequest | None = None
-        """What names the run's adapter in a request."""
         self._progress = Progress(record) if record else None
         self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus, spec.adapters is not None)
 
@@ -113,10 +109,6 @@ class VllmEngine:
         """
         try:
             await self._thread.start(partial(make_engine, self._spec, self._budgets, self._progress))
-            if self._spec.adapters is not None:
-                from vllm.lora.request import LoRARequest
-
-                self._adapter = LoRARequest("policy", SERVED_ID, "the bridge brings it")
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
             if self._spec.loads_weights:
@@ -346,7 +338,7 @@ class VllmEngine:
             params["extra_args"] = {"num_scored": call.num_scored}  # for RolloutWorker.score_together
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(
-            name, prompt, SamplingParams(**params), lora_request=self._adapter
+            name, prompt, SamplingParams(**params), lora_request=served_adapter(self._spec.adapters)
         )
         # An answer with an environment does not go on in another engine, so nobody would read its tokens; what is
         # sampled after a beam is no token of the answer.

@@ -9,15 +9,18 @@ import torch
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import linear_layers, read_shape
+from megatron_rl.layout.adapters import SERVED_ID
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 from megatron_rl.rollout.vocabulary import forbidden_ids
+from megatron_rl.types import Adapters
 
 if TYPE_CHECKING:
     from vllm.config.reasoning import ReasoningConfig
     from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -123,6 +126,15 @@ def slot_rank(rank: int) -> int:
     if not fitting:
         raise ValueError(f"policy.lora.rank is {rank}, and vLLM serves at most {max(get_args(MaxLoRARanks))}; lower it")
     return int(min(fitting))
+
+
+def served_adapter(adapters: Adapters | None) -> LoRARequest | None:
+    """What names the run's adapter in a request. Its folder is never read, because vLLM has the adapter already."""
+    if adapters is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", SERVED_ID, "the bridge brings it")
 
 
 def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
