@@ -88,7 +88,7 @@ def _split_linear(module: Any, x: Tensor) -> Any:
 
 
 def _grouped_linear(self: Any, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
-    assert not self.use_bias and self.parallel_mode is None, "Megatron's dispatcher communicates"
+    assert not self.use_bias and self.tp_size == 1, "Megatron's dispatcher communicates"
     parts = zip(x.split(m_splits), (getattr(self, f"weight{i}") for i in range(self.num_gemms)), strict=True)
     return torch.cat([F.linear(part, weight) for part, weight in parts])
 

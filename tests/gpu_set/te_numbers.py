@@ -63,6 +63,12 @@ def models() -> dict[str, Any]:
     }
 
 
+def layout_of(text: str) -> ParallelConfig:
+    """`tp2-cp2`, or `tp2 whole`: without sequence parallelism."""
+    axes, _, whole = text.partition(" ")
+    return parse_layout(axes).model_copy(update={"sequence": not whole})
+
+
 def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -> None:
     """Do the part of a rank in each case."""
     import kernels
@@ -74,7 +80,7 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
     rows = random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=3)
     for number, (name, layout) in enumerate(cases):
         is_one = layout in ("float32", "float64")
-        parallel = ParallelConfig() if is_one else parse_layout(layout)
+        parallel = ParallelConfig() if is_one else layout_of(layout)
         if rank >= parallel.mesh.world_size:
             continue
         store = next(dist.rendezvous(f"file://{folder}/{number}", rank, parallel.mesh.world_size))[0]
@@ -91,7 +97,7 @@ def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
     from test_actor_families import write_models
 
     cases = [(name, layout) for name, of in layouts.items() for layout in ("float64", "float32", *of)]
-    sizes = [parse_layout(layout).mesh.world_size for of in layouts.values() for layout in of]
+    sizes = [layout_of(layout).mesh.world_size for of in layouts.values() for layout in of]
     processes = multiprocessing.get_context("spawn")
     results = processes.SimpleQueue()
     with tempfile.TemporaryDirectory() as temporary:

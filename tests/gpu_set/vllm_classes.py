@@ -38,6 +38,19 @@ BASE = {
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rope_theta": 1e6,
     "bos_token_id": 0, "eos_token_id": 1, "attention_bias": False,
 }  # fmt: skip
+
+
+def published(name: str, architecture: str, **smaller: Any) -> dict[str, Any]:
+    """A published config.json with fewer layers and smaller sizes."""
+    config = json.loads((ROOT / "configs" / "model" / f"{name}.json").read_text())
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
+    own = {"architectures": [architecture], "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
+    return config | {key: BASE[key] for key in sizes} | own | smaller
+
+
+GROUPED = {"num_key_value_heads": 4, "head_dim": 64, "num_experts_per_tok": 2}
+LATENT = {"num_key_value_heads": 8, "q_lora_rank": 128, "kv_lora_rank": 512, "num_experts_per_tok": 2}
+SIGMOID = {"n_routed_experts": 16, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
 MODELS = {
     "llama": BASE | {"architectures": ["LlamaForCausalLM"]},
     "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"]},
@@ -57,9 +70,15 @@ MODELS = {
         "routed_scaling_factor": 2.5, "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
     },
+    "kimi_k2": published("Kimi-K2-Instruct", "DeepseekV3ForCausalLM", **LATENT, **SIGMOID),
+    "glm4_moe_lite": published("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", **LATENT, **SIGMOID),
+    "glm4_moe": published("GLM-4.6", "Glm4MoeForCausalLM", **GROUPED, **SIGMOID),
+    "gpt_oss": published("gpt-oss-120b", "GptOssForCausalLM", **GROUPED, num_local_experts=16),
 }  # fmt: skip
 """Small models whose sizes vLLM's kernels accept: its fp8 pads a router of fewer than 16 experts, and then fails. olmo2
-and olmo3 are not here, because vLLM builds them through its transformers backend, which allocates on the GPU."""
+and olmo3 are not here, because vLLM builds them through its transformers backend, which allocates on the GPU; nor are
+the families with linear attention, because vLLM looks at their classes in a process of its own, in which Triton finds
+no driver."""
 
 
 NUM_GPUS = 8
