@@ -109,9 +109,9 @@ def transformer_config(
         batch_p2p_comm=mesh.virtual == 1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even for dense models
-        # Between virtual stages Megatron frees an output whose send may not have ended. Gloo reads the memory when the
-        # receiver is ready, and would send what stands there by then. With NCCL this is Megatron's default (not run).
-        deallocate_pipeline_outputs=platform.HAS_CUDA or mesh.virtual == 1,
+        # Between virtual stages Megatron-Core 0.16.1 frees an output whose send may not have ended, and the next stage
+        # gets what stands there by then: over Gloo, and over NCCL as well (Megatron-LM's pull request 4047).
+        deallocate_pipeline_outputs=mesh.virtual == 1,
         calculate_per_token_loss=True,  # gradients are summed over micro-batches and DP (step.py)
         transformer_impl="transformer_engine" if fused else "local",
         bias_activation_fusion=fused,

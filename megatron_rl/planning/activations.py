@@ -182,6 +182,8 @@ def activations(
     if mesh.virtual > 1:
         in_flight = 2 * (mesh.pipeline - stage - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
     kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
+    if mesh.virtual > 1:  # outputs are not freed when they are sent (actor/model.py)
+        kept += in_flight * inputs
     largest = max(sizes.values(), default=0.0)
     output = 0.0
     if stage == mesh.pipeline - 1:

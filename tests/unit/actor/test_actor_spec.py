@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.model import uses_fused_layers
+from megatron_rl.actor.model import transformer_config, uses_fused_layers
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms import SupervisedObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
@@ -151,3 +151,12 @@ def test_without_the_library_the_layers_are_local():
     assert not fused(LLAMA)
     with pytest.raises(ValueError, match="Transformer Engine is not installed; set model.layers to local"):
         fused(LLAMA, "transformer_engine")
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_an_output_between_virtual_stages_is_not_freed_before_it_is_sent(monkeypatch, has_cuda):
+    monkeypatch.setattr(platform, "HAS_CUDA", has_cuda)
+    model = ModelConfig(path=Path("model"), dtype="float32")
+    for virtual in (1, 2):
+        parallel = ParallelConfig(pipeline=2, virtual=virtual)
+        assert transformer_config(QWEN3, model, parallel, {}).deallocate_pipeline_outputs == (virtual == 1)

@@ -96,11 +96,12 @@ def test_uneven_stages_keep_what_their_own_layers_need():
 
 def test_the_interleaved_schedule_has_more_chunks_in_flight():
     """Two chunks of 8 layers in each of 4 stages: 2 x 3 + 4 + 1 = 11 passes in flight on the first stage; the first
-    four and the last three are of chunk 0, the others of chunk 1. Chunk 0 of stage 0 has 6 layers, chunk 1 has 10."""
+    four and the last three are of chunk 0, the others of chunk 1. Chunk 0 of stage 0 has 6 layers, chunk 1 has 10. Each
+    pass keeps its output, too."""
     layers = (6, 8, 8, 8, 10, 8, 8, 8)
     parallel = ParallelConfig(tensor=4, pipeline=4, virtual=2, layers=layers)
     one = 5120 * 16_384 * 2 / 4
-    assert of_stage(0, parallel).kept == (4 * 6 + 4 * 10 + 3 * 6) * one
+    assert of_stage(0, parallel).kept == (4 * 6 + 4 * 10 + 3 * 6 + 11) * one
 
 
 def test_the_buffers_of_the_distributed_optimizer_are_padded():
