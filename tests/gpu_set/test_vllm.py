@@ -14,7 +14,7 @@ LAYOUTS = [{}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "pipeline": 2}]
 EXPERTS = [{"tensor": 2, "expert_parallel": True}, {"tensor": 4, "expert_parallel": True}]
 FP8 = [{"tensor": 2, "quantization": "fp8"}, {"quantization": "fp8_per_channel"}]
 FEW = [{}, {"tensor": 2, "pipeline": 2}, EXPERTS[0]]
-DENSE = ("llama", "qwen2", "qwen3")
+DENSE = ("llama", "qwen2", "qwen3", "olmo3")
 CASES = {
     "llama": [*LAYOUTS, *FP8],
     "qwen2": [*LAYOUTS, *FP8],
@@ -26,6 +26,9 @@ CASES = {
     "glm4_moe_lite": FEW,
     "glm4_moe": [*LAYOUTS, *EXPERTS, *FP8],
     "gpt_oss": [*LAYOUTS, *EXPERTS],
+    "qwen3_next": FEW,
+    "qwen3_5_moe_text": FEW,
+    "olmo3": LAYOUTS,
 }
 
 
