@@ -64,9 +64,9 @@ def models() -> dict[str, Any]:
 
 
 def layout_of(text: str) -> ParallelConfig:
-    """`tp2-cp2`, or `tp2 whole`: without sequence parallelism."""
-    axes, _, whole = text.partition(" ")
-    return parse_layout(axes).model_copy(update={"sequence": not whole})
+    """`tp2-cp2`, `tp2-cp2 recomputed`, or `tp2 whole`: without sequence parallelism."""
+    axes, _, how = text.partition(" ")
+    return parse_layout(axes).model_copy(update={"sequence": how != "whole"})
 
 
 def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -> None:
@@ -84,7 +84,9 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
         if rank >= parallel.mesh.world_size:
             continue
         store = next(dist.rendezvous(f"file://{folder}/{number}", rank, parallel.mesh.world_size))[0]
-        model = ModelConfig(path=folder / name, dtype="float32", layers="local" if is_one else "transformer_engine")
+        recompute = "full" if layout.endswith(" recomputed") else "none"
+        layers = "local" if is_one else "transformer_engine"
+        model = ModelConfig(path=folder / name, dtype="float32", layers=layers, recompute=recompute)
         policy = PolicyConfig(parallel=parallel, megatron=MegatronConfig() if is_one else WITHOUT_KERNELS)
         shares = deal_rows(folder / name, parallel, rows, 1 if is_one else NUM_MICROBATCHES)
         found = train_once(rank, store, folder / name, model, policy, shares, exact=layout == "float64")

@@ -16,13 +16,13 @@ LAYOUTS = {
     "qwen2_windows": ["tp2"],
     "qwen3_moe": ["tp2-cp2", "tp2-dp2-ep2-etp1"],
     "mixtral": ["tp2-dp2-ep2"],
-    "deepseek_v3": ["tp2", "tp2-cp2", "tp2-dp2-ep2", "tp2-dp2-ep2-etp1", "pp2-vpp2", "dp2-ep2"],
+    "deepseek_v3": ["tp2", "tp2-cp2", "tp2-dp2-ep2 recomputed", "tp2-dp2-ep2-etp1", "pp2-vpp2", "dp2-ep2"],
     "deepseek_v3_direct": ["tp2-cp2"],
     "kimi_k2": ["tp2-pp2", "cp2"],
     "glm4_moe_lite": ["tp2-cp2"],
     "glm4_moe": ["tp2-cp2", "tp4", "tp2-dp2-ep2-etp1"],
 }
-"""`whole`: without sequence parallelism."""
+"""`whole`: without sequence parallelism. `recomputed`: layers are computed again in the backward pass."""
 
 
 @pytest.fixture(scope="module")
