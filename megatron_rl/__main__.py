@@ -38,6 +38,7 @@ COMMANDS = {
     "convert to-hf": ("tools.megatron_to_hf", "Megatron-Core checkpoint to Hugging Face folder"),
     "convert from-gguf": ("tools.gguf_to_hf", "GGUF file to Hugging Face folder"),
     "convert verify": ("tools.verify_checkpoint", "check a checkpoint, or compare two of them bit by bit"),
+    "merge": ("tools.merge", "add trained adapters to their base model"),
     "push": ("tools.push_checkpoint", "push a checkpoint into running vLLM servers"),
     "plan-sync": ("tools.plan_sync", "compute the bytes and times of a weight transfer"),
     "config": ("tools.config", "print the reference of a section or of a key of the configuration"),

@@ -145,7 +145,7 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
 
     num_warmup_steps = config.critic.warmup_steps if config.critic else 0
     return ActorSpec(
-        shape=shape,
+        shape=config.policy.adapted(shape),
         model=config.model,
         policy=config.policy,
         objective=PolicyObjective(config.algorithm),
@@ -166,7 +166,7 @@ def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement
     assert critic is not None, "the configuration has a critic"
     model = critic.model or config.model
     spec = ActorSpec(
-        shape=critic_shape(shape if critic.model is None else read_shape(model.path)),
+        shape=critic.trainer.adapted(critic_shape(shape if critic.model is None else read_shape(model.path))),
         model=model,
         policy=critic.trainer,
         objective=ValueObjective(critic.loss),

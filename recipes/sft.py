@@ -64,7 +64,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     write_provenance(folder, config, checkpoints.first_step)
     sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(
-        shape=shape,
+        shape=config.policy.adapted(shape),
         model=config.model,
         policy=config.policy,
         objective=SupervisedObjective(),

@@ -1,7 +1,8 @@
 """Export a checkpoint of a run as a Hugging Face folder that transformers and vLLM load, on one machine without a GPU.
 
 This needs neither the ranks that wrote the checkpoint nor Megatron-Core nor the model that the run began with. Every
-byte is checked against its checksum. `megatron_to_hf.py` does the same for the folder of one checkpoint.
+byte is checked against its checksum. A checkpoint of adapters becomes a folder in PEFT's form; `megatron-rl merge` adds
+it to the base model. `megatron_to_hf.py` does the same for the folder of one checkpoint.
 
     python tools/export_checkpoint.py runs/gsm8k_32b models/after_the_newest_step
     python tools/export_checkpoint.py runs/gsm8k_32b models/after_step_40 --step 40
@@ -14,8 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from megatron_rl.convert.command import num_cores
 from megatron_rl.convert.conversion import Options, to_hub
+from megatron_rl.convert.adapters import write_adapters
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.work import carry_out, require_new
 from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints
@@ -31,15 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         require_new(given.target)
         checkpoint = find_checkpoint(given.run, given.step)
-        source = open_checkpoint(checkpoint)
+        source = open_checkpoint(checkpoint, adapters=True)
         if source.manifest is None or "training" not in source.manifest:
             raise ValueError(f"{checkpoint} is not a checkpoint of a run")
-        conversion = to_hub(source, Options(source.manifest["training"]["dtype"]))
-        outcome = carry_out(conversion, given.target, num_cores(), lambda num_bytes: None)
+        dtype = source.manifest["training"]["dtype"]
+        if source.shape.adapters is not None:
+            num_bytes = write_adapters(source, getattr(torch, dtype), given.target)
+        else:
+            num_bytes = carry_out(to_hub(source, Options(dtype)), given.target, num_cores(), lambda _: None).num_bytes
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{checkpoint}: {outcome.num_bytes:,} bytes written to {given.target}")
+    print(f"{checkpoint}: {num_bytes:,} bytes written to {given.target}")
     return 0
 
 

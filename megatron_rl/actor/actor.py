@@ -24,6 +24,7 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained import untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
+from megatron_rl.layout.adapters import B, is_adapter
 from megatron_rl.types import Metrics, Share
 
 
@@ -33,6 +34,8 @@ class MegatronActor(MegatronTrainer):
         super().__init__(spec, rank=rank, world_size=world_size, store=store)
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
+        self._sent: dict[str, Tensor] = {}
+        """The copies of `sent`."""
         self._untrained: Tensor | None = None
         """The tokens that `find_untrained` found; None until the first step."""
 
@@ -102,15 +105,33 @@ class MegatronActor(MegatronTrainer):
             found |= by_sample(batch, batch.columns.return_T)
         return found
 
+    @torch.no_grad()
+    def sent(self) -> Mapping[str, Tensor]:
+        """What a push sends, by the names of the shards: the live parameters. Of adapters it is a copy with the present
+        values, always in the same memory, with B times the scale."""
+        if (adapters := self.spec.shape.adapters) is None:
+            return self.parameters()
+        for name, parameter in self.parameters().items():
+            if is_adapter(name):
+                copied = self._sent.setdefault(name, torch.empty_like(parameter))
+                torch.mul(parameter, adapters.scale if f".{B}" in name else 1.0, out=copied)
+        return self._sent
+
     def keep_reference(self) -> None:
-        """Keep a copy of the present weights as the reference policy's, if the objective needs a reference."""
-        if self.spec.objective.needs.logp_ref:
+        """Keep a copy of the present weights as the reference policy's, if the objective needs a reference. With
+        adapters the reference is the base model, and nothing is copied."""
+        if self.spec.objective.needs.logp_ref and self.spec.shape.adapters is None:
             self._reference = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
         """Inside the block the model has the reference policy's weights; afterwards it has its own again, bit for bit.
-        The tensors are exchanged one at a time, so that the device holds at most one of them twice."""
+        The tensors are exchanged one at a time, so that the device holds at most one of them twice. With adapters they
+        are off."""
+        if self.spec.shape.adapters is not None:
+            with self.adapters.off():
+                yield
+            return
 
         def exchange() -> None:
             with torch.no_grad():

@@ -32,10 +32,11 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.agreement import Agreement
-from megatron_rl.actor.folders import begin_folder, first_line, publish, write, writing
+from megatron_rl.actor.folders import begin_folder, first_line, publish, write, write_safetensors, writing
 from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert import forms, hub, manifest, torch_dist
 from megatron_rl.convert.forms import Chunk
+from megatron_rl.convert.head import head_tensors, open_head
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import Piece
 from megatron_rl.convert.source import open_checkpoint
@@ -43,6 +44,7 @@ from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import Shard
+from megatron_rl.layout.hub import HEAD
 from megatron_rl.layout.shards import extents
 from megatron_rl.loop.checkpoints import EXTRA
 from megatron_rl.types import Mesh, ModelShape
@@ -78,6 +80,9 @@ class Identity(NamedTuple):
     optimizer: str
     """The kind. A checkpoint that was written when there was one kind does not say it; it is Adam's."""
     mesh: Mesh
+    base: str = ""
+    """The digest of the weights beside the adapters (`convert.peft.base_digest`), which are not in the checkpoint;
+    empty if the model has no adapters."""
 
 
 class State(NamedTuple):
@@ -90,6 +95,13 @@ class State(NamedTuple):
     """JSON's types; of rank 0."""
 
 
+class FromHub(NamedTuple):
+    """The Hugging Face folder of configuration and tokenizer, and whether its multi-token head is kept."""
+
+    folder: Path
+    multi_token: bool
+
+
 class Saving:
     """A checkpoint that is being written. All ranks must make it and finish it together.
 
@@ -99,18 +111,23 @@ class Saving:
     """
 
     def __init__(
-        self, folder: Path, identity: Identity, parts: Iterable[Part], state: State, model: Path, agreement: Agreement
+        self,
+        folder: Path,
+        identity: Identity,
+        parts: Iterable[Part],
+        state: State,
+        from_hub: FromHub,
+        agreement: Agreement,
     ) -> None:
         """
         Args:
             parts: what this rank writes.
             state: everything else; its `extra` comes from rank 0.
-            model: the Hugging Face folder that gives configuration and tokenizer.
 
         Raises:
             ValueError: the folder cannot be made, or the disk has too little space.
         """
-        self._folder, self._identity, self._state, self._model = folder, identity, state, model
+        self._folder, self._identity, self._state, self._from_hub = folder, identity, state, from_hub
         self._agreement = agreement
         self._open_tensors = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
         copies = [_copy(part, self._open_tensors[part.piece.tensor]) for part in parts]
@@ -207,12 +224,14 @@ class Saving:
     def _write_rest(self, files: dict[str, Any]) -> None:
         """Write what rank 0 writes for all."""
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
-        companions = hub.companions(self._model, self._identity.dtype, self._identity.shape.value_head)
+        shape, dtype, (folder, keeps) = self._identity.shape, self._identity.dtype, self._from_hub
+        stored = open_head(folder, shape)
+        companions = hub.companions(folder, dtype, shape.value_head, keeps if stored else None)
         small |= {f"hf/{name}": content for name, content in companions.items()}
-        small |= _torch_dist_files(
-            self._identity.shape, files, self._open_tensors, TENSORS.format(self._agreement.size)
-        )
+        small |= _torch_dist_files(shape, files, self._open_tensors, TENSORS.format(self._agreement.size))
         files |= {name: write(self._temporary / name, content) for name, content in small.items()}
+        if stored and keeps:
+            files[f"hf/{HEAD}"] = write_safetensors(self._temporary / "hf" / HEAD, head_tensors(stored, None))
         _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
 
     def _remove(self) -> None:
@@ -283,6 +302,7 @@ def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: d
         "dtype": identity.dtype,
         "optimizer": identity.optimizer,
         "mesh": asdict(identity.mesh),
+        "base": identity.base,
         "num_updates": num_updates,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
@@ -314,7 +334,7 @@ def load(
             by_name.setdefault(shard.local_name, []).append(shard)
         try:
             for kind in dict.fromkeys(target.kind for target in targets):
-                source = open_checkpoint(folder, kind, fields)
+                source = open_checkpoint(folder, kind, fields, adapters=True)
                 maps = Maps(source.checksums)
                 for target in targets:
                     if target.kind == kind:
@@ -365,12 +385,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
-    mine = {"shape": identity.shape, "dtype": identity.dtype, "optimizer": identity.optimizer}
+    mine = {"shape": identity.shape, "dtype": identity.dtype, "optimizer": identity.optimizer, "base": identity.base}
     training = fields["training"]
     saved = {
         "shape": manifest.saved_shape(fields),
         "dtype": training["dtype"],
         "optimizer": manifest.optimizer_kind(fields),
+        "base": training.get("base", ""),
     }
     for key, value in mine.items():
         if saved[key] != value:

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.actor.agreement import Agreement
+from megatron_rl.convert import spans
+from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.target import TargetTensor, safetensors_file
 from megatron_rl.convert.work import sync
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -104,3 +107,12 @@ def first_line(error: Exception) -> str:
 def write_text(path: Path, text: str) -> None:
     path.write_text(text)
     sync(path)
+
+
+def write_safetensors(path: Path, tensors: list[TargetTensor]) -> dict[str, Any]:
+    """Write stored tensors as a file, in blocks; returns its entry in the manifest."""
+    file, maps = safetensors_file(path.name, tensors), Maps({})
+    (span,) = spans.cut(file, file.num_bytes)
+    written = spans.write(path, file, span, set(), maps, lambda num_bytes: None)
+    sync(path)
+    return spans.entry(file, [written], maps)

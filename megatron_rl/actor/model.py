@@ -9,7 +9,7 @@ Face folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -221,8 +221,12 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
     }
 
 
+Adapt = Callable[[GPTModel, int], None]
+"""(a model, the number of its virtual stage): adds adapters to the model."""
+
+
 def build_model(
-    shape: ModelShape, model: ModelConfig, policy: PolicyConfig, stage: int
+    shape: ModelShape, model: ModelConfig, policy: PolicyConfig, stage: int, adapt: Adapt | None = None
 ) -> list[DistributedDataParallel]:
     """Build this rank's pipeline stage, wrapped for bf16 and data parallelism: one model for each virtual stage, in
     order of depth."""
@@ -234,11 +238,11 @@ def build_model(
             "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, because context.py has kernels "
             f"for CPUs only, but {obstacle}; set context to 1, or see model.layers"
         )
-    return [_build_chunk(shape, config, policy, stage, chunk) for chunk in range(parallel.virtual)]
+    return [_build_chunk(shape, config, policy, stage, chunk, adapt) for chunk in range(parallel.virtual)]
 
 
 def _build_chunk(
-    shape: ModelShape, config: TransformerConfig, policy: PolicyConfig, stage: int, chunk: int
+    shape: ModelShape, config: TransformerConfig, policy: PolicyConfig, stage: int, chunk: int, adapt: Adapt | None
 ) -> DistributedDataParallel:
     parallel, fused = policy.parallel, config.transformer_impl == "transformer_engine"
     number = chunk if parallel.virtual > 1 else None
@@ -272,6 +276,8 @@ def _build_chunk(
     if policy.routing_replay:
         replay_routes(gpt)
     gpt.to(platform.device())
+    if adapt is not None:
+        adapt(gpt, chunk)
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     keep_biases_in_float32([gpt])
     keep_rates_in_float32(gpt)

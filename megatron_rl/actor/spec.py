@@ -41,6 +41,11 @@ class ActorSpec:
     def __post_init__(self) -> None:
         check_trainable(self.shape, self.policy)
 
+    @property
+    def keeps_head(self) -> bool:
+        """Whether checkpoints and exports have the model's multi-token head. A critic has none."""
+        return self.policy.multi_token == "keep" and not self.shape.value_head
+
 
 def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
     """
@@ -52,6 +57,11 @@ def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
         raise ValueError(
             f"policy.router_bias_update_rate is {rate}, but the routers of the family {shape.family} have no bias; "
             f"leave it out"
+        )
+    if policy.multi_token == "keep" and FAMILIES[shape.family].multi_token is None:
+        raise ValueError(
+            f"policy.multi_token is keep, but models of the family {shape.family} have no multi-token head; leave it "
+            f"out"
         )
     if shape.experts is None:
         for name in OF_MIXTURES:

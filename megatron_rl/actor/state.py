@@ -41,15 +41,20 @@ def local_gradients(chunks: Chunks) -> dict[str, Tensor]:
                     parts = list(bucket.grad_data.chunk(buffer.data_parallel_world_size))
                     mine = parts[buffer.data_parallel_group.rank()].clone()
                     dist.all_gather(parts, mine, group=buffer.data_parallel_group)
-    parameters: Iterator[tuple[str, Any]] = named_parameters(chunks)  # Megatron gives each a gradient of its own
+    parameters: Iterator[tuple[str, Any]] = trained_parameters(chunks)  # Megatron gives each a gradient of its own
     return {name: parameter.main_grad for name, parameter in parameters}
 
 
 def named_parameters(chunks: Chunks) -> Iterator[tuple[str, Parameter]]:
-    """The parameters that are trained, by the names of `local_parameters`."""
+    """The parameters without buffers, by the names of `local_parameters`."""
     for prefix, chunk in _prefixed(chunks):
         for name, parameter in chunk.named_parameters():
             yield prefix + name.replace("module.", ""), parameter
+
+
+def trained_parameters(chunks: Chunks) -> Iterator[tuple[str, Parameter]]:
+    """The parameters that have gradients, by the names of `local_parameters`: all, or the adapters."""
+    return ((name, parameter) for name, parameter in named_parameters(chunks) if parameter.requires_grad)
 
 
 def _prefixed(chunks: Chunks) -> Iterator[tuple[str, DistributedDataParallel]]:

@@ -21,10 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
+from megatron_rl.actor.adapters import AdapterSwitch, add_adapters
 from megatron_rl.actor.agreement import Agreement, sum_over_data_ranks
 from megatron_rl.actor.attention import can_share_prompts
 from megatron_rl.actor.checkpoint import Identity, Part, Saving
@@ -51,6 +53,7 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
+from megatron_rl.convert.adapters import base_digest
 from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
@@ -97,6 +100,8 @@ class MegatronTrainer:
         self._saving: Saving | None = None
         """The checkpoint that is being written."""
 
+        self.adapters = AdapterSwitch()
+
         platform.start(rank, world_size, store)
         self.agreement = Agreement()
         with platform.running():
@@ -111,7 +116,8 @@ class MegatronTrainer:
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(spec.seed)
-            self.chunks = build_model(spec.shape, spec.model, spec.policy, stage)
+            adapt = self._adapt if spec.shape.adapters else None
+            self.chunks = build_model(spec.shape, spec.model, spec.policy, stage, adapt)
             place = Place(spec.shape, self.mesh, rank, self.fused_norms)
             self.optimizer = build_optimizer(self.chunks, spec.policy, spec.total_steps, place)
             self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
@@ -129,6 +135,16 @@ class MegatronTrainer:
     def parameters(self) -> dict[str, Tensor]:
         """This rank's live parameters by Megatron's names, which are the local names of `self.shards`."""
         return state.local_parameters(self.chunks)
+
+    def _adapt(self, gpt: GPTModel, chunk: int) -> None:
+        adapters, prefix = self.spec.shape.adapters, f"chunk{chunk}." if self.mesh.virtual > 1 else ""
+        assert adapters is not None
+        own = [
+            replace(shard, local_name=shard.local_name.removeprefix(prefix))
+            for shard in self.shards
+            if shard.local_name.startswith(prefix)
+        ]
+        add_adapters(gpt, own, adapters, self.spec.seed, self.adapters)
 
     def weights_changed(self) -> None:
         """Update the optimizer's fp32 copies of bf16 weights. Call this after writing to `parameters()`."""
@@ -239,8 +255,8 @@ class MegatronTrainer:
         self.require("training")
         assert self._saving is None, "finish_save comes first"
         now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra)
-        model = Path(self.spec.model.path)
-        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, model, self.agreement)
+        from_hub = checkpoint.FromHub(Path(self.spec.model.path), self.spec.keeps_head)
+        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, from_hub, self.agreement)
 
     @property
     def is_saved(self) -> bool:
@@ -265,7 +281,7 @@ class MegatronTrainer:
             ValueError: the folder is missing or damaged, or another model wrote it.
         """
         self.require("training")
-        parameters = self.parameters()
+        parameters = self._kept()
         targets = [Target(WEIGHTS, name, tuple(p.shape), 0, p.view(-1)) for name, p in parameters.items()]
         for held in self.optimizer.states():
             extents = tuple(parameters[held.name].shape)
@@ -279,7 +295,7 @@ class MegatronTrainer:
     def _parts(self) -> Iterator[Part]:
         """What this rank writes of the weights and of the optimizer's state: of each parameter the interval whose state
         it has. A buffer has no such state; the first of its data-parallel ranks writes it."""
-        parameters, trained = self.parameters(), {name for name, _ in state.named_parameters(self.chunks)}
+        parameters, trained = self._kept(), {name for name, _ in state.trained_parameters(self.chunks)}
         held_of: dict[str, list[IntervalState]] = {}
         for held in self.optimizer.states():
             held_of.setdefault(held.name, []).append(held)
@@ -288,7 +304,8 @@ class MegatronTrainer:
             held_of |= {name: [IntervalState(name, 0, parameters[name].numel(), {})] for name in buffers}
         written = written_shards(self.spec.shape, self.mesh, self.rank, self.fused_norms)
         for name, pieces in pieces_of(written, open_chunks(self.spec.shape)).items():
-            parameter = parameters[name]
+            if (parameter := parameters.get(name)) is None:
+                continue
             extents = tuple(parameter.shape)
             for held in held_of.get(name, ()):
                 for piece in (part for whole in pieces for part in clip(whole, extents, held.start, held.stop)):
@@ -301,7 +318,7 @@ class MegatronTrainer:
         self.require("training")
         buffer = io.BytesIO()
         training_state = {
-            "weights": self.parameters(),
+            "weights": self._kept(),
             "optimizer": [held.tensors for held in self.optimizer.states()],
             "num_updates": self.optimizer.num_updates,
             "random": state.random_state(),
@@ -314,7 +331,7 @@ class MegatronTrainer:
         run."""
         self.require("training")
         saved = torch.load(io.BytesIO(snapshot.data), map_location="cpu", weights_only=True)
-        targets = [self.parameters(), *(held.tensors for held in self.optimizer.states())]
+        targets = [self._kept(), *(held.tensors for held in self.optimizer.states())]
         for tensors, values in zip(targets, [saved["weights"], *saved["optimizer"]], strict=True):
             for name, tensor in tensors.items():
                 tensor.copy_(values[name])
@@ -397,9 +414,9 @@ class MegatronTrainer:
         return True
 
     def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
-        parameters = (named for chunk in self.chunks for named in chunk.named_parameters())
+        parameters: Iterator[tuple[str, Any]] = state.trained_parameters(self.chunks)
         broken = [name for name, p in parameters if not sum_of_squares([p.main_grad]) <= LARGEST_NORM**2]
-        where = f"first in {broken[0].replace('module.', '')}" if broken else "in other ranks' parameters"
+        where = f"first in {broken[0]}" if broken else "in other ranks' parameters"
         names = [name for batch in microbatches for name in batch.names]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (
@@ -407,5 +424,17 @@ class MegatronTrainer:
             f"changed. Look at the rewards and log-probs of these samples, or lower the learning rate"
         )
 
+    def _kept(self) -> dict[str, Tensor]:
+        """What training changes, and checkpoints hold: all parameters, or the adapters and the value head."""
+        if self.spec.shape.adapters is None:
+            return self.parameters()
+        trained = {name for name, _ in state.trained_parameters(self.chunks)}
+        return {name: parameter for name, parameter in self.parameters().items() if name in trained}
+
     def _identity(self) -> Identity:
-        return Identity(self.spec.shape, self.spec.model.dtype, self.spec.policy.optimizer.kind, self.mesh)
+        model, base = self.spec.model, ""
+        if self.spec.shape.adapters is not None:
+            with self.agreement.on_errors():
+                base = base_digest(model.weights or model.path) if self.rank == 0 else ""
+            base = self.agreement.gather(base)[0]
+        return Identity(self.spec.shape, model.dtype, self.spec.policy.optimizer.kind, self.mesh, base)

@@ -19,15 +19,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.actor import platform, state
-from megatron_rl.actor.folders import atomic_folder, write_text
+from megatron_rl.actor.folders import atomic_folder, write_safetensors, write_text
 from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert.forms import split_into_files
+from megatron_rl.convert.head import head_groups, open_head
 from megatron_rl.convert.hub import MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps, rectangle
+from megatron_rl.convert.target import TargetTensor
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
+from megatron_rl.layout.adapters import A, B, is_adapter
 from megatron_rl.layout.hub import INDEX
 from megatron_rl.layout.rule import VALUE_HEAD, is_trained
 from megatron_rl.layout.view import View
@@ -46,7 +49,7 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
     Raises:
         ValueError: a rank finds a file missing, damaged or of another model; all ranks raise it.
     """
-    shape = actor.spec.shape
+    shape = actor.spec.shape.base
     family = FAMILIES[shape.family]
     ends_alike = critic_shape if shape.value_head else lambda shape: shape
     shards: dict[str, list[Shard]] = {}
@@ -62,6 +65,8 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
             )
         maps = Maps(source.checksums)
         for name, parameter in actor.parameters().items():
+            if is_adapter(name):
+                continue
             if name.endswith(VALUE_HEAD.megatron) and not source.shape.value_head:
                 parameter.zero_()
                 continue
@@ -73,21 +78,62 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
 @torch.no_grad()
 def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype (a router's bias in
-    float32), and the configuration, tokenizer and chat template of model.path. All ranks must call this together. The
-    folder is complete or absent."""
-    source, shape = Path(actor.spec.model.path), actor.spec.shape
+    float32), with the adapters' products added to them, and the configuration, tokenizer and chat template of
+    model.path, and with `policy.multi_token: keep` its multi-token head. All ranks must call this together. The folder
+    is complete or absent."""
+    source, shape = Path(actor.spec.model.path), actor.spec.shape.base
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
     files = hub_files(shape, dtype)
+    head: list[list[TargetTensor]] = []
+    keeps = None
+    with actor.agreement.on_errors():
+        if actor.rank == 0 and (stored := open_head(source, shape)):
+            keeps = actor.spec.keeps_head
+            head = head_groups(stored, dtype) if keeps else []
+    num_files = len(files) + len(head)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
-        holders = find_holders(shape, actor.mesh, actor.fused_norms)
+        holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
         for i, tensors in enumerate(files):
-            gathered = _gather(actor, actor.parameters(), tensors, holders)
+            gathered = gather(actor, actor.parameters(), tensors, holders)
+            _merge_adapters(actor, gathered, tensors, holders)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
-                    write_tensors(temporary / file_name("model", i, len(files)), gathered)
+                    write_tensors(temporary / file_name("model", i, num_files), gathered)
         with actor.agreement.on_errors():
             if actor.rank == 0:
-                write_companions(temporary, source, files, dtype, shape.value_head)
+                for i, kept in enumerate(head, len(files)):
+                    write_safetensors(temporary / file_name("model", i, num_files), kept)
+                name = str(dtype).removeprefix("torch.")
+                write_companions(temporary, companions(source, name, shape.value_head, keeps))
+                if num_files > 1:
+                    sized = [{name: tensor.num_bytes for name, tensor in tensors.items()} for tensors in files]
+                    sized += [{tensor.name: tensor.num_bytes for tensor in kept} for kept in head]
+                    total = sum(size for names in sized for size in names.values())
+                    write_text(temporary / INDEX, index_text(sized, total))
+
+
+def _merge_adapters(
+    actor: MegatronTrainer,
+    gathered: Mapping[str, Tensor],
+    tensors: dict[str, HubTensor],
+    holders: dict[str, list[tuple[int, Shard]]],
+) -> None:
+    """Add scale B A, computed in float32, to the weights that `gather` has returned. Collective."""
+    if (adapters := actor.spec.shape.adapters) is None:
+        return
+    extents = FAMILIES[actor.spec.shape.family].hf_tensors(actor.spec.shape)
+    for name, tensor in tensors.items():
+        for part in tensor.views or (name,):
+            pair = [f"{part.removesuffix('weight')}{kind}.weight" for kind in (A, B)]
+            if pair[0] not in holders:
+                continue
+            of_layer = {one: HubTensor(extents[one], tensor.dtype) for one in pair}
+            if found := gather(actor, actor.parameters(), of_layer, holders):
+                view, whole = tensor.views.get(part), gathered[name]
+                box = tuple((0, length) for length in extents[part])
+                here = rectangle(whole, view, box) if view else whole
+                a, b = (found[one].float() for one in pair)
+                here.copy_(here.float() + adapters.scale * b @ a)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -95,16 +141,10 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     sync(path)
 
 
-def write_companions(
-    folder: Path, source: Path, files: list[dict[str, HubTensor]], dtype: torch.dtype, value_head: bool = False
-) -> None:
-    """Write the files that a Hugging Face folder has in addition to its tensors. They come from the folder `source`."""
-    for name, content in companions(source, str(dtype).removeprefix("torch."), value_head).items():
+def write_companions(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
         (folder / name).write_bytes(content)
         sync(folder / name)
-    if len(files) > 1:
-        total = sum(tensor.num_bytes for tensors in files for tensor in tensors.values())
-        write_text(folder / INDEX, index_text(files, total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +198,13 @@ def gather_gradient(actor: MegatronTrainer) -> dict[str, Tensor]:
     tensors = {
         name: HubTensor(extents, torch.float32)
         for name, extents in family.hf_tensors(actor.spec.shape).items()
-        if is_trained(name)
+        if (is_adapter(name) if actor.spec.shape.adapters else is_trained(name))
     }
     holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
-    return _gather(actor, state.local_gradients(actor.chunks), tensors, holders)
+    return gather(actor, state.local_gradients(actor.chunks), tensors, holders)
 
 
-def _gather(
+def gather(
     actor: MegatronTrainer,
     local: Mapping[str, Tensor],
     tensors: dict[str, HubTensor],

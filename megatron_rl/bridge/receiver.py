@@ -35,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from megatron_rl.bridge.adapter_slot import SlotParameters, record_adapters
 from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import record_loading
@@ -78,11 +79,16 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     supports_draft_weight_update = False
     _intake: Intake | None = None
     _parameters: ModelParameters | None = None
+    brings_adapters = False
+    """Whether the bridge that was joined brings adapters, and not the model's weights."""
     digests: dict[str, str] = {}
     """What the rank holds since the last push, by the modules that were verified."""
 
     def record(self, shape: ModelShape) -> Recording:
-        """What this rank holds of a checkpoint; see `recording.record_loading`."""
+        """What this rank holds of a checkpoint, or of the adapters if the model has some; see
+        `recording.record_loading` and `adapter_slot.record_adapters`."""
+        if shape.adapters is not None:
+            return record_adapters(self._adapters(), shape, self.model_config.dtype)
         recording = record_loading(self.model, shape, self.model_config.dtype)
         return replace(recording, repacked=any(_repacked_layers(self.model, self.device)))
 
@@ -111,13 +117,22 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         )
         if mine != engines:
             raise ValueError(f"engine {init_info.engine} is one of {mine}, the bridge is for {engines}")
+        side, shards = f"engine {init_info.engine}, rank {parallel.rank}", setup.engine_shards(parallel.rank)
+        self.brings_adapters = setup.shape.adapters is not None
+        if self.brings_adapters:
+            slot = SlotParameters(self._adapters(), shards, side)
+            self._intake = Intake(setup, init_info.engine, parallel.rank, slot, self.device)
+            return {}
         if self.device.type == "cpu":
             unpack(self.model)
-        side, shards = f"engine {init_info.engine}, rank {parallel.rank}", setup.engine_shards(parallel.rank)
         parameters = ModelParameters(self.model, self.model_config, self.device, shards, side)
         self._intake = Intake(setup, init_info.engine, parallel.rank, parameters, self.device)
         self._parameters = parameters
         return parameters.last_turns(self._intake.turns)
+
+    def _adapters(self) -> Any:
+        """vLLM's LoRAModelManager."""
+        return self.model.lora_manager
 
     def start_weight_update(self) -> None:
         """Nothing must be prepared, because parameters are written in place."""
@@ -213,7 +228,7 @@ class ModelParameters(Parameters):
         super().__init__(described({n: p for n, p in forms.items() if n not in are_zeros(forms, names)}, names))
         self._prefixes = {layer: name for name, layer in model.named_modules()}
         self._plain: dict[str, list[tuple[str, Box]]] = {}
-        """Where the weights lie that vLLM does not repack, by module. Padding is not among them."""
+        """The places of the weights that vLLM does not repack, by module. Padding is not among them."""
         for shard in shards:
             if whole(shard.local_name) not in self._layers:
                 module = shard.local_name.rpartition(".")[0]

@@ -45,7 +45,7 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
         is_float32 = family.is_float32(next(iter(held.views), name))
         sources[name] = torch.empty(held.extents, dtype=torch.float32 if is_float32 else dtype, device="meta")
     with _in_checkpoint_form(model):
-        copies = _CopyRecorder(
+        copies = CopyRecorder(
             sources, dict(model.named_parameters()), tensors, family.hf_tensors(shape), _has_turns(family)
         )
         with copies:
@@ -76,7 +76,7 @@ def _in_checkpoint_form(model: nn.Module) -> Iterator[None]:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, copies between the given tensors are written down and not made. A view is known by the
     storage that it has in common with its tensor."""
 

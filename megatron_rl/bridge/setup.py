@@ -22,6 +22,7 @@ from megatron_rl.layout import (
     plan_weights,
     vllm_shards,
 )
+from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.types import Mesh, ModelShape
 
 BUCKET_BYTES = 64 * 2**20
@@ -96,7 +97,8 @@ class BridgeSetup:
         """All parameters of one trainer rank."""
         if self.trainer:
             return self.trainer[rank].shards
-        return megatron_shards(self.shape, self.mesh, rank, self.fused_norms)
+        shards = megatron_shards(self.shape, self.mesh, rank, self.fused_norms)
+        return [shard for shard in shards if self.shape.adapters is None or is_adapter(shard.local_name)]
 
     def engine_shards(self, rank: int) -> list[Shard]:
         """All parameters of one rank of an engine."""

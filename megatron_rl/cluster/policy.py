@@ -109,11 +109,12 @@ class TrainerRank(ProfiledRank, MegatronRank):
     def connect(self, setup: BridgeSetup) -> None:
         if self.sender is not None:
             self.sender.close()
-        self.sender = BridgeSender(setup, self.rank, self.actor.parameters())
+        self.sender = BridgeSender(setup, self.rank, self.actor.sent())
 
     def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
         self.actor.require("pushing")
         assert self.sender is not None, "`connect` comes first"
+        self.actor.sent()
         with spans.span("push", version):
             return self.sender.push(version, verify, late)
 

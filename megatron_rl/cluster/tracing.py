@@ -20,6 +20,7 @@ from megatron_rl.cluster.machines import Processes
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.waiting import in_thread, settle
 from megatron_rl.observe.trace import ProcessSpans, chrome_trace, offset_ns, with_other
+from megatron_rl.spans import TimeSpan
 from megatron_rl.types import Metrics
 
 ANSWER_S = 30.0
@@ -43,16 +44,16 @@ class StepTraces:
         self._steps, self._folder, self._processes, self._tell = steps, folder, processes, tell
         self._is_on = False
         self._writing: list[Future[None]] = []
-        """The traces that are being written, in threads: the next step does not wait for them."""
+        """The traces that are being collected and written, in threads: the next step does not wait for them."""
 
     def begin(self, step: int) -> None:
         if (step in self._steps) != self._is_on:
             self._is_on = not self._is_on
-            self._collect(self._is_on)
+            self._ask(self._is_on)()
 
     def end(self, step: int) -> Metrics:
         if self._is_on:
-            self._writing.append(in_thread(partial(self._write, step, self._collect(on=True)), "trace"))
+            self._writing.append(in_thread(partial(self._write, step, self._ask(on=True)), "trace"))
         return {}
 
     def close(self) -> None:
@@ -60,8 +61,9 @@ class StepTraces:
         for writing in self._writing:
             writing.result()
 
-    def _write(self, step: int, found: Sequence[ProcessSpans]) -> None:
+    def _write(self, step: int, answers: Callable[[], Sequence[ProcessSpans]]) -> None:
         path = self._folder / f"step_{step:06}.json"
+        found = answers()
         try:
             self._folder.mkdir(exist_ok=True)
             path.write_text(json.dumps(chrome_trace(found)), encoding="utf-8")
@@ -69,26 +71,33 @@ class StepTraces:
         except OSError as error:  # no reason to end a run
             self._tell(f"the trace of step {step} could not be written: {error}")
 
-    def _collect(self, on: bool) -> list[ProcessSpans]:
-        """What all processes have kept since the last call, the driver first.
+    def _ask(self, on: bool) -> Callable[[], list[ProcessSpans]]:
+        """Ask all processes for what they have kept since the last call. Returns what waits for their answers; the
+        driver comes first.
 
         Args:
             on: whether they keep spans from now on.
         """
         processes = [process for group in self._processes().values() for process in group]
         calls = [process.actor.trace.remote(on) for process in processes]
-        found = [ProcessSpans(f"driver ({os.getpid()} on {socket.gethostname()})", with_other(spans.keep(on)))]
-        offsets = clock_offsets(processes) if on else {}
-        for process, answer in zip(processes, settle(calls, ANSWER_S), strict=True):
-            if isinstance(answer, RayError):
-                log.warning("%s is missing from a trace: %s", process, str(answer).partition("\n")[0])
-            else:
-                place, kept = answer
-                if len(kept) == spans.CAPACITY:
-                    log.warning("%s kept the last %d spans alone", process, spans.CAPACITY)
-                name = f"{process}, {place}" if place else str(process)
-                found.append(ProcessSpans(name, kept, offsets.get(process.placed.node, 0)))
-        return found
+        return partial(_answers, processes, calls, spans.keep(on), on)
+
+
+def _answers(
+    processes: Sequence[Process], calls: Sequence[ray.ObjectRef], own: Sequence[TimeSpan], has_clocks: bool
+) -> list[ProcessSpans]:
+    found = [ProcessSpans(f"driver ({os.getpid()} on {socket.gethostname()})", with_other(own))]
+    offsets = clock_offsets(processes) if has_clocks else {}
+    for process, answer in zip(processes, settle(calls, ANSWER_S), strict=True):
+        if isinstance(answer, RayError):
+            log.warning("%s is missing from a trace: %s", process, str(answer).partition("\n")[0])
+        else:
+            place, kept = answer
+            if len(kept) == spans.CAPACITY:
+                log.warning("%s kept the last %d spans alone", process, spans.CAPACITY)
+            name = f"{process}, {place}" if place else str(process)
+            found.append(ProcessSpans(name, kept, offsets.get(process.placed.node, 0)))
+    return found
 
 
 def clock_offsets(processes: Sequence[Process]) -> dict[str, int]:

@@ -83,15 +83,19 @@ class MegatronRank(TracedProcess, ABC):
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         with starting():
             # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
+            from megatron_rl.actor.adapter_folders import load_adapters
             from megatron_rl.actor.weights import load_weights
 
             store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
             self.actor = self.build(store)
-        if load_model:
+        has_adapters = self.spec.shape.adapters is not None
+        if load_model or has_adapters:  # a checkpoint of adapters has no base model
             folder = self.spec.model.weights or self.spec.model.path
             log.info("loading its part of %s", folder)
             start = time.perf_counter()
             load_weights(self.actor, folder)
+            if load_model and (lora := self.spec.policy.lora) and lora.start:
+                load_adapters(self.actor, lora.start)
             log.info("loaded in %.1f s", time.perf_counter() - start)
         fused_norms: bool = self.actor.fused_norms
         return fused_norms
@@ -146,10 +150,13 @@ class MegatronRank(TracedProcess, ABC):
         self.actor.restore(fetch_state(self.rank, step, holder))
 
     def export_hf(self, folder: str) -> None:
+        from megatron_rl.actor.adapter_folders import export_adapters
         from megatron_rl.actor.weights import export_hf
 
         log.info("writing the Hugging Face folder %s", folder)
         export_hf(self.actor, Path(folder))
+        if self.spec.shape.adapters is not None:
+            export_adapters(self.actor, Path(folder) / "adapters")
 
 
 class RankGroup:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field, PositiveInt
 
 from megatron_rl.config.optimizer import AdamConfig, AnyOptimizerConfig
-from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.value import ValueLossConfig
 
@@ -28,6 +28,8 @@ class CriticConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: AnyOptimizerConfig = AdamConfig(lr=1e-5)
     megatron: MegatronConfig = MegatronConfig()
+    lora: LoraConfig | None = None
+    """Adapters that are trained beside a frozen model, with the value head. null: all weights are trained."""
     loss: ValueLossConfig = ValueLossConfig()
     updates_per_step: PositiveInt | None = None
     """The number of optimizer steps of the critic in a training step, each on its own part of the prompts; null means
@@ -38,7 +40,7 @@ class CriticConfig(Section):
     @property
     def trainer(self) -> PolicyConfig:
         """The critic's parallelism and optimizer, as a policy's configuration."""
-        return PolicyConfig(parallel=self.parallel, optimizer=self.optimizer, megatron=self.megatron)
+        return PolicyConfig(parallel=self.parallel, optimizer=self.optimizer, megatron=self.megatron, lora=self.lora)
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         estimator, cluster = run.algorithm.adv_estimator, run.cluster

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.optimizer import AdamConfig, AnyOptimizerConfig
 from megatron_rl.config.section import Section
-from megatron_rl.types import Mesh
+from megatron_rl.types import Adapters, Mesh, ModelShape
 
 
 class ParallelConfig(Section):
@@ -111,10 +111,34 @@ class MegatronConfig(Section):
     """Fields of `OptimizerConfig`."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model's weights are frozen, and beside each chosen linear layer
+    a product of two small matrices is trained, `alpha / rank` B A."""
+
+    rank: PositiveInt = 32
+    """The number of rows of A and of columns of B."""
+    alpha: PositiveFloat = 64.0
+    """The numerator of the product's scale."""
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """The layers that have adapters, by the last part of their names in the checkpoint, such as `[q_proj, v_proj]`;
+    `all-linear`: all linear layers of attention and MLPs, and of every expert."""
+    rank_stabilised: bool = False
+    """Whether the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
+    start: Path | None = None
+    """A folder of adapters in PEFT's form that the run begins with. null: B is zero and A random."""
+
+    @property
+    def adapters(self) -> Adapters:
+        targets = () if self.targets == "all-linear" else self.targets
+        return Adapters(self.rank, self.alpha, targets, self.rank_stabilised)
+
+
 class PolicyConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: AnyOptimizerConfig = AdamConfig()
     megatron: MegatronConfig = MegatronConfig()
+    lora: LoraConfig | None = None
+    """Adapters that are trained in place of the weights. null: the weights are trained."""
     router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,
     and lowers the bias of the other experts (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose
@@ -134,6 +158,30 @@ class PolicyConfig(Section):
     """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
     mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
     loss."""
+
+    multi_token: Literal["drop", "keep"] = "drop"
+    """What becomes of the model's multi-token head, the layers that predict tokens after the next one (DeepSeek-V3,
+    GLM-4.5, Qwen3-Next, Qwen3.5) and draft for an engine. `keep`: checkpoints and exports have it as `model.path` has
+    it. It was not trained, so it drafts for the policy that the run began with, and fewer of its tokens are accepted.
+    `drop`: they have none, and their config.json says so."""
+
+    @field_validator("multi_token", mode="before")
+    @classmethod
+    def _is_not_trained(cls, value: object) -> object:
+        if value == "train":
+            raise ValueError(
+                "a multi-token head cannot be trained here: nothing computes its loss; use keep, and train the head of "
+                "an export with a library that has the loss"
+            )
+        return value
+
+    @property
+    def adapters(self) -> Adapters | None:
+        return self.lora.adapters if self.lora else None
+
+    def adapted(self, shape: ModelShape) -> ModelShape:
+        """The model with the adapters that are trained."""
+        return replace(shape, adapters=self.adapters)
 
     @model_validator(mode="after")
     def _no_streamed_state_of_fp8_weights(self) -> PolicyConfig:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +59,12 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
         default=MAX_FILE_BYTES,
         help=f"start a new file above this size; default: {MAX_FILE_BYTES}",
     )
+    parser.add_argument(
+        "--multi-token",
+        choices=["keep", "drop"],
+        default="keep",
+        help="carry the layers of a multi-token head as they are, or leave them out; default: keep",
+    )
     parser.add_argument("--dry-run", action="store_true", help="show the files and their sizes and write nothing")
     add_common(parser)
     return parser
@@ -82,7 +87,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def options(given: argparse.Namespace) -> Options:
-    return Options(given.dtype, given.max_file_bytes)
+    return Options(given.dtype, given.max_file_bytes, given.multi_token)
 
 
 def convert(conversion: Conversion, given: argparse.Namespace) -> None:
@@ -97,7 +102,8 @@ def convert(conversion: Conversion, given: argparse.Namespace) -> None:
         "num_tensors": len(tensors),
         "num_bytes": conversion.num_bytes,
         "largest_tensor_bytes": max(tensor.num_bytes for tensor in tensors),
-        "ignored": dict(Counter(conversion.source.ignored.values())),
+        "ignored": conversion.left_out,
+        "multi_token": conversion.num_kept,
     }
     if given.dry_run:
         report["files"] = [{"name": file.name, "bytes": file.num_bytes} for file in conversion.files]
@@ -123,6 +129,10 @@ def _show(report: dict[str, Any]) -> None:
         f"{report['family']} as {report['form']}: {report['num_tensors']} tensors, {report['num_bytes']:,} bytes in "
         f"{report['num_files']} files {done}: {report['target']}"
     )
+    if report["multi_token"]:
+        console.print(
+            f"{report['multi_token']} tensors of the multi-token head were kept as they are; no run trains it"
+        )
     for reason, count in report["ignored"].items():
         console.print(f"{count} tensors were left out: {reason}")
     if "seconds" in report:

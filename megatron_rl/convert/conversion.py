@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from megatron_rl.convert import forms, hub, manifest, torch_dist
+from megatron_rl.convert.head import head_tensors
 from megatron_rl.convert.source import Source
-from megatron_rl.convert.stored import safetensors_header
-from megatron_rl.convert.target import TargetFile, TargetTensor
-from megatron_rl.layout.hub import INDEX
+from megatron_rl.convert.target import TargetFile, TargetTensor, safetensors_file
+from megatron_rl.layout import FAMILIES
+from megatron_rl.layout.hub import HEAD, INDEX
 from megatron_rl.layout.shards import extents
 from megatron_rl.types import Mesh, ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class Conversion:
-    source: Source
-    form: str
-    mesh: Mesh | None
-    fused_norms: bool
-    files: tuple[TargetFile, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.num_bytes for file in self.files)
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.source.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +24,8 @@ class Options:
     dtype: str | None = None
     """The dtype of the result; None keeps each tensor's dtype."""
     max_file_bytes: int = hub.MAX_FILE_BYTES
+    multi_token: Literal["keep", "drop"] = "keep"
+    """What becomes of a multi-token head that the source has."""
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
@@ -50,17 +38,52 @@ class Options:
         return getattr(torch, self.dtype) if self.dtype else None
 
 
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    source: Source
+    form: str
+    mesh: Mesh | None
+    fused_norms: bool
+    files: tuple[TargetFile, ...]
+    options: Options
+
+    @property
+    def num_kept(self) -> int:
+        """The number of tensors of a multi-token head that are carried."""
+        return len(_head(self.source, self.options))
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many tensors of the source are in no file, by the reason."""
+        counts = dict(Counter(self.source.ignored.values()))
+        head = FAMILIES[self.shape.family].multi_token
+        if head and self.num_kept:
+            counts.pop(head.reason, None)
+        elif head and self.source.head:
+            counts.setdefault(head.reason, len(self.source.head))
+        return counts
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.source.shape
+
+
 def to_hub(source: Source, options: Options = Options()) -> Conversion:
     """Convert to a Hugging Face folder as transformers writes it."""
     tensors = [source.tensor(described, options.torch_dtype) for described in forms.hub_tensors(source.shape)]
+    tensors += (kept := _head(source, options))
     groups = forms.split_into_files(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
-    files = [_safetensors(hub.file_name("model", i, len(groups)), group) for i, group in enumerate(groups)]
+    files = [safetensors_file(hub.file_name("model", i, len(groups)), group) for i, group in enumerate(groups)]
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
         names = [[tensor.name for tensor in group] for group in groups]
         files.append(TargetFile(INDEX, (hub.index_text(names, total).encode(),)))
-    files += _literal(hub.companions(source.hub_folder, options.dtype))
-    return Conversion(source, manifest.HUB, None, True, tuple(files))
+    files += _literal(hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept) if source.head else None))
+    return Conversion(source, manifest.HUB, None, True, tuple(files), options)
 
 
 def to_ranks(source: Source, mesh: Mesh, fused_norms: bool, options: Options = Options()) -> Conversion:
@@ -73,8 +96,9 @@ def to_ranks(source: Source, mesh: Mesh, fused_norms: bool, options: Options = O
     for stem, parameters in forms.rank_tensors(source.shape, mesh, fused_norms).items():
         tensors = [source.tensor(described, options.torch_dtype) for described in parameters]
         groups = forms.split_into_files(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
-        files += [_safetensors(hub.file_name(stem, i, len(groups)), group) for i, group in enumerate(groups)]
-    return Conversion(source, manifest.RANKS, mesh, fused_norms, (*files, *_companions(source, options)))
+        files += [safetensors_file(hub.file_name(stem, i, len(groups)), group) for i, group in enumerate(groups)]
+    whole = (*files, *_companions(source, options))
+    return Conversion(source, manifest.RANKS, mesh, fused_norms, whole, options)
 
 
 def to_open(source: Source, options: Options = Options()) -> Conversion:
@@ -100,18 +124,18 @@ def to_open(source: Source, options: Options = Options()) -> Conversion:
     small = torch_dist.small_files(forms.are_layers_alike(source.shape))
     small[".metadata"] = torch_dist.metadata(entries, states)
     files += [*_literal(small), *_companions(source, options)]
-    return Conversion(source, manifest.OPEN, None, True, tuple(files))
-
-
-def _safetensors(name: str, tensors: list[TargetTensor]) -> TargetFile:
-    """A safetensors file. Tensors of wider dtypes come first, so that each tensor is aligned to its dtype."""
-    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    header = safetensors_header([(tensor.name, tensor.dtype, tensor.extents) for tensor in tensors])
-    return TargetFile(name, (header, *tensors))
+    return Conversion(source, manifest.OPEN, None, True, tuple(files), options)
 
 
 def _companions(source: Source, options: Options) -> list[TargetFile]:
-    return _literal(hub.companions(source.hub_folder, options.dtype), lambda name: f"hf/{name}")
+    kept = _head(source, options)
+    files = hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept) if source.head else None)
+    head = [safetensors_file(f"hf/{HEAD}", kept)] if kept else []
+    return _literal(files, lambda name: f"hf/{name}") + head
+
+
+def _head(source: Source, options: Options) -> list[TargetTensor]:
+    return head_tensors(source.head, options.torch_dtype) if options.multi_token == "keep" else []
 
 
 def _literal(files: dict[str, bytes], rename: Callable[[str], str] = str) -> list[TargetFile]:

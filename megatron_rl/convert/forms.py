@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TypeVar
 
-from megatron_rl.layout import FAMILIES, Shard, megatron_shards, padded_vocabulary, volume
+from megatron_rl.layout import FAMILIES, Family, Shard, megatron_shards, padded_vocabulary, volume
 from megatron_rl.layout.shards import is_vocabulary, local_extents
 from megatron_rl.layout.view import View
 from megatron_rl.types import Mesh, ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"(.*mlp\.experts\.)(linear_fc\d\.(?:weight|bias))(\d+)")
+_EXPERT = re.compile(r"(.*mlp\.experts\.)(linear_fc\d\.(?:weight|bias|lora_[AB]))(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,13 @@ def hf_tensors(shape: ModelShape) -> list[Described]:
     ]
 
 
-def hub_tensors(shape: ModelShape) -> list[Described]:
-    """The HF tensors as files hold them."""
-    family = FAMILIES[shape.family]
+def hub_tensors(shape: ModelShape, table: Family | None = None) -> list[Described]:
+    """The HF tensors as files hold them.
+
+    Args:
+        table: of the files; None means the family's own, which this package writes.
+    """
+    family = table or FAMILIES[shape.family]
     extents, tensors = family.hf_tensors(shape), []
     for name, held in family.file_tensors(shape).items():
         shards = tuple(_whole(part, extents[part], name) for part in held.views or (name,))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.convert import tiktoken_files
-from megatron_rl.layout import critic_config
+from megatron_rl.layout import FAMILIES, critic_config
+from megatron_rl.layout.composite import read_config
 
 MAX_FILE_BYTES = 4 * 2**30
 COMPANIONS = (
@@ -36,26 +37,33 @@ def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
 
 
-def companions(folder: Path, dtype: str | None, value_head: bool = False) -> dict[str, bytes]:
+def companions(
+    folder: Path, dtype: str | None, value_head: bool = False, multi_token: bool | None = None
+) -> dict[str, bytes]:
     """The contents of the configuration, tokenizer, chat template and generation configuration, by file name.
-    config.json loses its `quantization_config`, because no written tensor is quantised. A tokenizer of ranks and code
-    becomes tokenizer.json.
+    config.json is the text model's, and loses its `quantization_config`, because no written tensor is quantised. A
+    tokenizer of ranks and code becomes tokenizer.json.
 
     Args:
         dtype: the dtype that config.json is to name; None keeps the one that it names.
         value_head: config.json is to describe the same model with a value head.
+        multi_token: whether a multi-token head is kept; None if there is none. Unless it is kept, config.json says that
+            there is none, which some readers do not take for granted.
     """
     config = (folder / "config.json").read_bytes()
-    fields = json.loads(config)
+    fields = read_config(folder)
     is_quantised = fields.pop("quantization_config", None) is not None
     if dtype is not None:
         fields.pop("torch_dtype", None)  # the older name of the same key
         fields["dtype"] = dtype
     elif is_quantised and fields.get("dtype", fields.get("torch_dtype")) is None:
         fields["dtype"] = "bfloat16"  # the converter's for mxfp4
+    head = FAMILIES[fields["model_type"]].multi_token
+    if head and not multi_token and (fields.get(head.key) or multi_token is False):
+        fields[head.key] = 0
     if value_head:
         fields = critic_config(fields)
-    if dtype is not None or is_quantised or value_head:
+    if fields != json.loads(config):
         config = json.dumps(fields, indent=2).encode()
     files = {"config.json": config}
     for pattern in COMPANIONS:

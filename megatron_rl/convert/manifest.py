@@ -23,7 +23,8 @@ from pydantic import TypeAdapter
 
 from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
 from megatron_rl.layout import FAMILIES, is_matrix
-from megatron_rl.layout.rule import is_trained
+from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.layout.rule import VALUE_HEAD, is_trained
 from megatron_rl.types import Mesh, ModelShape
 
 FORMAT = 1
@@ -91,6 +92,8 @@ def has_part(fields: dict[str, Any], part: str, hf_name: str, num_dims: int) -> 
         part: WEIGHTS, or the name of a part of the optimizer's state.
         num_dims: of the HF tensor.
     """
+    if fields["shape"].get("adapters") and not is_adapter(hf_name) and hf_name != VALUE_HEAD.hf[0].name:
+        return False  # it is frozen
     if part == WEIGHTS:
         return True
     family = FAMILIES[fields["shape"]["family"]]

@@ -7,7 +7,6 @@ row of the family's table; a tensor that is missing, unknown, truncated or of a 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -21,9 +20,10 @@ from torch import Tensor
 from megatron_rl.convert import forms, manifest
 from megatron_rl.convert.forms import Described
 from megatron_rl.convert.stored import Maps, Quantised, Stored, read_safetensors
-from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
+from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file, keeps_dtype
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
-from megatron_rl.layout.hub import weight_files
+from megatron_rl.layout.composite import read_config
+from megatron_rl.layout.hub import HEAD, weight_files
 from megatron_rl.layout.quantised import Form, Mxfp4, Packed
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
@@ -53,6 +53,8 @@ class Source:
     """Regions that are stored more than once: the one that is read, and another that must equal it."""
     ignored: dict[str, str] = field(default_factory=dict)
     """The tensors of an HF folder that the model does not need, with the reason."""
+    head: dict[str, Stored] = field(default_factory=dict)
+    """The tensors of the multi-token head, by name; empty if there is none."""
     checksums: dict[tuple[Path, str], int] = field(default_factory=dict)
     """The manifest's crc32 of each tensor, by (file, tensor)."""
 
@@ -82,7 +84,7 @@ class Source:
             raise ValueError(
                 f"{self.folder}: {described.name} is made of several dtypes, {named}; choose one with --dtype"
             )
-        if dtype is None or _keeps_dtype(described):
+        if dtype is None or any(keeps_dtype(shard.hf_name) for shard in described.shards):
             dtype = (parts[0].source if parts else next(iter(self.regions.values()))[0].stored).value_dtype
         return TargetTensor(described.name, dtype, described.extents, tuple(parts))
 
@@ -100,13 +102,16 @@ class Source:
                 known.append(region)
 
 
-def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str, Any] | None = None) -> Source:
+def open_checkpoint(
+    folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str, Any] | None = None, adapters: bool = False
+) -> Source:
     """Open a checkpoint of any form.
 
     Args:
         kind: what to open of a trainer's checkpoint: the weights, or a part of the optimizer's state
             (`manifest.WEIGHTS` names the kinds). Only regions of this kind are opened.
         fields: the folder's manifest, if it has been read already.
+        adapters: whether a checkpoint of adapters, without their base model, may be opened.
 
     Raises:
         ValueError: the folder has none of the three forms, or it is damaged or incomplete.
@@ -125,6 +130,13 @@ def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str
     if fields:
         _check_files(folder, fields)
     shape = read_shape(folder if form == manifest.HUB else folder / "hf")
+    if fields and (held := manifest.saved_shape(fields).adapters):
+        if not adapters:
+            raise ValueError(
+                f"{folder} holds the adapters of a run, and no base model; take the folder hf of the run's end, or "
+                f"`megatron-rl merge`"
+            )
+        shape = replace(shape, adapters=held)
     source = Source(folder, form, shape, None, True, fields)
     if fields:
         manifest.check_shape(folder, fields, shape)
@@ -134,6 +146,8 @@ def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str
             for name, entry in fields["files"].items()
             for tensor, values in entry.get("tensors", {}).items()
         }
+    if form != manifest.HUB and (source.hub_folder / HEAD).is_file():
+        source.head = read_safetensors(source.hub_folder / HEAD)
     if fields is None or form == manifest.HUB:
         _open_hub(source)
     elif form == manifest.OPEN:
@@ -167,7 +181,7 @@ def _check_files(folder: Path, fields: dict[str, Any]) -> None:
 
 def _open_hub(source: Source) -> None:
     index = scan(source.folder, source.shape)
-    headers = {path: read_safetensors(path) for path in weight_files(source.folder)}
+    headers = {path: index.of_text(read_safetensors(path)) for path in weight_files(source.folder)}
     if index.scales:
         assert index.blocks is not None, "`scan` refuses scales without blocks"
         dtype = _config_dtype(source.folder, index.blocks)
@@ -176,8 +190,9 @@ def _open_hub(source: Source) -> None:
             for name in [name for name in index.scales if name + end in header]:
                 scales = headers[index.scales[name]][name + index.blocks.scales]
                 header[name] = replace(header[name + end], quantised=Quantised(index.blocks, scales, dtype))
+    source.head = {name: headers[path][name] for name, path in index.head.items()}
     source.ignored = index.ignored
-    for described in forms.hub_tensors(source.shape):
+    for described in forms.hub_tensors(source.shape, index.family):
         source._add(described, headers[index.files[described.name]][described.name])
     output = FAMILIES[source.shape.family].output.hf[0].name
     if output in index.ignored:  # the output layer is tied and stored a second time; both must be equal
@@ -191,7 +206,7 @@ def _open_hub(source: Source) -> None:
 def _config_dtype(folder: Path, blocks: Form) -> torch.dtype:
     """The dtype that config.json gives to the model's values. For mxfp4 it is bfloat16 if there is none, as in
     transformers."""
-    fields = json.loads((folder / "config.json").read_text())
+    fields = read_config(folder)
     name = fields.get("dtype", fields.get("torch_dtype"))
     if name is None and isinstance(blocks, Mxfp4):
         name = "bfloat16"
@@ -206,7 +221,7 @@ def _open_chunks(source: Source, fields: dict[str, Any], kind: str) -> None:
     pieces."""
     stored: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
     for file, entry in fields["files"].items():
-        for name, values in entry.get("tensors", {}).items():
+        for name, values in entry.get("tensors", {}).items() if file != f"hf/{HEAD}" else ():
             if values.get("kind", manifest.WEIGHTS) == kind:
                 stored.setdefault(values.get("tensor", name), []).append((file, name, values))
     for chunk in forms.open_chunks(source.shape):
@@ -303,9 +318,3 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _rule(shape: ModelShape, described: Described) -> str:
     return FAMILIES[shape.family].describe(described.shards[0].hf_name) or "" if described.shards else "padding rows"
-
-
-def _keeps_dtype(described: Described) -> bool:
-    """Whether the tensor keeps its dtype when others are converted. Megatron and vLLM hold the router's bias in
-    float32."""
-    return any(shard.hf_name.endswith("e_score_correction_bias") for shard in described.shards)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.stored import Maps, Stored, damaged, rectangle
+from megatron_rl.convert.stored import Maps, Stored, damaged, rectangle, safetensors_header
 from megatron_rl.layout import Box, slices, volume
 from megatron_rl.layout.shards import intersect, is_vocabulary, translate
 from megatron_rl.layout.view import View
@@ -64,6 +64,12 @@ class TargetTensor:
         return prod(self.extents) * self.dtype.itemsize
 
 
+def keeps_dtype(hf_name: str) -> bool:
+    """Whether an HF tensor keeps its dtype when others are converted. Megatron and vLLM hold the router's bias in
+    float32."""
+    return hf_name.endswith("e_score_correction_bias")
+
+
 @dataclass(frozen=True, slots=True)
 class TargetFile:
     name: str
@@ -83,6 +89,13 @@ class TargetFile:
             else:
                 yield segment, start
                 start += segment.num_bytes
+
+
+def safetensors_file(name: str, tensors: list[TargetTensor]) -> TargetFile:
+    """A safetensors file. Tensors of wider dtypes come first, so that each tensor is aligned to its dtype."""
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header = safetensors_header([(tensor.name, tensor.dtype, tensor.extents) for tensor in tensors])
+    return TargetFile(name, (header, *tensors))
 
 
 Rows = tuple[int, int]

@@ -13,6 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.layout.composite import read_config
+
 RANKS = "tiktoken.model"
 PATTERN = "pat_str"
 """The name that the modules give to the pattern."""
@@ -31,13 +33,12 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     """
     from transformers.convert_slow_tokenizer import TikTokenConverter  # takes seconds, and few folders need it
 
-    config, model = _read(folder / "tokenizer_config.json"), _read(folder / "config.json")
+    config, vocab_size = _read(folder / "tokenizer_config.json"), read_config(folder)["vocab_size"]
     try:
         num_ranks = len(TikTokenConverter.load_tiktoken_bpe(str(folder / RANKS)))
     except (ValueError, IndexError) as error:
         raise ValueError(f"{folder / RANKS} cannot be read ({error}); copy it again") from error
     named = {int(number): token["content"] for number, token in config.get("added_tokens_decoder", {}).items()}
-    vocab_size = model.get("text_config", model)["vocab_size"]
     # The module names the rows that are left so; ids of a template must not move.
     special = [named.get(number, f"<|reserved_token_{number}|>") for number in range(num_ranks, vocab_size)]
     pattern = read_pattern(folder, config)

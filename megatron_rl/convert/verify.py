@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl.convert import forms
+from megatron_rl.convert.head import head_tensors
 from megatron_rl.convert.source import Source, bits, check_copies, open_checkpoint, same_bits
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetTensor, Tick, blocks, check_file
@@ -30,7 +31,7 @@ class Verified:
     num_ignored: int
     """The number of tensors that the model does not need."""
     num_compared: int
-    """The number of tensors whose bits equal the other checkpoint's."""
+    """The number of tensors whose bits equal the other checkpoint's; a multi-token head that both have counts too."""
 
 
 class Verification:
@@ -78,15 +79,20 @@ class Verification:
         if mine.shape != theirs.shape:
             raise ValueError(f"{mine.folder} and {theirs.folder} are different models: {mine.shape}, {theirs.shape}")
         for tensor, described in zip(self.tensors, forms.hf_tensors(other.shape), strict=True):
-            pair = other.tensor(described, None)
-            if tensor.dtype != pair.dtype:
-                raise ValueError(
-                    f"{_files(tensor)}: tensor {tensor.name} is {tensor.dtype}, but in {_files(pair)} it is "
-                    f"{pair.dtype}"
-                )
-            self._tasks.append(partial(_compare, tensor, pair, self._maps))
-            self.num_work_bytes += tensor.num_bytes
-        self.num_compared = len(self.tensors)
+            self._add(tensor, other.tensor(described, None))
+        both = [name for name in mine.head if name in theirs.head]  # where one has none, it was left out by choice
+        heads = (head_tensors({name: source.head[name] for name in both}, None) for source in (mine, theirs))
+        for tensor, pair in zip(*heads, strict=True):
+            self._add(tensor, pair)
+
+    def _add(self, tensor: TargetTensor, pair: TargetTensor) -> None:
+        if tensor.dtype != pair.dtype:
+            raise ValueError(
+                f"{_files(tensor)}: tensor {tensor.name} is {tensor.dtype}, but in {_files(pair)} it is {pair.dtype}"
+            )
+        self._tasks.append(partial(_compare, tensor, pair, self._maps))
+        self.num_work_bytes += tensor.num_bytes
+        self.num_compared += 1
 
 
 def _compare(mine: TargetTensor, theirs: TargetTensor, maps: Maps, tick: Tick) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from megatron_rl.layout.adapters import linear_names
 from megatron_rl.layout.config import critic_config, critic_shape, hub_hint, read_shape
 from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.fused import obstacle_to_fused_layers
-from megatron_rl.layout.hub import HubIndex, check_model, scan
+from megatron_rl.layout.hub import HubIndex, check_model, check_startable, scan
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.matrices import is_matrix
 from megatron_rl.layout.placement import engine_layers
-from megatron_rl.layout.quantised import check_unquantised
 from megatron_rl.layout.recorded import Recording, box_of_view
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
@@ -29,6 +29,12 @@ def vllm_shards(
     shape: ModelShape, tensor: int, rank: int, expert_parallel: bool = False, pipeline: int = 1
 ) -> list[Shard]:
     return FAMILIES[shape.family].vllm_shards(shape, tensor, rank, expert_parallel, pipeline)
+
+
+def linear_layers(shape: ModelShape) -> list[str]:
+    """The names of the linear layers of a model's layers, as `Adapters.targets` has them: q_proj, k_proj and so on."""
+    family = FAMILIES[shape.family]
+    return linear_names([rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer)])
 
 
 def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
@@ -52,12 +58,13 @@ __all__ = [
     "box_of_view",
     "check_model",
     "check_parameters",
-    "check_unquantised",
+    "check_startable",
     "critic_config",
     "critic_shape",
     "engine_layers",
     "hub_hint",
     "is_matrix",
+    "linear_layers",
     "megatron_shards",
     "obstacle_to_fused_layers",
     "padded_vocabulary",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.layout.composite import COMPOSITES, text_of
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.families.windows import SCALED
 from megatron_rl.layout.family import Family
@@ -46,9 +47,12 @@ def read_shape(folder: Path) -> ModelShape:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no mapping; give the folder of a Hugging Face checkpoint")
     family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    if family not in FAMILIES and family not in COMPOSITES:
+        supported = ", ".join(sorted({*FAMILIES, *COMPOSITES}))
+        raise ValueError(f"{path}: model_type {family!r} is not supported; supported: {supported}")
     try:
+        config = text_of(config)
+        family = config["model_type"]
         return shape_of(FAMILIES[family], config)
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error

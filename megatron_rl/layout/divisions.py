@@ -1,4 +1,4 @@
-"""Which meshes and which engines divide a model, and what the sizes that do not could be instead."""
+"""Checks that a mesh or an engine divides a model, and names the sizes that would."""
 
 from __future__ import annotations
 

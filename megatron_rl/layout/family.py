@@ -16,8 +16,9 @@ from math import prod
 from typing import Any, Literal
 
 from megatron_rl.layout import divisions
+from megatron_rl.layout.adapters import adapter_rules
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
-from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
+from megatron_rl.layout.rule import VALUE_HEAD, Ignored, MultiTokenHead, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
 from megatron_rl.layout.traits import Traits
@@ -63,6 +64,11 @@ class Family(Traits):
     """What vLLM builds on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
 
+    @property
+    def multi_token(self) -> MultiTokenHead | None:
+        """None: models of this family have no such head."""
+        return next((one for one in self.ignored if isinstance(one, MultiTokenHead)), None)
+
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
         return any(rule.float32 for rule in self._rules_of(hf_name))
@@ -85,6 +91,11 @@ class Family(Traits):
         attention = self.linear if layer in shape.linear_layers else self.attention
         return [rule for rule in (*attention, *mlp) if rule.when(shape)]
 
+    def trained_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
+        """The rows of a layer on the trainer's side: `layer_rules`, and the rows of their adapters."""
+        rules = self.layer_rules(shape, layer)
+        return rules + adapter_rules(rules, shape)
+
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
         last = self.last_rule(shape)
@@ -94,13 +105,13 @@ class Family(Traits):
         for layer in range(shape.num_layers):
             kind = shape.kind(layer)
             if kind not in rows:
-                rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in rule.hf_names(shape)]
+                rows[kind] = [row for rule in self.trained_rules(shape, layer) for row in rule.hf_names(shape)]
             prefix = self.hf_layer.format(layer)
             tensors.update((prefix + name, extents) for name, extents in rows[kind])
         return tensors
 
     def views(self, shape: ModelShape) -> dict[str, View]:
-        """Where the HF tensors lie that files hold in another form, by name."""
+        """The views of the HF tensors that files hold in another form, by name."""
         found: dict[str, View] = {}
         for layer in range(shape.num_layers):
             for rule in self.layer_rules(shape, layer):
@@ -177,7 +188,7 @@ class Family(Traits):
             for i, layer in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
                 kind = shape.kind(layer)
                 if kind not in rows:
-                    rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
+                    rows[kind] = [place(rule) for rule in self.trained_rules(shape, layer)]
                 hf_prefix, local_prefix = self.hf_layer.format(layer), prefix + MEGATRON_LAYER.format(i)
                 placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
             if last:

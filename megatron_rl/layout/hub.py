@@ -10,21 +10,29 @@ import json
 import logging
 import struct
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from megatron_rl.layout.composite import Composite, check_text_alone, composite_of, with_stacked_experts
 from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.family import Family
 from megatron_rl.layout.quantised import FP8, Blocks, Form, Int4, Packed, check_unquantised, read_blocks
 from megatron_rl.types import Mesh, ModelShape
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
+HEAD = "multi_token.safetensors"
+"""The file of a multi-token head that is kept, in the folder `hf` of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubIndex:
+    family: Family
+    """The table of these files: the family's, or the same with stacked experts."""
     files: dict[str, Path]
     """The safetensors file of each tensor, by its name in the files (`Family.file_tensors`)."""
     ignored: dict[str, str]
@@ -34,19 +42,70 @@ class HubIndex:
     scales: dict[str, Path] = field(default_factory=dict)
     """The safetensors file of the scales of each quantised tensor, by the tensor's name without the end that quantised
     values have."""
+    head: dict[str, Path] = field(default_factory=dict)
+    """The safetensors file of each tensor of a multi-token head. They are in `ignored`, too."""
+    composite: Composite | None = None
+    """How the files name the tensors of the text model, if they hold other parts, too. The names above are the names in
+    a folder of the text model alone; in `ignored` tensors of other parts have the files' names."""
+
+    def own_name(self, name: str) -> str | None:
+        """The name that stands here for a tensor of the files; None if it belongs to another part than the text
+        model."""
+        return self.composite.own_name(name) if self.composite else name
+
+    def of_text(self, tensors: Mapping[str, T]) -> dict[str, T]:
+        """What belongs to the tensors of the text model, by the names that stand here. What is left out is noted in
+        `ignored`.
+
+        Args:
+            tensors: anything, by the names in the files.
+        """
+        found = {}
+        for name, tensor in tensors.items():
+            own = self.own_name(name)
+            if own is not None:
+                found[own] = tensor
+            elif self.composite:
+                self.ignored[name] = f"{self.composite.part(name)}* is another part of the model than its text"
+        return found
 
 
 def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
     """Check everything about a checkpoint that can be checked before a process starts.
 
     Raises:
-        ValueError: the mesh does not divide the model, or the weights are damaged, incomplete or quantised.
+        ValueError: the mesh does not divide the model, or the weights are damaged, incomplete or quantised, or belong
+            to more than a text model.
     """
-    check_unquantised(folder)
+    check_startable(folder)
     FAMILIES[shape.family].check_mesh(shape, mesh)
     index = scan(folder, shape)
     for reason, count in Counter(index.ignored.values()).items():
         log.warning("%s: %d tensors are ignored: %s", folder, count, reason)
+
+
+def check_startable(folder: Path) -> None:
+    """Check that the weights of a Hugging Face folder need no conversion before a run.
+
+    Raises:
+        ValueError: they do; the error has the command.
+    """
+    check_text_alone(folder)
+    check_unquantised(folder)
+
+
+def find_head(folder: Path, shape: ModelShape) -> dict[str, Path]:
+    """The safetensors file of each tensor of the multi-token head: of an unquantised folder of a text model, or of the
+    folder `hf` of a checkpoint. Empty if there is none.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    head = FAMILIES[shape.family].multi_token
+    if head is None:
+        return {}
+    paths = [folder / HEAD] if (folder / HEAD).is_file() else weight_files(folder)
+    return {name: path for path in paths for name in read_header(path) if head.matches(name, shape)}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -83,13 +142,16 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
     files = weight_files(folder)
     if not files:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
-    family = FAMILIES[shape.family]
+    index = HubIndex(FAMILIES[shape.family], {}, {}, read_blocks(folder), composite=composite_of(folder))
+    headers = {path: index.of_text(read_header(path)) for path in files}
+    if index.composite and _are_stacked(index.family, shape, {name for names in headers.values() for name in names}):
+        index = replace(index, family=with_stacked_experts(index.family))
+    family = index.family
     expected = family.file_tensors(shape)
-    index = HubIndex({}, {}, read_blocks(folder))
     quantised: dict[str, tuple[int, ...]] = {}
     scales: dict[str, _Scales] = {}
-    for path in files:
-        for name, (dtype, extents, _) in read_header(path).items():
+    for path, header in headers.items():
+        for name, (dtype, extents, _) in header.items():
             where = f"{path}: tensor {name} {list(extents)}"
             scaled = name.removesuffix((index.blocks or Blocks).scales)
             form = index.blocks
@@ -130,7 +192,9 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
                     f"the release of the model in bf16"
                 )
             if name not in expected:
-                index.ignored[name] = _reason(name, where, shape)
+                index.ignored[name] = _reason(name, where, shape, family)
+                if family.multi_token and family.multi_token.matches(name, shape):
+                    index.head[name] = path
                 continue
             if extents != expected[name].extents:
                 rule = family.describe(name)
@@ -144,6 +208,14 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
         )
     _match_scales(folder, index, quantised, scales)
     return index
+
+
+Header = dict[str, tuple[str, tuple[int, ...], int]]
+"""See `read_header`."""
+
+
+def _are_stacked(family: Family, shape: ModelShape, names: set[str]) -> bool:
+    return not names.isdisjoint(with_stacked_experts(family).file_tensors(shape).keys() - family.file_tensors(shape))
 
 
 _DTYPES = {"F64", "F32", "F16", "BF16"}
@@ -197,13 +269,12 @@ def _list(extents: tuple[int, ...] | None) -> str:
     return "of no extents" if extents is None else str(list(extents))
 
 
-def _reason(name: str, where: str, shape: ModelShape) -> str:
+def _reason(name: str, where: str, shape: ModelShape, family: Family) -> str:
     """The reason why the model does not need this tensor.
 
     Raises:
         ValueError: the tensor is not one that may be ignored.
     """
-    family = FAMILIES[shape.family]
     if shape.tied_embeddings and name == family.output.hf[0].name:
         return "the output layer is tied to the embedding and stored a second time"
     for ignored in family.ignored:
@@ -214,7 +285,7 @@ def _reason(name: str, where: str, shape: ModelShape) -> str:
     raise ValueError(f"{where} is unknown to the family {family.name}: no row of its table has this name")
 
 
-def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+def read_header(path: Path) -> Header:
     """The header of a safetensors file (the length in 8 bytes, then JSON): (dtype, extents, offset of the first byte in
     the file) of each tensor, by name.
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl.layout.config import shape_of
-from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.families import FAMILIES, module_of
 from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts
 from megatron_rl.layout.families.rows import first_name, rows_of, rows_without
 from megatron_rl.layout.family import Family
@@ -100,7 +100,8 @@ class Proposal:
         if self.family.known != begin.known:
             changes.append(f"known={dict(self.family.known)}")
         text = "\n".join(f"    {change}," for change in changes)
-        lines = [f"from megatron_rl.layout.families.{_module(family)} import {family.upper()}" for family in imported]
+        modules = {family: module_of(family) for family in imported}
+        lines = [f"from megatron_rl.layout.families.{modules[one]} import {one.upper()}" for one in imported]
         if biased:
             lines.append("from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts")
         if "rows_" in text:
@@ -219,10 +220,3 @@ def _pattern(prefix: re.Pattern[str], name: str) -> str:
 
 def _is_in(tensor: HfTensor, patterns: set[str]) -> bool:
     return tensor.name in patterns or (tensor.file is not None and tensor.file.name in patterns)
-
-
-def _module(family: str) -> str:
-    """The module of `layout/families` that has a family."""
-    modules = {"kimi_k2": "deepseek_v3", "glm4_moe_lite": "deepseek_v3", "olmo2": "olmo", "olmo3": "olmo"}
-    modules |= {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5"}
-    return modules.get(family, family)

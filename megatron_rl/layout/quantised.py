@@ -20,10 +20,11 @@ one scale for each `group_size` values of a row. A value is (bits - 8) times its
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+from megatron_rl.layout.composite import read_config
 
 FP8 = "F8_E4M3"
 """The dtype of the values, by its name in a safetensors header."""
@@ -124,7 +125,7 @@ def read_blocks(folder: Path) -> Form | None:
         ValueError: they are quantised in a way that is not supported; the error names it.
     """
     path = folder / "config.json"
-    config = json.loads(path.read_text())
+    config = read_config(folder)
     # Older releases of compressed-tensors write the second key.
     found: Any = config.get("quantization_config") or config.get("compression_config")
     if not found:

@@ -65,6 +65,8 @@ def sizes(shape: ModelShape) -> dict[str, int]:
             "delta_head": delta.value_size,
             "convolution": delta.convolution,
         }
+    if shape.adapters:
+        known["adapter_rank"] = shape.adapters.rank
     return known
 
 
@@ -150,6 +152,15 @@ class Ignored:
 
     def matches(self, name: str, shape: ModelShape) -> bool:
         return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTokenHead(Ignored):
+    """The layers that predict tokens after the next one. Nothing trains them; `policy.multi_token` and the converter
+    keep them as they are, or leave them out."""
+
+    key: str
+    """The key of config.json with the number of these layers, as vLLM reads it (config/speculative.py)."""
 
 
 def is_trained(hf_name: str) -> bool:

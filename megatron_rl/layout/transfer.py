@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.copies import WIDTHS, Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
@@ -221,6 +222,8 @@ def plan_weights(
     if isinstance(trainer, Mesh):
         num_sources, stage_size = trainer.world_size, trainer.stage_size
         held = [family.megatron_placed(shape, trainer, rank, fused_norms) for rank in range(num_sources)]
+        if shape.adapters is not None:  # the engines have the base model
+            held = [[row for row in rows if is_adapter(row.placement.local_name)] for rows in held]
     else:
         num_sources = stage_size = len(trainer)
         held = [rank.placed for rank in trainer]

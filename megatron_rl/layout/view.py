@@ -27,7 +27,7 @@ class View:
     offset: int
     """The element of the file's tensor that is the first one of the HF tensor."""
     strides: tuple[int, ...]
-    """For each dim of the HF tensor, the step in the file's tensor from an element to the next one."""
+    """The step in the file's tensor from an element to the next one, for each dim of the HF tensor."""
 
     def start(self, box: Box) -> int:
         """The element of the file's tensor that is the first one of a rectangle of the HF tensor."""

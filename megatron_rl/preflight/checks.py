@@ -23,13 +23,15 @@ from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.saved_rollouts import require_step
-from megatron_rl.layout import FAMILIES, check_unquantised, hub_hint, obstacle_to_fused_layers, read_shape, scan
+from megatron_rl.layout import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
+from megatron_rl.layout.hub import find_head
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
@@ -86,7 +88,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     splits = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
-        faults += _positions(config, shape)
+        faults += _positions(config, shape) + faults_of_adapters(config, shape)
     tokenizer = None
     if elsewhere:
         tell(
@@ -96,6 +98,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     elif folder.is_dir():
         if shape:
             attempt(lambda: _check_weights(config, shape))
+            attempt(lambda: _check_head(config, shape, tell))
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
@@ -176,11 +179,30 @@ def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
 
 
 def _check_weights(config: BaseConfig, shape: ModelShape) -> None:
-    check_unquantised(config.model.path)
+    check_startable(config.model.path)
     if config.model.weights:
         _check_manifest(config.model.weights, shape)
     else:
         scan(config.model.path, shape)
+
+
+def _check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
+    """
+    Raises:
+        ValueError: a multi-token head is to be kept, and there is none.
+    """
+    head, keeps = find_head(config.model.path, shape), config.policy.multi_token == "keep"
+    if keeps and not head:
+        raise ValueError(
+            f"policy.multi_token is keep, but {config.model.path} has no multi-token head; convert the model with "
+            f"--multi-token keep, or leave the key out"
+        )
+    if head:
+        done = "have as they are" if keeps else "leave out"
+        tell(
+            f"checkpoints and exports {done} the {len(head)} tensors of the model's multi-token head, which is not "
+            f"trained (policy.multi_token)"
+        )
 
 
 def _check_manifest(folder: Path, shape: ModelShape) -> None:

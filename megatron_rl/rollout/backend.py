@@ -12,7 +12,7 @@ from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording
 from megatron_rl.rollout.program import Samples
-from megatron_rl.types import GroupRequest, Metrics, ModelShape, Phase
+from megatron_rl.types import Adapters, GroupRequest, Metrics, ModelShape, Phase
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.programs.episodes import MakeAnswers
@@ -38,6 +38,8 @@ class EngineSpec:
     """Whether trainers have the same GPUs, so that `weights.enter` gives them the memory."""
     loads_weights: bool = False
     """Whether `start` loads the weights of the model's folder, as version 0; otherwise the bridge brings them."""
+    adapters: Adapters | None = None
+    """The adapters that the bridge brings. The engine then loads the base model from the model's folder."""
     keeps_statistics: bool = False
     """Whether vLLM keeps statistics of its steps and requests, which its own metrics are made of."""
     make_answers: MakeAnswers | None = None

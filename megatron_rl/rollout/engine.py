@@ -54,6 +54,7 @@ from megatron_rl.rollout.vocabulary import stop_ids
 from megatron_rl.types import GroupRequest, Prompt
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
 
 log = logging.getLogger(__name__)
@@ -98,8 +99,10 @@ class VllmEngine:
         self._batches: dict[int | None, list[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
         """The calls of each batch that wait for its last one; see `answer`."""
         self._num_requests = 0
+        self._adapter: LoRARequest | None = None
+        """What names the run's adapter in a request."""
         self._progress = Progress(record) if record else None
-        self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus)
+        self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus, spec.adapters is not None)
 
     async def start(self) -> None:
         """Start vLLM.
@@ -109,6 +112,12 @@ class VllmEngine:
         """
         try:
             await self._thread.start(partial(make_engine, self._spec, self._budgets, self._progress))
+            if self._spec.adapters is not None:
+                from vllm.lora.request import LoRARequest
+
+                from megatron_rl.bridge.adapter_slot import ADAPTER_ID, NAME
+
+                self._adapter = LoRARequest(NAME, ADAPTER_ID, "the bridge brings it")
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
             if self._spec.loads_weights:
@@ -337,7 +346,9 @@ class VllmEngine:
             params |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": not call.reads_cache}
             params["extra_args"] = {"num_scored": call.num_scored}  # for RolloutWorker.score_together
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
-        internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
+        internal_name = self._thread.engine.add_request(
+            name, prompt, SamplingParams(**params), lora_request=self._adapter
+        )
         # An answer with an environment does not go on in another engine, so nobody would read its tokens; what is
         # sampled after a beam is no token of the answer.
         is_read = self._episodes is None and not call.num_candidates

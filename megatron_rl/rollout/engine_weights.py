@@ -27,9 +27,15 @@ class EngineWeights:
     """The asynchronous methods are called from outside, the others in the engine's thread."""
 
     def __init__(
-        self, thread: EngineThread, rollout: RolloutConfig, progress: Progress | None, shares_gpus: bool
+        self,
+        thread: EngineThread,
+        rollout: RolloutConfig,
+        progress: Progress | None,
+        shares_gpus: bool,
+        has_adapters: bool = False,
     ) -> None:
         self._thread, self._rollout, self._progress, self._shares_gpus = thread, rollout, progress, shares_gpus
+        self._has_adapters = has_adapters
         self._phase: Phase = "generating"
         self.version: int | None = None
         """None: the engine holds no whole set of weights."""
@@ -57,7 +63,8 @@ class EngineWeights:
             raise RuntimeError(f"the engine cannot enter the phase {phase} while answers are under way")
         engine, awake = self._thread.engine, set(HOLDS[self._phase])
         if awake - set(HOLDS[phase]):
-            engine.sleep(level=2)  # vLLM gives up everything at once
+            # vLLM gives up everything at once. The base model of adapters, which no push brings, goes to the host.
+            engine.sleep(level=1 if self._has_adapters else 2)
             awake, self.version = set(), None
             self._failure = "its memory was lent to the trainers"
         for tag in HOLDS[phase]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.layout import linear_layers, read_shape
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
@@ -57,6 +57,9 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
         options["reasoning_config"] = _reasoning(budgets)
     if budgets.beams is not None:
         options["max_logprobs"] = budgets.beams.call.num_candidates
+    if spec.adapters is not None:
+        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(spec.adapters.rank)}
+        options["lora_target_modules"] = list(spec.adapters.targets or linear_layers(shape))
     if spec.spans_nodes:
         options["distributed_executor_backend"] = "ray"
     from vllm.config import WeightTransferConfig
@@ -66,7 +69,7 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
 
     arguments = EngineArgs(
         model=str(model.path),
-        load_format="auto" if spec.loads_weights else "dummy",
+        load_format="auto" if spec.loads_weights or spec.adapters else "dummy",
         dtype=model.dtype,
         quantization=rollout.quantization,
         skip_tokenizer_init=True,
@@ -90,6 +93,8 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     remove_own_names()
     if forbidden := forbidden_ids(model.path, shape.vocab_size, rollout):
         engine.collective_rpc("forbid", args=(forbidden,))
+    if spec.adapters is not None:
+        engine.collective_rpc("open_adapter_slot")
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
         engine.collective_rpc("score_together")
@@ -104,6 +109,20 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     if progress is not None:
         _record_steps(engine, progress)
     return engine
+
+
+def slot_rank(rank: int) -> int:
+    """The smallest rank of vLLM's slots that adapters of a rank fit into.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    fitting = [size for size in get_args(MaxLoRARanks) if size >= rank]
+    if not fitting:
+        raise ValueError(f"policy.lora.rank is {rank}, and vLLM serves at most {max(get_args(MaxLoRARanks))}; lower it")
+    return int(min(fitting))
 
 
 def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:

@@ -129,6 +129,12 @@ class RolloutWorker:
 
         model.compute_logits = without_forbidden
 
+    def open_adapter_slot(self) -> None:
+        """Make the run's adapter known to vLLM, as zeros; a push brings its weights."""
+        from megatron_rl.bridge.adapter_slot import open_slot
+
+        open_slot(self.model_runner)
+
     def receive_stages_on_a_cpu(self) -> None:
         """Give a later pipeline stage the buffer where its model runner keeps the hidden states of the previous stage.
         vLLM makes it in its trial pass, and a CPU without compilation has none."""
@@ -142,14 +148,14 @@ class RolloutWorker:
 
     def sleep_on_a_cpu(self) -> None:
         """Give this worker the methods `sleep` and `wake_up`, which do nothing in vLLM's worker on a CPU. As on a GPU,
-        level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors. The
-        cache begins with zeros, as at vLLM's start."""
+        level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors; level
+        1 keeps the weights. The cache begins with zeros, as at vLLM's start."""
         runner = self.model_runner
         lent: dict[str, list[tuple[torch.UntypedStorage, int]]] = {"weights": [], "kv_cache": []}
 
         def sleep(level: int) -> None:
-            assert level == 2, "nothing is kept"
-            for tag, tensors in (("weights", runner.model.parameters()), ("kv_cache", runner.kv_caches)):
+            weights = runner.model.parameters() if level == 2 else ()
+            for tag, tensors in (("weights", weights), ("kv_cache", runner.kv_caches)):
                 for storage in (tensor.untyped_storage() for tensor in tensors):
                     if storage.nbytes():
                         lent[tag].append((storage, storage.nbytes()))
@@ -211,9 +217,13 @@ class RolloutWorker:
         unread, and would take them for results of the next call.
         """
         try:
-            self.start_weight_update()
-            self.update_weights({"version": version, "verify": verify})
-            self.finish_weight_update()
+            update = {"version": version, "verify": verify}
+            if self.weight_transfer_engine.brings_adapters:
+                self.weight_transfer_engine.update_weights(update)  # vLLM's session ends with no adapters
+            else:
+                self.start_weight_update()
+                self.update_weights(update)
+                self.finish_weight_update()
             digests: dict[str, str] = self.weight_transfer_engine.digests
             return digests
         except Exception as error:

@@ -9,7 +9,7 @@ on its way to verifier and loop, `Answer` in rewards, and `Terms` in losses.
 """
 
 from megatron_rl.types.mesh import HOLDS, Mesh, Phase
-from megatron_rl.types.model import DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types.model import Adapters, DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 from megatron_rl.types.rollouts import (
     FROM_PROMPT,
     LARGEST_SCORE,
@@ -42,6 +42,7 @@ from megatron_rl.types.step import (
 )
 
 __all__ = [
+    "Adapters",
     "FROM_PROMPT",
     "HOLDS",
     "LARGEST_SCORE",

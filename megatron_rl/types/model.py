@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -115,6 +116,25 @@ class YarnRope:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapters:
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): beside a frozen weight W [out, in] of a linear layer
+    there are A [rank, in] and B [out, rank], and the layer computes W x + scale B A x. With rank 16 and alpha 32 the
+    scale is 2, and a layer of 5120 x 5120 has 163,840 trained numbers in place of 26 million."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    """The linear layers that have adapters, by the last part of their name in the checkpoint, such as `q_proj`. Empty
+    means all of them."""
+    rank_stabilised: bool = False
+    """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha / rank."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The sizes of a decoder model, as its Hugging Face config.json gives them. Properties that all checkpoints of a
     family share (biases, the position of the norms) are in the table of the family, `layout.FAMILIES[shape.family]`."""
@@ -154,6 +174,13 @@ class ModelShape:
     """The indices of the layers with linear attention. The others have `num_heads` heads of softmax attention."""
     value_head: bool = False
     """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
+    adapters: Adapters | None = None
+    """What is trained in place of the weights; None means the weights themselves."""
+
+    @property
+    def base(self) -> ModelShape:
+        """The model without adapters."""
+        return replace(self, adapters=None)
 
     @property
     def rotary_dim(self) -> int:

@@ -22,7 +22,7 @@ from megatron_rl.config.rollout import RolloutConfig, SamplingConfig
 from megatron_rl.layout import Engines, Recording
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.types import ModelShape, Prompt, Tokens
+from megatron_rl.types import Adapters, ModelShape, Prompt, Tokens
 
 
 def held(worker) -> dict[str, Tensor]:
@@ -65,6 +65,7 @@ class Fleet:
         dtype: str = "float32",
         max_response_tokens: int = 16,
         returns_routes: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         config = RolloutConfig(
             num_engines=engines.num,
@@ -80,6 +81,7 @@ class Fleet:
         )
         self.folder, self.kind = folder, engines
         options = dict(model=ModelConfig(path=folder, dtype=dtype), rollout=config, returns_routes=returns_routes)
+        options |= dict(adapters=adapters)
         context = warm.context()
         self._pipes, self._processes = [], []
         with leaks.lasting("module"):

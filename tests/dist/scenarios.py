@@ -24,6 +24,7 @@ from megatron.core.utils import unwrap_model  # isort: skip
 from shares import TrainSample, share_of
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.adapter_folders import export_adapters, load_adapters
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.copied import copied_to_all_ranks
 from megatron_rl.actor.inspection import gradient_of, token_numbers
@@ -78,6 +79,7 @@ def build(
     algorithm: AlgorithmConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
     weights: Path | None = None,
+    temperature: float = TEMPERATURE,
     **settings,
 ) -> MegatronActor:
     """`algorithm` None is supervised training. `weights`: where the weights are, if they are not in `folder`.
@@ -94,12 +96,13 @@ def build(
         layers=mesh.layers,
         sequence=layout.sequence,
     )
+    policy = PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, **settings)
     spec = ActorSpec(
-        shape=read_shape(folder),
+        shape=policy.adapted(read_shape(folder)),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, **settings),
+        policy=policy,
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
-        temperature=TEMPERATURE if algorithm else 1.0,
+        temperature=temperature if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
     )
@@ -483,16 +486,16 @@ def _error(call) -> str:
     return "no error"
 
 
-def export(rank, world_size, url, *, folder, layout, target, checkpoint=None, weights=None):
-    actor = build(rank, world_size, url, folder, layout, weights=weights)
+def export(rank, world_size, url, *, folder, layout, target, checkpoint=None, weights=None, **settings):
+    actor = build(rank, world_size, url, folder, layout, weights=weights, **settings)
     if checkpoint is not None:
         actor.load(checkpoint)
     export_hf(actor, target)
     actor.close()
 
 
-def save_at_once(rank, world_size, url, *, folder, layout, checkpoint):
-    actor = build(rank, world_size, url, folder, layout)
+def save_at_once(rank, world_size, url, *, folder, layout, checkpoint, weights=None, **settings):
+    actor = build(rank, world_size, url, folder, layout, weights=weights, **settings)
     save(actor, checkpoint, {})
     actor.close()
 
@@ -535,6 +538,29 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     actor.close()
     return live, pushed, mismatch
+
+
+def push_adapters(rank, world_size, url, *, folder, layout, setup, version, lora, export):
+    """Push the adapters, score the engines' samples, which arrive over the store, and export the merged model and the
+    adapters.
+
+    Returns:
+        (what the push says of itself, the mismatch, the mismatch of the base model)
+    """
+    actor = build(rank, world_size, url, folder, layout, lora=lora)
+    load_adapters(actor, lora.start)
+    sender = BridgeSender(setup, rank, actor.sent())
+    actor.sent()
+    pushed = sender.push(version)
+    sender.close()
+    samples = pickle.loads(dist.TCPStore(setup.host, setup.port).get(f"samples {version}"))
+    mismatch = begin(actor, samples, layout, 2, version)
+    with actor.adapters.off():
+        of_base = begin(actor, samples, layout, 2, version)
+    export_hf(actor, export / "merged")
+    export_adapters(actor, export / "adapters")
+    actor.close()
+    return pushed, mismatch, of_base
 
 
 def replay_engine(rank, world_size, url, *, folder, layout, setup, version):

@@ -6,6 +6,8 @@ Not seen here, for want of the hardware: Transformer Engine's layers.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scenarios import Layout
 from shares import TrainSample
 from sizes import VOCAB_SIZE
@@ -25,7 +27,9 @@ from test_layout_families import rename
 from transformers_models import open_model
 
 from megatron_rl.config.policy import MegatronConfig
-from megatron_rl.tools import megatron_to_hf
+from megatron_rl.layout.hub import HEAD, INDEX
+from megatron_rl.loop.checkpoints import folder_name
+from megatron_rl.tools import export_checkpoint, hf_to_megatron, megatron_to_hf
 from megatron_rl.types import Mesh
 
 COMMON = dict(
@@ -265,6 +269,39 @@ def test_export_after_load_gives_the_same_bits(trainers, folders, tmp_path, name
     before, after = load_file(folders[name] / "model.safetensors"), load_file(target / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.deep
+def test_a_multi_token_head_is_in_exports_and_checkpoints_as_it_was_if_it_is_kept(trainers, folders, tmp_path):
+    """The run begins with a conversion, as it must with a published folder in fp8."""
+    whole, converted, layout = tmp_path / "model", tmp_path / "converted", Layout(Mesh(tensor=2))
+    shutil.copytree(folders["deepseek_v3"], whole)
+    head = {"model.layers.4.eh_proj.weight": torch.randn(32, 64), "model.layers.4.enorm.weight": torch.ones(32)}
+    save_file(head, whole / "more.safetensors")
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert hf_to_megatron.main([str(whole), str(converted)]) == 0
+    begun = dict(folder=converted / "hf", weights=converted, layout=layout)
+    model = load_file(whole / "model.safetensors")
+
+    def check(folder: Path, wanted: dict, num_layers: int) -> None:
+        found = {key: one for path in folder.glob("*.safetensors") for key, one in load_file(path).items()}
+        assert found.keys() == wanted.keys() and all(torch.equal(found[key], wanted[key]) for key in wanted)
+        assert json.loads((folder / "config.json").read_text())["num_nextn_predict_layers"] == num_layers
+        if (folder / INDEX).exists():
+            assert json.loads((folder / INDEX).read_text())["weight_map"].keys() == wanted.keys()
+
+    for choice, wanted in (("keep", model | head), ("drop", model)):
+        trainers.run("export", 2, target=tmp_path / choice, multi_token=choice, **begun)
+        check(tmp_path / choice, wanted, int(choice == "keep"))
+    checkpoint = tmp_path / folder_name(0)
+    trainers.run("save_at_once", 2, checkpoint=checkpoint, multi_token="keep", **begun)
+    trained = load_file(checkpoint / "hf" / HEAD)
+    assert trained.keys() == head.keys() and all(torch.equal(trained[key], head[key]) for key in head)
+    assert export_checkpoint.main([str(checkpoint), str(tmp_path / "saved")]) == 0
+    check(tmp_path / "saved", model | head, 1)
+    trainers.run("export", 2, target=tmp_path / "resumed", checkpoint=checkpoint, multi_token="keep", **begun)
+    check(tmp_path / "resumed", model | head, 1)
 
 
 RESUMED = [("qwen3_moe", 0.0, "float32"), ("deepseek_v3", 0.01, "bfloat16"), ("gpt_oss", 0.0, "bfloat16")]

@@ -147,6 +147,7 @@ def train_once(
         with Float32MeansFloat64():
             return train_once(rank, store, folder, model, policy, shares)
     from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.adapter_folders import load_adapters
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.actor.weights import gather_gradient, load_weights
     from megatron_rl.algorithms import SupervisedObjective
@@ -154,7 +155,7 @@ def train_once(
     mesh = policy.parallel.mesh
     unclipped = AdamConfig(clip_grad=0.0)  # clipping would scale the gradient
     spec = ActorSpec(
-        shape=read_shape(folder),
+        shape=policy.adapted(read_shape(folder)),
         model=model,
         policy=policy.model_copy(update={"optimizer": unclipped}),
         objective=SupervisedObjective(),
@@ -164,6 +165,8 @@ def train_once(
     )
     actor = MegatronActor(spec, rank=rank, world_size=mesh.world_size, store=store)
     load_weights(actor, folder)
+    if policy.lora and policy.lora.start:
+        load_adapters(actor, policy.lora.start)
     actor.begin(shares[mesh.coordinates(rank)[2]], {})
     metrics = actor.update(0, {})
     gradient = {name: tensor.numpy() for name, tensor in gather_gradient(actor).items()}

@@ -117,7 +117,7 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
         *rows((), refused("put the tokenizer into the model's folder"), "@model.tokenizer_path",
             "@model.custom_chat_template"),
         *rows((), refused("the model's code is in layout/families and in vLLM"), "@model.external_lib"),
-        *rows((), refused("there is no multi-token prediction in training"), "@model.mtp.enable",
+        *rows((), refused("nothing trains a multi-token head; policy.multi_token keeps it"), "@model.mtp.enable",
             "@model.mtp.enable_train", "@model.mtp.enable_rollout"),
         *rows((), implied("it belongs to multi-token prediction"), "@model.mtp.*"),
         *rows((), implied(PACKED), "@model.use_remove_padding", "@actor.use_remove_padding"),

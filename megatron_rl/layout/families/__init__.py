@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from megatron_rl.layout.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from megatron_rl.layout.families.glm4_moe import GLM4_MOE
 from megatron_rl.layout.families.gpt_oss import GPT_OSS
@@ -22,3 +24,14 @@ FAMILIES: dict[str, Family] = {
         *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS),
     )
 }
+
+
+def module_of(family: str) -> str:
+    """The name of the module here that has a family's table, under the family's name in capitals. Other modules may
+    import it, but none of them is named like the family."""
+    holders = [
+        name.removeprefix(f"{__name__}.")
+        for name, module in sys.modules.items()
+        if name.startswith(f"{__name__}.") and vars(module).get(family.upper()) is FAMILIES[family]
+    ]
+    return family if family in holders else holders[0]

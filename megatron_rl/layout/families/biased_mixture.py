@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.layout.families.rows import mixture_rows
-from megatron_rl.layout.rule import HfTensor, Ignored, Rule
+from megatron_rl.layout.rule import HfTensor, MultiTokenHead, Rule
 from megatron_rl.layout.splits import COLUMNS, REPLICATED, ROWS
 from megatron_rl.types import Experts
 
@@ -39,7 +39,9 @@ BIASED_MIXTURE = (
         megatron="mlp.shared_experts.linear_fc2.weight",
     ),
 )
-TOKEN_AFTER_NEXT = Ignored(r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction is neither trained nor served")
+TOKEN_AFTER_NEXT = MultiTokenHead(
+    r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction is not trained", "num_nextn_predict_layers"
+)
 """The layer after the last one, which predicts the token after the next one."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, HEAD_NORMS, INPUT_NORM, QKV_WEIGHT
-from megatron_rl.layout.rule import HfTensor, Ignored, Rule
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, DELTA_SECTIONS, GATED_QKV, REPLICATED, ROWS
 from megatron_rl.types import DeltaNet
 
@@ -83,7 +83,6 @@ SHARED_EXPERT = (
         megatron="mlp.shared_experts.linear_fc2.weight",
     ),
 )
-MULTI_TOKEN = Ignored(r"mtp\..*", "multi-token prediction is neither trained nor served")
 _GATES = ("silu", "swish")
 _SOFTMAX, _LINEAR = "full_attention", "linear_attention"
 

@@ -13,13 +13,12 @@ from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
     GATED_ATTENTION,
     IN_PROJ,
-    MULTI_TOKEN,
     SHARED_EXPERT,
     delta_layers,
 )
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_rows
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.rule import HfTensor, Rule
+from megatron_rl.layout.rule import HfTensor, MultiTokenHead, Rule
 from megatron_rl.layout.splits import DELTA_STRENGTH, ROWS
 from megatron_rl.types import Experts
 
@@ -65,7 +64,7 @@ QWEN3_NEXT = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_read,
-    ignored=(MULTI_TOKEN,),
+    ignored=(MultiTokenHead(r"mtp\..*", "multi-token prediction is not trained", "num_nextn_predict_layers"),),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,
     vllm_repeats_ends=("embedding", "output"),

@@ -58,6 +58,7 @@ def spec(shape: ModelShape, settings: dict | None = None, **parallel) -> ActorSp
             dict(settings=dict(router_bias_update_rate=0.1)),
             "router_bias_update_rate is 0.1.*mixtral have no bias",
         ),
+        (MIXTRAL, dict(settings=dict(multi_token="keep")), "the family mixtral have no multi-token head"),
         (
             replace(DEEPSEEK, experts=replace(SIGMOID, num_active_groups=1)),
             {},

@@ -93,9 +93,12 @@ def write_fp8(folder: Path, block: tuple[int, int] = (7, 5), **changes) -> dict[
             stored[name] = torch.from_numpy(values).view(torch.float8_e4m3fn)
             scales[f"{name}_scale_inv"] = torch.from_numpy(of_blocks)
             meaning[name] = reference(values, of_blocks, block)
-    # The layer for multi-token prediction is left out, with its scales.
+    # The layer for multi-token prediction is no part of the model, and kept as it is but for the quantisation.
     layer = f"model.layers.{changes.get('num_hidden_layers', 4)}.mlp.up_proj.weight"
-    stored[layer], scales[f"{layer}_scale_inv"] = torch.zeros(block).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    values, of_blocks = random_matrix(random, *block, block)
+    stored[layer] = torch.from_numpy(values).view(torch.float8_e4m3fn)
+    scales[f"{layer}_scale_inv"] = torch.from_numpy(of_blocks)
+    meaning[layer] = reference(values, of_blocks, block)
     save_file(stored, path)
     save_file(scales, folder / "model-00002-of-00002.safetensors")
     assert len(scales) > 5

@@ -117,6 +117,14 @@ def test_special_tokens_and_rows_without_a_name_keep_their_numbers(converted):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
+def test_the_vocabulary_of_a_composite_is_its_texts(folder, converted, tmp_path):
+    write_tokenizer(tmp_path)
+    text = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text, "vocab_size": 7}))
+    made = tiktoken_files.tokenizer_files(tmp_path)
+    assert made["tokenizer.json"] == (converted / "tokenizer.json").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [

@@ -242,6 +242,22 @@ def test_the_published_sizes_add_up_to_the_models_names(name, billions):
     assert len(shape.linear_layers) == 3 * shape.num_layers // 4 and shape.rotary_dim == 64
 
 
+def test_qwen3_5_has_the_published_number_of_parameters():
+    """396,346,350,336 is the number of the text model's elements in the release of Qwen3.5-397B-A17B (revision
+    8472618112ab), without its vision tower and its multi-token head."""
+    shape = read_shape(PUBLISHED / "Qwen3.5-397B-A17B-text.json")
+    assert FAMILIES[shape.family].num_parameters(shape) == 396_346_350_336
+
+
+def test_kimi_has_the_published_number_of_tensors():
+    """The release of Kimi-K2.5 has 208,550 tensors. An expert's matrix has three in int4, the tower and the projector
+    have 335."""
+    shape = read_shape(PUBLISHED / "Kimi-K2.5-text.json")
+    names = FAMILIES[shape.family].file_tensors(shape)
+    quantised = sum(".experts." in name for name in names)
+    assert quantised == 60 * 384 * 3 and len(names) + 2 * quantised + 335 == 208_550
+
+
 def test_the_sections_of_a_vision_model_change_nothing_for_text(tmp_path):
     config = json.loads((PUBLISHED / "Qwen3.5-35B-A3B-text.json").read_text())
     rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}

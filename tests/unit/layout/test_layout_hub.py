@@ -225,7 +225,7 @@ def test_experts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, llama"),
+        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25"),
         ({"model_type": "qwen3"}, "num_attention_heads"),
         (LLAMA | {"attention_bias": True}, "attention_bias is True"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -529,7 +529,7 @@ def test_tensors_that_a_model_does_not_need_are_counted_and_reported(tmp_path, c
 
 def test_the_layer_after_the_last_is_ignored_in_deepseek_alone(tmp_path):
     shape = replace(read(tmp_path, DEEPSEEK), num_layers=61)
-    prediction = FAMILIES["deepseek_v3"].ignored[0]
+    prediction = FAMILIES["deepseek_v3"].multi_token
     assert prediction.matches("model.layers.61.mlp.experts.7.up_proj.weight", shape)
     assert not prediction.matches("model.layers.62.mlp.gate.weight", shape)
     assert not prediction.matches("model.layers.6.mlp.gate.weight", shape)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 from test_layout_hub import DEEPSEEK as PUBLISHED
 from test_layout_hub import MIXTRAL, QWEN3
 
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.config import shape_of
+from megatron_rl.layout.families import module_of
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.proposal import Proposal, propose
 
@@ -64,6 +67,13 @@ def test_the_rows_of_a_known_family_are_found_without_it(monkeypatch, name):
         }
         rows = found.family.layer_rules(found.shape, layer)
         assert {(rule.split, rule.hf, rule.megatron, rule.vllm, rule.fused) for rule in rows} == wanted
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_proposal_knows_the_module_of_each_family(name):
+    """It is imported there by the proposals that begin with the family."""
+    module = import_module(f"megatron_rl.layout.families.{module_of(name)}")
+    assert getattr(module, name.upper()) is FAMILIES[name]
 
 
 def test_the_text_is_the_table(monkeypatch):

@@ -121,6 +121,28 @@ def test_a_run_without_fault_passes_and_leaves_nothing_behind(home):
     assert sorted(home.rglob("*")) == before
 
 
+def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
+    config = CONFIG | {"model_type": "qwen3_next", "layer_types": ["full_attention"] * CONFIG["num_hidden_layers"]}
+    config |= {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    (home / "model/config.json").write_text(json.dumps(config | {"shared_expert_intermediate_size": 8}))
+    (home / "model/model.safetensors.index.json").unlink()
+    for path in (home / "model").glob("*.safetensors"):
+        path.unlink()
+    tensors = FAMILIES["qwen3_next"].hf_tensors(read_shape(home / "model"))
+    (home / "model/a.safetensors").write_bytes(safetensors(tensors))
+    notes = []
+    keep = grpo(policy={"multi_token": "keep"})
+    assert faults(keep) == [
+        "policy.multi_token is keep, but model has no multi-token head; convert the model with --multi-token keep, or "
+        "leave the key out"
+    ]
+    (home / "model/b.safetensors").write_bytes(safetensors({"mtp.fc.weight": (2, 3)}))
+    assert preflight(keep, notes.append) == preflight(grpo(), notes.append) == []
+    assert ["have as they are the 1 tensors" in notes[0], "leave out the 1 tensors" in notes[1]] == [True, True]
+    with pytest.raises(ValueError, match="nothing computes its loss; use keep"):
+        grpo(policy={"multi_token": "train"})
+
+
 def test_context_parallelism_on_gpus_needs_transformer_engines_layers(home):
     def found(dtype, **changes):
         (home / "model/config.json").write_text(json.dumps(CONFIG | changes))

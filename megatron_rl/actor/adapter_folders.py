@@ -1,0 +1,71 @@
+"""Reads adapters from folders in PEFT's form, and writes them, in loops over the shards of `layout`.
+
+Invariant (tests/dist): on every mesh what is written is what was read, bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_rl.actor.folders import atomic_folder, write_text
+from megatron_rl.actor.weights import HubTensor, find_holders, gather, write_tensors
+from megatron_rl.convert.peft import CONFIG, PREFIX, TENSORS, config_of, read_adapters, tensors_of
+from megatron_rl.convert.stored import Maps, read_safetensors
+from megatron_rl.layout import slices
+from megatron_rl.layout.adapters import is_adapter
+
+if TYPE_CHECKING:
+    from megatron_rl.actor.trainer import MegatronTrainer
+
+
+@torch.no_grad()
+def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
+    """Fill the adapters from a folder in PEFT's form. Collective: every rank must call it.
+
+    Raises:
+        ValueError: the folder is damaged, or has adapters of another rank, scale, base model or other layers; all ranks
+            raise it.
+    """
+    shape, parameters = actor.spec.shape, actor.parameters()
+    assert shape.adapters is not None, "the spec has adapters"
+    with actor.agreement.on_errors():
+        found = read_adapters(folder)
+        mine = shape.adapters
+        if (found.rank, found.scale) != (mine.rank, mine.scale):
+            raise ValueError(
+                f"the adapters in {folder} have the rank {found.rank} and the scale {found.scale}, and policy.lora has "
+                f"{mine.rank} and {mine.scale}"
+            )
+        stored, maps = read_safetensors(folder / TENSORS), Maps({})
+        expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
+        held = {name: tensor.extents for name, tensor in stored.items()}
+        if held != expected:
+            name = sorted(held.items() ^ expected.items())[0][0]
+            raise ValueError(
+                f"{folder / TENSORS} has {name} as {held.get(name)}, but the adapters of policy.lora beside "
+                f"{actor.spec.model.path} have it as {expected.get(name)}"
+            )
+        for shard in actor.shards:
+            if is_adapter(shard.local_name):
+                part = maps.values(stored[PREFIX + shard.hf_name])(shard.hf_box)
+                parameters[shard.local_name][slices(shard.local_box)] = part
+    actor.weights_changed()
+
+
+@torch.no_grad()
+def export_adapters(actor: MegatronTrainer, folder: Path) -> None:
+    """Write a folder that PEFT, transformers and vLLM load beside the base model. All ranks must call this together.
+    The folder is complete or absent."""
+    shape = actor.spec.shape
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
+    tensors = {name: HubTensor(extents, dtype) for name, extents in tensors_of(shape).items()}
+    holders = find_holders(shape, actor.mesh, actor.fused_norms)
+    with atomic_folder(Path(folder), actor.agreement) as temporary:
+        gathered = gather(actor, actor.parameters(), tensors, holders)
+        with actor.agreement.on_errors():
+            if actor.rank == 0:
+                write_tensors(temporary / TENSORS, {PREFIX + name: tensor for name, tensor in gathered.items()})
+                write_text(temporary / CONFIG, config_of(shape, str(actor.spec.model.path)))

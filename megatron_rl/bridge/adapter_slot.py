@@ -1,0 +1,126 @@
+"""The adapter of a run in vLLM's own tables of adapters: a push writes A and B into one slot of every layer, and
+vLLM's kernels for LoRA add their product to the output of the base model.
+
+vLLM reads adapters from folders. Here it gets an empty one, whose slot is then written in place; every request names
+it. B arrives times the scale, as vLLM itself stores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.bridge.intake import Parameters
+from megatron_rl.bridge.messages import Message
+from megatron_rl.bridge.recording import CopyRecorder
+from megatron_rl.bridge.verification import Sums, short, sums
+from megatron_rl.layout import FAMILIES, Box, Recording, Shard, slices
+from megatron_rl.layout.adapters import A, B, is_adapter
+from megatron_rl.layout.shards import local_extents
+from megatron_rl.layout.view import FileTensor
+from megatron_rl.types import ModelShape
+
+ADAPTER_ID = 1
+"""vLLM's number of the run's adapter; 0 means the base model."""
+NAME = "policy"
+
+
+def open_slot(model_runner: Any) -> None:
+    """Give vLLM an adapter of zeros, which every request may name from now on."""
+    from vllm.lora.lora_model import LoRAModel
+
+    adapters = model_runner.lora_manager._adapter_manager
+    rank = adapters.lora_config.max_lora_rank
+    empty = adapters.create_dummy_lora(ADAPTER_ID, rank, model_runner.model.embedding_modules)
+    assert isinstance(empty, LoRAModel)
+    adapters.add_adapter(empty)
+    adapters.activate_adapter(ADAPTER_ID)
+
+
+def slot_tensors(adapters: Any) -> dict[str, Tensor]:
+    """The tensors that vLLM's kernels for LoRA read on this rank, by name: for each fused weight of a layer
+    `lora_a_stacked.I` [slots, 1, max rank, inputs] and `lora_b_stacked.I` [slots, 1, outputs, max rank].
+
+    Args:
+        adapters: vLLM's LoRAModelManager.
+    """
+    return {
+        f"{name}.{kind}.{i}": tensor
+        for name, layer in adapters.modules.items()
+        for kind in ("lora_a_stacked", "lora_b_stacked")
+        for i, tensor in enumerate(getattr(layer, kind, ()))
+    }
+
+
+def record_adapters(adapters: Any, shape: ModelShape, dtype: torch.dtype) -> Recording:
+    """Which part of each A and B this rank's slot holds, and where, as vLLM's own `set_lora` puts them there. The
+    slot's content becomes zero.
+
+    Raises:
+        ValueError: vLLM has no adapter beside a layer that has one, or does not just copy rectangles.
+    """
+    family = FAMILIES[shape.family]
+    extents = {name: sizes for name, sizes in family.hf_tensors(shape).items() if is_adapter(name)}
+    sources = {name: torch.empty(sizes, dtype=dtype, device="meta") for name, sizes in extents.items()}
+    whole = {name: FileTensor(sizes, {}) for name, sizes in extents.items()}
+    recorder = CopyRecorder(sources, slot_tensors(adapters), whole, extents, has_turns=False)
+    slot, used = adapters.lora_index_to_id.index(ADAPTER_ID), set[str]()
+
+    def of(part: str, names: list[str]) -> list[Tensor | None]:
+        found = [f"{name}.{part}.weight" for name in names]
+        used.update(name for name in found if name in sources)
+        return [sources.get(name) for name in found]
+
+    with recorder:
+        for name, layer in adapters.modules.items():
+            packed = adapters.packed_modules.get(name)
+            parts = packed or [name]
+            if any(f"{one}.{A}.weight" in sources for one in parts):
+                a, b = of(A, parts), of(B, parts)
+                layer.set_lora(slot, a if packed else a[0], b if packed else b[0])
+    if missing := sorted(sources.keys() - used):
+        raise ValueError(
+            f"vLLM has no adapters beside {missing[0].rpartition('.lora_')[0]} and {len(missing) // 2 - 1} other "
+            "layers; choose others with policy.lora.targets"
+        )
+    return Recording.of(recorder.shards, family)
+
+
+class SlotParameters(Parameters):
+    """The slot of the run's adapter on one rank. After a push every tensor is compared with what arrived."""
+
+    def __init__(self, adapters: Any, shards: Iterable[Shard], side: str) -> None:
+        """
+        Args:
+            shards: what this rank holds.
+            side: what errors call this rank.
+        """
+        self._adapters, self._side, self._slots = adapters, side, slot_tensors(adapters)
+        sizes = local_extents(shards)  # vLLM's slots may have more rows, for a larger rank
+        super().__init__({name: self._slots[name][tuple(map(slice, sizes[name]))] for name in sizes})
+
+    def begin(self, version: int, whole: bool) -> None:
+        self._version = version
+        self._arrived: list[tuple[str, Box, Sums]] = []
+
+    def written(self, message: Message, verified: bool) -> None:
+        for one in message.copies:
+            written = self.forms[one.destination_name][slices(one.destination_box)]
+            self._arrived.append((one.destination_name, one.destination_box, sums(written)))
+
+    def finish(self) -> dict[str, str]:
+        for name, box, arrived in self._arrived:
+            if sums(self.forms[name][slices(box)]) != arrived:
+                raise RuntimeError(f"{self._side}: {name} {box} has changed since version {self._version} arrived")
+        if (ids := self._adapters.lora_index_to_id).count(ADAPTER_ID) != 1:
+            raise RuntimeError(f"{self._side}: vLLM's slots hold the adapters {ids}, and not the run's")
+        slot = ids.index(ADAPTER_ID)
+        return {name: short(held) for name, held in self._by_layer(slot)}
+
+    def _by_layer(self, slot: int) -> Iterator[tuple[str, Mapping[str, Sums]]]:
+        for layer in self._adapters.modules:
+            held = {name: sums(t[slot]) for name, t in self._slots.items() if name.startswith(f"{layer}.lora_")}
+            yield layer, held

@@ -1,0 +1,82 @@
+"""What is wrong with the adapters of a run (`policy.lora`), before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.policy import LoraConfig, PolicyConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.convert.peft import read_adapters
+from megatron_rl.layout import FAMILIES, linear_layers
+from megatron_rl.layout.adapters import linear_names
+from megatron_rl.types import ModelShape
+
+
+def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """
+    Args:
+        shape: the policy's sizes.
+    """
+    found: list[str] = []
+    if config.policy.lora is not None:
+        found += _faults(config.policy, config.policy.lora, shape)
+        if isinstance(config, GrpoRunConfig) and config.rollout.replay is None:
+            found += _faults_of_engines(config, config.policy.lora, shape)
+    if isinstance(config, GrpoRunConfig) and config.critic and config.critic.lora:
+        of_critic = _faults(config.critic.trainer, config.critic.lora, shape)
+        found += [fault.replace("policy.", "critic.") for fault in of_critic]
+    return found
+
+
+def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+    if shape.delta:
+        yield f"policy.lora: there are no adapters beside the linear attention of {shape.family}; leave policy.lora out"
+    known = linear_layers(shape)
+    if unknown := [name for name in lora.adapters.targets if name not in known]:
+        yield (
+            f"policy.lora.targets has {', '.join(unknown)}, but the linear layers of {shape.family} are "
+            f"{', '.join(known)}"
+        )
+    if policy.optimizer.kind == "muon":
+        yield "policy.lora needs policy.optimizer.kind adam: Muon on A and B has not been tried"
+    if policy.router_bias_update_rate:
+        yield "policy.router_bias_update_rate moves weights, which policy.lora freezes; leave one of them out"
+    if lora.start is None:
+        return
+    try:
+        found = read_adapters(lora.start)
+    except (ValueError, OSError) as error:
+        yield f"policy.lora.start: {error}"
+        return
+    mine = lora.adapters
+    for key, has, wanted in (("rank", found.rank, mine.rank), ("alpha", found.alpha, mine.alpha)):
+        if has != wanted:
+            yield f"policy.lora.{key} is {wanted:g}, but the adapters in {lora.start} have {has:g}; set it to {has:g}"
+    if (found.targets or known) != (tuple(sorted(mine.targets)) or tuple(sorted(known))):
+        yield f"policy.lora.start: the adapters in {lora.start} are beside {', '.join(found.targets)}; set lora.targets"
+
+
+def _faults_of_engines(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+    """What vLLM cannot serve, or has not been tried with."""
+    targets = lora.adapters.targets or linear_layers(shape)
+    if shape.latent:
+        yield (
+            f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
+            f"to them, so {shape.family} is trained with adapters by recipes/sft.py alone"
+        )
+    if shape.experts and (beside := [name for name in targets if name not in _attention(shape)]):
+        yield (
+            f"policy.lora.targets has {', '.join(beside)}: adapters beside experts reach no engine; choose "
+            f"{', '.join(_attention(shape))}"
+        )
+    if config.rollout.quantization:
+        yield f"rollout.quantization is {config.rollout.quantization}: it has not been tried with policy.lora"
+    if config.model.weights is not None:
+        yield (
+            "model.weights: with policy.lora the engines load the base model from model.path; convert the weights to a "
+            "Hugging Face folder, and give it as model.path"
+        )
+
+
+def _attention(shape: ModelShape) -> list[str]:
+    return linear_names([rule for rule in FAMILIES[shape.family].attention if rule.when(shape)])

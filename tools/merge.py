@@ -1,0 +1,75 @@
+"""Add trained adapters to their base model: a Hugging Face folder that transformers and vLLM load, on a CPU.
+
+The adapters are a folder in PEFT's form, such as `hf/adapters` of a run. Weights without adapters keep their bits; the
+others become W + scale B A, computed in float32.
+
+    megatron-rl merge models/Qwen3-32B runs/mine/hf/adapters models/merged
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub
+from megatron_rl.convert import manifest
+from megatron_rl.convert.command import num_cores, run
+from megatron_rl.convert.peft import PREFIX, TENSORS, read_adapters, tensors_of
+from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
+from megatron_rl.convert.work import require_new
+from megatron_rl.layout import slices
+from megatron_rl.layout.adapters import A, B
+from megatron_rl.processes import piped
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return run(_merge, arguments)
+
+
+def _merge(arguments: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", type=Path, help="the base model, in any form that the converter reads")
+    parser.add_argument("adapters", type=Path, help="the folder with adapter_config.json")
+    parser.add_argument("target", type=Path, help="a folder that does not exist yet")
+    given = parser.parse_args(arguments)
+    require_new(given.target)
+    unfinished = given.target.with_name(f"{given.target.name}.unmerged")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    source = open_checkpoint(given.base)
+    shape = replace(source.shape, adapters=read_adapters(given.adapters))
+    stored = read_safetensors(given.adapters / TENSORS)
+    expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
+    if wrong := sorted({name: tensor.extents for name, tensor in stored.items()}.items() ^ expected.items()):
+        raise ValueError(f"{given.adapters / TENSORS} does not fit {given.base}: {wrong[0][0]}, and {len(wrong)} in all")
+    carry_out(to_hub(source, Options()), unfinished, num_cores(), lambda num_bytes: None)
+    num_merged = add_adapters(unfinished, given.adapters)
+    (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
+    unfinished.rename(given.target)
+    print(f"{num_merged} weights of {given.base} merged with {given.adapters}: {given.target}")
+
+
+@torch.no_grad()
+def add_adapters(folder: Path, adapters: Path) -> int:
+    """Add scale B A to the weights of a Hugging Face folder, in its files. Returns the number of weights."""
+    stored, maps = read_safetensors(adapters / TENSORS), Maps({})
+    scale, regions = read_adapters(adapters).scale, open_checkpoint(folder).regions
+    named = [name for name in stored if name.endswith(f".{A}.weight")]
+    for name in named:
+        a, b = (maps.tensor(stored[one]).float() for one in (name, name.replace(A, B)))
+        [region] = regions[name.removeprefix(PREFIX).replace(f"{A}.", "")]
+        held = region.stored
+        whole = torch.from_file(str(held.path), shared=True, size=held.path.stat().st_size, dtype=torch.uint8)
+        tensor = whole[held.start : held.start + held.num_bytes].view(held.dtype).view(held.extents)
+        weight = rectangle(tensor, held.view, region.box) if held.view else tensor[slices(region.box)]
+        weight.copy_(weight.float() + scale * b @ a)
+    return len(named)
+
+
+if __name__ == "__main__":
+    sys.exit(piped(main))
