@@ -20,7 +20,7 @@ import torch
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub
 from megatron_rl.convert import manifest
 from megatron_rl.convert.command import num_cores, run
-from megatron_rl.convert.peft import PREFIX, TENSORS, read_adapters, tensors_of
+from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters, tensors_of
 from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
 from megatron_rl.layout import slices

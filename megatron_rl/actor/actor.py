@@ -128,8 +128,8 @@ class MegatronActor(MegatronTrainer):
         """Inside the block the model has the reference policy's weights; afterwards it has its own again, bit for bit.
         The tensors are exchanged one at a time, so that the device holds at most one of them twice. With adapters they
         are off."""
-        if self.spec.shape.adapters is not None:
-            with self.adapters.off():
+        if self.adapting is not None:
+            with self.adapting.off():
                 yield
             return
 

@@ -12,10 +12,10 @@ import torch
 
 from megatron_rl.actor.folders import atomic_folder, write_text
 from megatron_rl.actor.weights import HubTensor, find_holders, gather, write_tensors
-from megatron_rl.convert.peft import CONFIG, PREFIX, TENSORS, config_of, read_adapters, tensors_of
 from megatron_rl.convert.stored import Maps, read_safetensors
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, read_adapters, tensors_of
 
 if TYPE_CHECKING:
     from megatron_rl.actor.trainer import MegatronTrainer
@@ -45,7 +45,7 @@ def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
         if held != expected:
             name = sorted(held.items() ^ expected.items())[0][0]
             raise ValueError(
-                f"{folder / TENSORS} has {name} as {held.get(name)}, but the adapters of policy.lora beside "
+                f"{folder / TENSORS} has {name} as {held.get(name)}, but the adapters of policy.lora for "
                 f"{actor.spec.model.path} have it as {expected.get(name)}"
             )
         for shard in actor.shards:
@@ -57,8 +57,8 @@ def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
 
 @torch.no_grad()
 def export_adapters(actor: MegatronTrainer, folder: Path) -> None:
-    """Write a folder that PEFT, transformers and vLLM load beside the base model. All ranks must call this together.
-    The folder is complete or absent."""
+    """Write a folder that PEFT, transformers and vLLM load together with the base model. All ranks must call this. The
+    folder is complete or absent."""
     shape = actor.spec.shape
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
     tensors = {name: HubTensor(extents, dtype) for name, extents in tensors_of(shape).items()}

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside the linear layers of a model, whose own weights are frozen.
+"""Low-rank adapters of the linear layers of a model, whose own weights are frozen.
 
 An adapter adds `scale B A x` to the output of its layer; `layout/adapters.py` says which parts of A and B a rank has.
 Its collectives carry A x, of `rank` numbers a token, in place of the layer's input or output: where the layer gathers
@@ -15,6 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -38,28 +39,41 @@ Linear: TypeAlias = Any
 """A ColumnParallelLinear or a RowParallelLinear of Megatron, which has no types."""
 
 
-class AdapterSwitch:
-    """Whether the adapters of a process's models add something. Off, the models are the base model."""
+class Adapting:
+    """The adapters of a process's models."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: Adapters, shards: Iterable[Shard], seed: int) -> None:
+        """
+        Args:
+            shards: all parts of this rank's parameters.
+        """
+        self._adapters, self._shards, self._seed = adapters, list(shards), seed
         self.is_on = True
+        """Whether the adapters add something."""
 
     @contextmanager
     def off(self) -> Iterator[None]:
+        """Inside the block the models are the base model."""
         self.is_on = False
         try:
             yield
         finally:
             self.is_on = True
 
+    def adapt(self, gpt: GPTModel, prefix: str) -> None:
+        """Freeze a model's weights, and give its layers their adapters: B is zero, and A uniform in
+        +- 1 / sqrt(inputs), as in PEFT. The random numbers of an A depend on its name and the seed alone, so every
+        layout begins with the same.
 
-def add_adapters(gpt: GPTModel, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: AdapterSwitch) -> None:
-    """Freeze the model's weights, and give its layers their adapters: B is zero, and A uniform in +- 1 / sqrt(inputs),
-    as in PEFT. The random numbers of an A depend on its name and the seed alone, so every layout begins with the same.
+        Args:
+            prefix: what the names of the model's shards begin with, such as `chunk1.`.
+        """
+        own = [shard for shard in self._shards if shard.local_name.startswith(prefix)]
+        own = [replace(shard, local_name=shard.local_name.removeprefix(prefix)) for shard in own]
+        _add_adapters(gpt, own, self._adapters, self._seed, self)
 
-    Args:
-        shards: the model's, by its own names.
-    """
+
+def _add_adapters(gpt: GPTModel, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(name.startswith("value_head."))
     by_layer: dict[str, list[Shard]] = {}
@@ -83,9 +97,7 @@ def _with_gradient(output: Tensor) -> Tensor:
 class Adapter:
     """The adapter of one layer. Its parameters are the layer's, and a hook of the layer adds their product."""
 
-    def __init__(
-        self, layer: Linear, shards: Sequence[Shard], adapters: Adapters, seed: int, switch: AdapterSwitch
-    ) -> None:
+    def __init__(self, layer: Linear, shards: Sequence[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
         """
         Args:
             shards: of A, B and the layer's weight.

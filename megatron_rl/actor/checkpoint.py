@@ -58,8 +58,7 @@ CHECKSUM = "manifest.crc32"
 TENSORS, RANDOM = "__{}_0.distcp", "rank{}.random.pt"
 """The files of a rank."""
 WRITTEN, FAILED = "rank{}.written", "rank{}.failed"
-"""The files that say that a rank has written its files, with their entries in the manifest, and that it could not. They
-are not published."""
+"""The files that say that a rank has written its files, with their entries in the manifest, and that it could not."""
 
 
 class Part(NamedTuple):
@@ -81,8 +80,7 @@ class Identity(NamedTuple):
     """The kind. A checkpoint that was written when there was one kind does not say it; it is Adam's."""
     mesh: Mesh
     base: str = ""
-    """The digest of the weights beside the adapters (`convert.peft.base_digest`), which are not in the checkpoint;
-    empty if the model has no adapters."""
+    """The digest of the base model of adapters (`convert.adapters.base_digest`), which is not in the checkpoint."""
 
 
 class State(NamedTuple):
@@ -385,19 +383,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
-    mine = {"shape": identity.shape, "dtype": identity.dtype, "optimizer": identity.optimizer, "base": identity.base}
-    training = fields["training"]
-    saved = {
-        "shape": manifest.saved_shape(fields),
-        "dtype": training["dtype"],
-        "optimizer": manifest.optimizer_kind(fields),
-        "base": training.get("base", ""),
-    }
-    for key, value in mine.items():
-        if saved[key] != value:
+    shape, training, kind = manifest.saved_shape(fields), fields["training"], manifest.optimizer_kind(fields)
+    saved = Identity(shape, training["dtype"], kind, identity.mesh, training.get("base", ""))
+    for key, found, value in zip(Identity._fields, saved, identity, strict=True):
+        if found != value:
             raise ValueError(
-                f"{folder} was written with {key} {saved[key]}, but this run has {value}. A checkpoint can only resume "
-                f"with the same {key}; to change it, start from the checkpoint's Hugging Face export"
+                f"{folder} was written with {key} {found}, but this run has {value}. A checkpoint can only resume with "
+                f"the same {key}; to change it, start from the checkpoint's Hugging Face export"
             )
 
 

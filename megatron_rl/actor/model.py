@@ -9,7 +9,7 @@ Face folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.adapters import Adapting
 from megatron_rl.actor.attention import GatedSelfAttention, PackedAttention
 from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
 from megatron_rl.actor.linear_attention import DeltaAttention, keep_rates_in_float32
@@ -221,12 +222,8 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
     }
 
 
-Adapt = Callable[[GPTModel, int], None]
-"""(a model, the number of its virtual stage): adds adapters to the model."""
-
-
 def build_model(
-    shape: ModelShape, model: ModelConfig, policy: PolicyConfig, stage: int, adapt: Adapt | None = None
+    shape: ModelShape, model: ModelConfig, policy: PolicyConfig, stage: int, adapting: Adapting | None = None
 ) -> list[DistributedDataParallel]:
     """Build this rank's pipeline stage, wrapped for bf16 and data parallelism: one model for each virtual stage, in
     order of depth."""
@@ -238,11 +235,16 @@ def build_model(
             "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, because context.py has kernels "
             f"for CPUs only, but {obstacle}; set context to 1, or see model.layers"
         )
-    return [_build_chunk(shape, config, policy, stage, chunk, adapt) for chunk in range(parallel.virtual)]
+    return [_build_chunk(shape, config, policy, stage, chunk, adapting) for chunk in range(parallel.virtual)]
 
 
 def _build_chunk(
-    shape: ModelShape, config: TransformerConfig, policy: PolicyConfig, stage: int, chunk: int, adapt: Adapt | None
+    shape: ModelShape,
+    config: TransformerConfig,
+    policy: PolicyConfig,
+    stage: int,
+    chunk: int,
+    adapting: Adapting | None,
 ) -> DistributedDataParallel:
     parallel, fused = policy.parallel, config.transformer_impl == "transformer_engine"
     number = chunk if parallel.virtual > 1 else None
@@ -276,8 +278,8 @@ def _build_chunk(
     if policy.routing_replay:
         replay_routes(gpt)
     gpt.to(platform.device())
-    if adapt is not None:
-        adapt(gpt, chunk)
+    if adapting is not None:
+        adapting.adapt(gpt, "" if number is None else f"chunk{number}.")
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     keep_biases_in_float32([gpt])
     keep_rates_in_float32(gpt)

@@ -10,7 +10,6 @@ Shape letters: T packed tokens of a micro-batch.
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,15 +20,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
-from megatron_rl.actor.adapters import AdapterSwitch, add_adapters
+from megatron_rl.actor.adapters import Adapting
 from megatron_rl.actor.agreement import Agreement, sum_over_data_ranks
 from megatron_rl.actor.attention import can_share_prompts
-from megatron_rl.actor.checkpoint import Identity, Part, Saving
+from megatron_rl.actor.checkpoint import Identity, Saving
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.moe.router import (
@@ -43,21 +41,17 @@ from megatron_rl.actor.moe.router import (
     update_biases,
 )
 from megatron_rl.actor.optimizer.build import build_optimizer
-from megatron_rl.actor.optimizer.fill import Target
-from megatron_rl.actor.optimizer.intervals import IntervalState
 from megatron_rl.actor.optimizer.matrices import Place
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, sum_of_squares
 from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, pack
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
+from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
 from megatron_rl.convert.adapters import base_digest
-from megatron_rl.convert.forms import open_chunks
-from megatron_rl.convert.manifest import WEIGHTS
-from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
-from megatron_rl.layout import check_parameters, megatron_shards, slices
+from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Denominators, Metrics, Phase, Share
 
 log = logging.getLogger(__name__)
@@ -90,8 +84,6 @@ class MegatronTrainer:
         self._is_last_stage = stage == self.mesh.pipeline - 1
         self.reports_metrics = is_first and self._is_last_stage
         """One rank of each data-parallel replica reports its metrics."""
-        self._is_first_of_stage = is_first and data == 0
-        self._num_mixtures = sum(spec.shape.has_experts(layer) for layer in range(spec.shape.num_layers))
         self.minibatches: list[list[Microbatch]] = []
         self.denominators: Sequence[Denominators] = ()
         self._at_start: list[FirstPass] = []
@@ -100,7 +92,8 @@ class MegatronTrainer:
         self._saving: Saving | None = None
         """The checkpoint that is being written."""
 
-        self.adapters = AdapterSwitch()
+        adapters = spec.shape.adapters
+        self.adapting = Adapting(adapters, self.shards, spec.seed) if adapters else None
 
         platform.start(rank, world_size, store)
         self.agreement = Agreement()
@@ -116,10 +109,10 @@ class MegatronTrainer:
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(spec.seed)
-            adapt = self._adapt if spec.shape.adapters else None
-            self.chunks = build_model(spec.shape, spec.model, spec.policy, stage, adapt)
+            self.chunks = build_model(spec.shape, spec.model, spec.policy, stage, self.adapting)
             place = Place(spec.shape, self.mesh, rank, self.fused_norms)
             self.optimizer = build_optimizer(self.chunks, spec.policy, spec.total_steps, place)
+            self._state = TrainingState(self.chunks, self.optimizer, spec.shape, self.mesh, rank, self.fused_norms)
             self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
             context = None
             if parallel.context > 1:
@@ -135,16 +128,6 @@ class MegatronTrainer:
     def parameters(self) -> dict[str, Tensor]:
         """This rank's live parameters by Megatron's names, which are the local names of `self.shards`."""
         return state.local_parameters(self.chunks)
-
-    def _adapt(self, gpt: GPTModel, chunk: int) -> None:
-        adapters, prefix = self.spec.shape.adapters, f"chunk{chunk}." if self.mesh.virtual > 1 else ""
-        assert adapters is not None
-        own = [
-            replace(shard, local_name=shard.local_name.removeprefix(prefix))
-            for shard in self.shards
-            if shard.local_name.startswith(prefix)
-        ]
-        add_adapters(gpt, own, adapters, self.spec.seed, self.adapters)
 
     def weights_changed(self) -> None:
         """Update the optimizer's fp32 copies of bf16 weights. Call this after writing to `parameters()`."""
@@ -256,7 +239,7 @@ class MegatronTrainer:
         assert self._saving is None, "finish_save comes first"
         now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra)
         from_hub = checkpoint.FromHub(Path(self.spec.model.path), self.spec.keeps_head)
-        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, from_hub, self.agreement)
+        self._saving = Saving(Path(folder), self._identity(), self._state.parts(), now, from_hub, self.agreement)
 
     @property
     def is_saved(self) -> bool:
@@ -281,62 +264,22 @@ class MegatronTrainer:
             ValueError: the folder is missing or damaged, or another model wrote it.
         """
         self.require("training")
-        parameters = self._kept()
-        targets = [Target(WEIGHTS, name, tuple(p.shape), 0, p.view(-1)) for name, p in parameters.items()]
-        for held in self.optimizer.states():
-            extents = tuple(parameters[held.name].shape)
-            targets += [Target(kind, held.name, extents, held.start, flat) for kind, flat in held.tensors.items()]
-        saved = checkpoint.load(Path(folder), self._identity(), targets, self.shards, self.agreement)
+        saved = checkpoint.load(Path(folder), self._identity(), self._state.targets(), self.shards, self.agreement)
         self.optimizer.resume_at(saved.num_updates)
         if saved.random is not None:
             state.restore_random(saved.random)
         return saved.extra
 
-    def _parts(self) -> Iterator[Part]:
-        """What this rank writes of the weights and of the optimizer's state: of each parameter the interval whose state
-        it has. A buffer has no such state; the first of its data-parallel ranks writes it."""
-        parameters, trained = self._kept(), {name for name, _ in state.trained_parameters(self.chunks)}
-        held_of: dict[str, list[IntervalState]] = {}
-        for held in self.optimizer.states():
-            held_of.setdefault(held.name, []).append(held)
-        if self.mesh.coordinates(self.rank)[2] == 0 and self.mesh.context_rank(self.rank) == 0:
-            buffers = parameters.keys() - trained
-            held_of |= {name: [IntervalState(name, 0, parameters[name].numel(), {})] for name in buffers}
-        written = written_shards(self.spec.shape, self.mesh, self.rank, self.fused_norms)
-        for name, pieces in pieces_of(written, open_chunks(self.spec.shape)).items():
-            if (parameter := parameters.get(name)) is None:
-                continue
-            extents = tuple(parameter.shape)
-            for held in held_of.get(name, ()):
-                for piece in (part for whole in pieces for part in clip(whole, extents, held.start, held.stop)):
-                    yield Part(WEIGHTS, piece, parameter[slices(piece.local_box)])
-                    for kind, flat in held.tensors.items():
-                        yield Part(kind, piece, interval_view(flat, held.start, extents, piece.local_box))
-
     def snapshot(self) -> np.ndarray:
         """This rank's training state as bytes, which `restore` takes. It is no collective."""
         self.require("training")
-        buffer = io.BytesIO()
-        training_state = {
-            "weights": self._kept(),
-            "optimizer": [held.tensors for held in self.optimizer.states()],
-            "num_updates": self.optimizer.num_updates,
-            "random": state.random_state(),
-        }
-        torch.save(training_state, buffer)
-        return np.frombuffer(buffer.getbuffer(), np.uint8)
+        return self._state.snapshot()
 
     def restore(self, snapshot: np.ndarray) -> None:
         """Restore what `snapshot` returned on the same rank of the same mesh. The optimizer keeps the settings of this
         run."""
         self.require("training")
-        saved = torch.load(io.BytesIO(snapshot.data), map_location="cpu", weights_only=True)
-        targets = [self._kept(), *(held.tensors for held in self.optimizer.states())]
-        for tensors, values in zip(targets, [saved["weights"], *saved["optimizer"]], strict=True):
-            for name, tensor in tensors.items():
-                tensor.copy_(values[name])
-        self.optimizer.resume_at(saved["num_updates"])
-        state.restore_random(saved["random"])
+        self._state.restore(snapshot)
 
     def close(self) -> None:
         for chunk in self.chunks:
@@ -393,10 +336,14 @@ class MegatronTrainer:
     def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
         """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
         together."""
-        reports = [describe_load(load_RE, self._num_mixtures)]
+        shape = self.spec.shape
+        num_mixtures = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+        reports = [describe_load(load_RE, num_mixtures)]
         if self.spec.policy.routing_replay:
-            reports.append(describe_replay(total_replay(self.chunks), load_RE, self._num_mixtures))
-        return reports if self._is_first_of_stage else []
+            reports.append(describe_replay(total_replay(self.chunks), load_RE, num_mixtures))
+        tensor, _, data = self.mesh.coordinates(self.rank)
+        is_first_of_stage = tensor == data == self.mesh.context_rank(self.rank) == 0
+        return reports if is_first_of_stage else []
 
     def _prepare_auxiliary_losses(self, microbatches: Sequence[Microbatch]) -> bool:
         """Count what the routers' auxiliary losses of a mini-batch need. Returns whether there are such losses."""
@@ -423,13 +370,6 @@ class MegatronTrainer:
             f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no weight was "
             f"changed. Look at the rewards and log-probs of these samples, or lower the learning rate"
         )
-
-    def _kept(self) -> dict[str, Tensor]:
-        """What training changes, and checkpoints hold: all parameters, or the adapters and the value head."""
-        if self.spec.shape.adapters is None:
-            return self.parameters()
-        trained = {name for name, _ in state.trained_parameters(self.chunks)}
-        return {name: parameter for name, parameter in self.parameters().items() if name in trained}
 
     def _identity(self) -> Identity:
         model, base = self.spec.model, ""

@@ -18,26 +18,19 @@ from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import CopyRecorder
 from megatron_rl.bridge.verification import Sums, short, sums
 from megatron_rl.layout import FAMILIES, Box, Recording, Shard, slices
-from megatron_rl.layout.adapters import A, B, is_adapter
+from megatron_rl.layout.adapters import SERVED_ID, A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.view import FileTensor
 from megatron_rl.types import ModelShape
 
-ADAPTER_ID = 1
-"""vLLM's number of the run's adapter; 0 means the base model."""
-NAME = "policy"
-
 
 def open_slot(model_runner: Any) -> None:
     """Give vLLM an adapter of zeros, which every request may name from now on."""
-    from vllm.lora.lora_model import LoRAModel
-
     adapters = model_runner.lora_manager._adapter_manager
     rank = adapters.lora_config.max_lora_rank
-    empty = adapters.create_dummy_lora(ADAPTER_ID, rank, model_runner.model.embedding_modules)
-    assert isinstance(empty, LoRAModel)
+    empty = adapters.create_dummy_lora(SERVED_ID, rank, model_runner.model.embedding_modules)
     adapters.add_adapter(empty)
-    adapters.activate_adapter(ADAPTER_ID)
+    adapters.activate_adapter(SERVED_ID)
 
 
 def slot_tensors(adapters: Any) -> dict[str, Tensor]:
@@ -60,14 +53,14 @@ def record_adapters(adapters: Any, shape: ModelShape, dtype: torch.dtype) -> Rec
     slot's content becomes zero.
 
     Raises:
-        ValueError: vLLM has no adapter beside a layer that has one, or does not just copy rectangles.
+        ValueError: vLLM has no adapter for a layer that has one, or does not just copy rectangles.
     """
     family = FAMILIES[shape.family]
     extents = {name: sizes for name, sizes in family.hf_tensors(shape).items() if is_adapter(name)}
     sources = {name: torch.empty(sizes, dtype=dtype, device="meta") for name, sizes in extents.items()}
     whole = {name: FileTensor(sizes, {}) for name, sizes in extents.items()}
     recorder = CopyRecorder(sources, slot_tensors(adapters), whole, extents, has_turns=False)
-    slot, used = adapters.lora_index_to_id.index(ADAPTER_ID), set[str]()
+    slot, used = adapters.lora_index_to_id.index(SERVED_ID), set[str]()
 
     def of(part: str, names: list[str]) -> list[Tensor | None]:
         found = [f"{name}.{part}.weight" for name in names]
@@ -83,7 +76,7 @@ def record_adapters(adapters: Any, shape: ModelShape, dtype: torch.dtype) -> Rec
                 layer.set_lora(slot, a if packed else a[0], b if packed else b[0])
     if missing := sorted(sources.keys() - used):
         raise ValueError(
-            f"vLLM has no adapters beside {missing[0].rpartition('.lora_')[0]} and {len(missing) // 2 - 1} other "
+            f"vLLM has no adapters for {missing[0].rpartition('.lora_')[0]} and {len(missing) // 2 - 1} other "
             "layers; choose others with policy.lora.targets"
         )
     return Recording.of(recorder.shards, family)
@@ -115,9 +108,9 @@ class SlotParameters(Parameters):
         for name, box, arrived in self._arrived:
             if sums(self.forms[name][slices(box)]) != arrived:
                 raise RuntimeError(f"{self._side}: {name} {box} has changed since version {self._version} arrived")
-        if (ids := self._adapters.lora_index_to_id).count(ADAPTER_ID) != 1:
+        if (ids := self._adapters.lora_index_to_id).count(SERVED_ID) != 1:
             raise RuntimeError(f"{self._side}: vLLM's slots hold the adapters {ids}, and not the run's")
-        slot = ids.index(ADAPTER_ID)
+        slot = ids.index(SERVED_ID)
         return {name: short(held) for name, held in self._by_layer(slot)}
 
     def _by_layer(self, slot: int) -> Iterator[tuple[str, Mapping[str, Sums]]]:

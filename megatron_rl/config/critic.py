@@ -29,7 +29,7 @@ class CriticConfig(Section):
     optimizer: AnyOptimizerConfig = AdamConfig(lr=1e-5)
     megatron: MegatronConfig = MegatronConfig()
     lora: LoraConfig | None = None
-    """Adapters that are trained beside a frozen model, with the value head. null: all weights are trained."""
+    """Adapters of a frozen model, which are trained with the value head. null: all weights are trained."""
     loss: ValueLossConfig = ValueLossConfig()
     updates_per_step: PositiveInt | None = None
     """The number of optimizer steps of the critic in a training step, each on its own part of the prompts; null means

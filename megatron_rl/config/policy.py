@@ -112,7 +112,7 @@ class MegatronConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (LoRA, arXiv:2106.09685): the model's weights are frozen, and beside each chosen linear layer
+    """Low-rank adapters (LoRA, arXiv:2106.09685): the model's weights are frozen, and for each chosen linear layer
     a product of two small matrices is trained, `alpha / rank` B A."""
 
     rank: PositiveInt = 32

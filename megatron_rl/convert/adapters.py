@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.convert import manifest
-from megatron_rl.convert.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.stored import Maps, read_safetensors
 from megatron_rl.layout import slices
+from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
 
 SAMPLE = 64
 """The bytes of each tensor that a digest of a base model reads."""

@@ -1,4 +1,4 @@
-"""The rows of low-rank adapters (LoRA, arXiv:2106.09685), which follow from the rows of the weights beside them.
+"""The rows of low-rank adapters (LoRA, arXiv:2106.09685), which follow from the rows of the weights.
 
 An adapter of the HF tensor `M.weight` [out, in] is two HF tensors with PEFT's names, `M.lora_A.weight` [rank, in] and
 `M.lora_B.weight` [out, rank]. On a rank of Megatron the parameter `L.weight` of several HF tensors has one parameter
@@ -22,6 +22,8 @@ from megatron_rl.layout.splits import Piece, Split, SplitKind
 from megatron_rl.types import ModelShape
 
 A, B = "lora_A", "lora_B"
+SERVED_ID = 1
+"""vLLM's number of the adapter that a run trains; 0 means the base model."""
 RANK = "adapter_rank"
 """The dim of A and B that is no dim of the weight, as a key of `rule.sizes`."""
 
@@ -32,10 +34,10 @@ def is_adapter(name: str) -> bool:
 
 
 def adapter_rules(rules: Sequence[Rule], shape: ModelShape) -> list[Rule]:
-    """The rows of the adapters beside some rows of a layer; none if the model has no adapters."""
+    """The rows of the adapters of some rows of a layer; none if the model has no adapters."""
     if shape.adapters is None:
         return []
-    return [row for rule in rules for row in _beside(rule, shape.adapters.targets)]
+    return [row for rule in rules for row in _rows_for(rule, shape.adapters.targets)]
 
 
 def linear_names(rules: Sequence[Rule]) -> list[str]:
@@ -55,7 +57,7 @@ def _target(tensor: HfTensor) -> str:
     return tensor.name.split(".")[-2]
 
 
-def _beside(rule: Rule, targets: Sequence[str]) -> list[Rule]:
+def _rows_for(rule: Rule, targets: Sequence[str]) -> list[Rule]:
     if not _is_linear(rule):
         return []
     chosen = tuple(i for i, tensor in enumerate(rule.hf) if not targets or _target(tensor) in targets)

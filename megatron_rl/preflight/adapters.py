@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from megatron_rl.config.policy import LoraConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.convert.peft import read_adapters
 from megatron_rl.layout import FAMILIES, linear_layers
 from megatron_rl.layout.adapters import linear_names
+from megatron_rl.layout.peft import read_adapters
 from megatron_rl.types import ModelShape
 
 
@@ -30,7 +30,7 @@ def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
 
 def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
     if shape.delta:
-        yield f"policy.lora: there are no adapters beside the linear attention of {shape.family}; leave policy.lora out"
+        yield f"policy.lora: there are no adapters for the linear attention of {shape.family}; leave policy.lora out"
     known = linear_layers(shape)
     if unknown := [name for name in lora.adapters.targets if name not in known]:
         yield (
@@ -53,7 +53,7 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterat
         if has != wanted:
             yield f"policy.lora.{key} is {wanted:g}, but the adapters in {lora.start} have {has:g}; set it to {has:g}"
     if (found.targets or known) != (tuple(sorted(mine.targets)) or tuple(sorted(known))):
-        yield f"policy.lora.start: the adapters in {lora.start} are beside {', '.join(found.targets)}; set lora.targets"
+        yield f"policy.lora.start: the adapters in {lora.start} are for {', '.join(found.targets)}; set lora.targets"
 
 
 def _faults_of_engines(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
@@ -64,9 +64,9 @@ def _faults_of_engines(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShap
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
             f"to them, so {shape.family} is trained with adapters by recipes/sft.py alone"
         )
-    if shape.experts and (beside := [name for name in targets if name not in _attention(shape)]):
+    if shape.experts and (left := [name for name in targets if name not in _attention(shape)]):
         yield (
-            f"policy.lora.targets has {', '.join(beside)}: adapters beside experts reach no engine; choose "
+            f"policy.lora.targets has {', '.join(left)}: adapters of experts reach no engine; choose "
             f"{', '.join(_attention(shape))}"
         )
     if config.rollout.quantization:

@@ -37,6 +37,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_rl.layout import read_shape
+from megatron_rl.layout.adapters import SERVED_ID
 from megatron_rl.rollout.answer import completion_of, prompt_logp, request_seed, sampled_before
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine_thread import EngineThread
@@ -115,9 +116,7 @@ class VllmEngine:
             if self._spec.adapters is not None:
                 from vllm.lora.request import LoRARequest
 
-                from megatron_rl.bridge.adapter_slot import ADAPTER_ID, NAME
-
-                self._adapter = LoRARequest(NAME, ADAPTER_ID, "the bridge brings it")
+                self._adapter = LoRARequest("policy", SERVED_ID, "the bridge brings it")
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
             if self._spec.loads_weights:

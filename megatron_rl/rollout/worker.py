@@ -131,9 +131,7 @@ class RolloutWorker:
 
     def open_adapter_slot(self) -> None:
         """Make the run's adapter known to vLLM, as zeros; a push brings its weights."""
-        from megatron_rl.bridge.adapter_slot import open_slot
-
-        open_slot(self.model_runner)
+        self.weight_transfer_engine.open_slot(self.model_runner)
 
     def receive_stages_on_a_cpu(self) -> None:
         """Give a later pipeline stage the buffer where its model runner keeps the hidden states of the previous stage.

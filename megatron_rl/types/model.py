@@ -117,7 +117,7 @@ class YarnRope:
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): beside a frozen weight W [out, in] of a linear layer
+    """Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685): next to a frozen weight W [out, in] of a linear layer
     there are A [rank, in] and B [out, rank], and the layer computes W x + scale B A x. With rank 16 and alpha 32 the
     scale is 2, and a layer of 5120 x 5120 has 163,840 trained numbers in place of 26 million."""
 

@@ -555,7 +555,7 @@ def push_adapters(rank, world_size, url, *, folder, layout, setup, version, lora
     sender.close()
     samples = pickle.loads(dist.TCPStore(setup.host, setup.port).get(f"samples {version}"))
     mismatch = begin(actor, samples, layout, 2, version)
-    with actor.adapters.off():
+    with actor.adapting.off():
         of_base = begin(actor, samples, layout, 2, version)
     export_hf(actor, export / "merged")
     export_adapters(actor, export / "adapters")

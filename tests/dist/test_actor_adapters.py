@@ -28,8 +28,8 @@ from test_bridge_engines import MODELS, PROMPTS, SIZES, largest_mismatch
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.convert.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
 from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
 from megatron_rl.tools.bench.compare_layouts import NUM_MICROBATCHES, deal_rows, parse_layout, random_rows
 from megatron_rl.types import Mesh
 
