@@ -18,6 +18,7 @@ from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluste
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES
+from megatron_rl.planning.activations import has_fused_layers, trains_fused
 from megatron_rl.planning.estimates import (
     generation_seconds,
     largest_plan,
@@ -42,7 +43,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     mesh, cap = config.policy.parallel.mesh, config.balance.max_tokens_per_microbatch
     dtype = config.model.dtype
     optimizer = config.policy.optimizer
-    largest = largest_stage(shape, mesh, dtype, optimizer)
+    largest = largest_stage(shape, mesh, dtype, optimizer, trains_fused(config, shape, mesh.context))
     split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
     split += ", in the node's memory" if optimizer.is_offloaded else ""
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
@@ -79,7 +80,8 @@ def _describe_critic(config: GrpoRunConfig, table: Table) -> None:
     model = critic.model or config.model
     mesh = critic.parallel.mesh
     shape = planned_critic_shape(config)
-    held = largest_stage(shape, mesh, model.dtype, critic.optimizer)
+    fused = config.cluster.gpus_per_trainer > 0 and has_fused_layers(shape, model, mesh.context)
+    held = largest_stage(shape, mesh, model.dtype, critic.optimizer, fused)
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     layout = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {model.dtype}"
     table.add_row("critic", f"{shape.family}, {layout}")

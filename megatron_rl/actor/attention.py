@@ -79,6 +79,7 @@ class PackedSequences(PackedSeqParams):
     Transformer Engine's attention reads Megatron's own fields, and ours the plans."""
 
     full: AttentionPlan | None = None
+    """With Transformer Engine's layers latent attention alone has it, for its angles."""
     sliding: AttentionPlan | None = None
     """The plan of the layers with a sliding window, if the model has any."""
     routes: Routes | None = None
@@ -137,8 +138,12 @@ def packed_sequences(
         )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
+    own = None
+    if shape.latent:
+        own = AttentionPlan(*_rotation_of(lengths_S, shape.rotary_dim, shape.rope_theta, shape.rope_scaling, context))
     return PackedSequences(
         qkv_format="thd",
+        full=own,
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
         max_seqlen_q=longest,
@@ -165,17 +170,11 @@ def plan_attention(
         context: see `packed_sequences`, like `shared`.
     """
     device = platform.device()
-    starts_S = F.pad(lengths_S.cumsum(0), (1, 0))
-    num_tokens = int(starts_S[-1])
-    position_T = torch.arange(num_tokens) - torch.repeat_interleave(starts_S[:-1], lengths_S)
-    if shared is not None:
-        position_T += torch.repeat_interleave(shared.length_S, lengths_S)
-    if context is not None:
-        position_T = position_T[context.part(lengths_S)]
-    cos_T, sin_T = (x_T.to(device) for x_T in rotation(position_T, rotary_dim, theta, scaling))
+    cos_T, sin_T = _rotation_of(lengths_S, rotary_dim, theta, scaling, context, shared)
     if context is not None:
         return AttentionPlan(cos_T, sin_T, ring=plan_ring(lengths_S, context, window))
-    calls, unpad_T, offset = [], torch.empty(num_tokens, dtype=torch.int64), 0
+    starts_S = F.pad(lengths_S.cumsum(0), (1, 0))
+    calls, unpad_T, offset = [], torch.empty(int(starts_S[-1]), dtype=torch.int64), 0
     for first_P, length_P, reach, prompt in _blocks(starts_S[:-1], lengths_S, window, shared):
         for members in _group_by_length(length_P):
             first_B1, length_B1 = first_P[members, None], length_P[members, None]
@@ -196,6 +195,26 @@ def plan_attention(
                 mask_LK = (column_K <= column_L[:, None]).to(device)
             calls.append(AttentionBlocks(query_BL.to(device), key_BK.to(device), mask_LK))
     return AttentionPlan(cos_T, sin_T, tuple(calls), unpad_T.to(device))
+
+
+def _rotation_of(
+    lengths_S: Tensor,
+    rotary_dim: int,
+    theta: float,
+    scaling: Llama3Rope | YarnRope | None,
+    context: ContextRank | None,
+    shared: SharedPrompts | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine for the tokens of the row that the rank has, [T, 1, R] each. Positions restart at each
+    sequence."""
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    position_T = torch.arange(int(lengths_S.sum())) - torch.repeat_interleave(starts_S, lengths_S)
+    if shared is not None:
+        position_T += torch.repeat_interleave(shared.length_S, lengths_S)
+    if context is not None:
+        position_T = position_T[context.part(lengths_S)]
+    cos_T, sin_T = rotation(position_T, rotary_dim, theta, scaling)
+    return cos_T.to(platform.device()), sin_T.to(platform.device())
 
 
 def _blocks(

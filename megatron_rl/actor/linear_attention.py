@@ -27,7 +27,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,6 +34,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedSequences
+from megatron_rl.actor.copied import copied_to_all_ranks
 from megatron_rl.actor.delta_net import causal_convolution, gated_delta_rule
 from megatron_rl.actor.norm import rms_norm
 from megatron_rl.types import DeltaNet
@@ -172,5 +172,5 @@ class GatedNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device()))
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        weight = copy_to_tensor_model_parallel_region(self.weight)  # sums its gradient over the ranks
+        weight = copied_to_all_ranks(self.weight)
         return (rms_norm(x, weight, self.eps) * F.silu(gate.float())).to(x.dtype)

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
 from torch import Tensor
 
+from megatron_rl.actor.copied import copied_to_all_ranks
 from megatron_rl.algorithms.logprobs import VocabularyShard
 
 
@@ -33,7 +33,7 @@ class OutputLayer(ColumnParallelLinear):
     ) -> tuple[Tensor, None]:
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+        return copied_to_all_ranks(input_, self.tp_group), None
 
 
 def output_weight(gpt: GPTModel) -> Tensor:

@@ -83,7 +83,9 @@ def transformer_config(
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=bool(family.linear),
         attention_output_gate=family.gated_attention,
-        qk_layernorm=family.qk_norm(shape) == "head",  # it also sums the q and k norms' gradients over TP
+        # It also sums the q and k norms' gradients over TP. For latent attention it fuses the norms of compressed q and
+        # k.
+        qk_layernorm=family.qk_norm(shape) == "head" or (fused and shape.latent is not None),
         add_qkv_bias=family.qkv_bias(shape),
         softmax_type="learnable" if family.sinks else "vanilla",
         gated_linear_unit=True,
@@ -108,9 +110,9 @@ def transformer_config(
         batch_p2p_comm=mesh.virtual == 1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even for dense models
-        # Between virtual stages Megatron frees an output whose send may not have ended. Gloo reads the memory when the
-        # receiver is ready, and would send what stands there by then. With NCCL this is Megatron's default (not run).
-        deallocate_pipeline_outputs=platform.HAS_CUDA or mesh.virtual == 1,
+        # Between virtual stages Megatron-Core 0.16.1 frees an output whose send may not have ended, and the next stage
+        # gets what stands there by then: over Gloo, and over NCCL as well (Megatron-LM's pull request 4047).
+        deallocate_pipeline_outputs=mesh.virtual == 1,
         calculate_per_token_loss=True,  # gradients are summed over micro-batches and DP (step.py)
         transformer_impl="transformer_engine" if fused else "local",
         bias_activation_fusion=fused,
@@ -247,14 +249,12 @@ def _build_chunk(
     parallel, fused = policy.parallel, config.transformer_impl == "transformer_engine"
     number = chunk if parallel.virtual > 1 else None
     layers = parallel.mesh.layer_range(shape.num_layers, stage, chunk)
-    if fused:
-        block = get_gpt_decoder_block_spec(config, True, vp_stage=number)
-    else:
-        block = _local_block(config, shape, number, layers)
+    block = _fused_block(config, shape, number) if fused else _local_block(config, shape, number, layers)
     for layer in block.layer_specs:
         if layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = Router
-    scaling = shape.rope_scaling if fused else None
+    megatron_rotates = fused and shape.latent is None  # PackedAttention and LatentSelfAttention rotate by themselves
+    scaling = shape.rope_scaling if megatron_rotates else None
     with _without_apex() if fused else nullcontext():
         gpt = GPTModel(
             config=config,
@@ -265,7 +265,8 @@ def _build_chunk(
             post_process=stage == parallel.pipeline - 1 and chunk == parallel.virtual - 1,
             vp_stage=number,
             share_embeddings_and_output_weights=shape.tied_embeddings,
-            position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
+            position_embedding_type="rope" if megatron_rotates else "none",
+            rotary_percent=shape.rotary_share,
             rotary_base=int(shape.rope_theta),
             rope_scaling=scaling is not None,
             rope_scaling_factor=scaling.factor if scaling else 1.0,
@@ -288,6 +289,15 @@ def _build_chunk(
     fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
     ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
     return DistributedDataParallel(config, ddp, wrapped)
+
+
+def _fused_block(config: TransformerConfig, shape: ModelShape, number: int | None) -> TransformerBlockSubmodules:
+    """The spec of the layers of a stage, or of the virtual stage with this number: Transformer Engine's."""
+    block = get_gpt_decoder_block_spec(config, True, vp_stage=number)
+    if shape.latent:
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.module = LatentSelfAttention
+    return block
 
 
 def _local_block(

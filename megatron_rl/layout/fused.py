@@ -12,21 +12,32 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
     Args:
         context: the context-parallel size.
     """
-    rope = shape.rope_scaling
+    family, rope, latent = FAMILIES[shape.family], shape.rope_scaling, shape.latent
     if shape.adapters:
         return "low-rank adapters have not been built for its layers"
-    if FAMILIES[shape.family].sinks:
-        return f"the attention sinks of {shape.family} have not been tried with its layers"
-    if FAMILIES[shape.family].post_norm:
+    if family.sinks:
+        return f"its attention takes no sinks in packed rows, and {shape.family} has them"
+    if family.post_norm:
         return f"{shape.family} has norms after its blocks, and its layers have none"
-    if shape.latent:
-        return f"the latent attention of {shape.family} has not been tried with its layers"
     if shape.delta:
-        return f"the linear attention of {shape.family} has not been tried with its layers"
-    if shape.rotary_dim < shape.head_dim:
-        return "heads that are rotated in part have not been tried with its layers"
+        return f"Megatron's linear attention takes no packed rows, and {shape.family} has layers with it"
     if shape.sliding_layers and context > 1:
         return "their attention takes no sliding windows with policy.parallel.context above 1"
-    if rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
+    if latent and not _takes_heads(latent.nope_dim + latent.rope_dim, latent.value_dim):
+        return (
+            f"cuDNN's attention trains no heads of {latent.nope_dim + latent.rope_dim} dims in query and key and "
+            f"{latent.value_dim} in value"
+        )
+    # The rotation of latent attention is ours.
+    if latent is None and rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
         return "Megatron gives its layers no other rotary scaling than Llama 3.1's"
     return None
+
+
+def _takes_heads(key: int, value: int) -> bool:
+    """Whether Transformer Engine 2.11 finds an attention of cuDNN (9.11 or newer) for heads of these dims, in training
+    on Hopper (nvte_get_fused_attn_backend in fused_attn.cpp). Blackwell takes 192 with 128, and otherwise 128 at
+    most."""
+    if key % 8 or value % 8 or max(key, value) > 256:
+        return False
+    return key == value or min(key, value) < 128 or (key, value) == (192, 128)

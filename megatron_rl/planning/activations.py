@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
+from megatron_rl.config.schema import BaseConfig
 from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
 from megatron_rl.types import Experts, Mesh, ModelShape
 
@@ -27,6 +28,11 @@ def has_fused_layers(shape: ModelShape, model: ModelConfig, context: int) -> boo
     if model.layers != "auto":
         return model.layers == "transformer_engine"
     return model.dtype == "bfloat16" and obstacle_to_fused_layers(shape, context) is None
+
+
+def trains_fused(config: BaseConfig, shape: ModelShape, context: int) -> bool:
+    """Whether the policy's layers are Transformer Engine's. Without GPUs they are local."""
+    return config.cluster.gpus_per_trainer > 0 and has_fused_layers(shape, config.model, context)
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:
@@ -59,6 +65,8 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         # The inputs of two norms, of two blocks, and the residual; q, k, v; q and k before and after their rotation;
         # the output of attention.
         elements = 5 * hidden * rows + projected + 2 * (query + key) + query
+        if shape.latent:  # q, k and v that our rotation ends with, and the output
+            elements = 5 * hidden * rows + projected + value
         mlp = 3  # gate and up, and their product
     else:
         # The inputs and outputs of two norms; q, k, v for the kernel; its output, packed and padded; the same unpadded.
@@ -174,6 +182,8 @@ def activations(
     if mesh.virtual > 1:
         in_flight = 2 * (mesh.pipeline - stage - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
     kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
+    if mesh.virtual > 1:  # outputs are not freed when they are sent (actor/model.py)
+        kept += in_flight * inputs
     largest = max(sizes.values(), default=0.0)
     output = 0.0
     if stage == mesh.pipeline - 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.planning.activations import has_fused_layers
+from megatron_rl.planning.activations import trains_fused
 from megatron_rl.planning.engine import EngineMemory, engine_memory, gpu_bytes
 from megatron_rl.planning.gpu import PHASES, GpuMemory, always
 from megatron_rl.planning.parameters import BYTES, stage_parameters
@@ -106,7 +106,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
             engine = engine_memory(config, shape, plan, communicators.engine)
             engine = engine.sharing() if cluster.colocate else engine
         if config.algorithm.kl is not None:
-            held = stage_parameters(shape, parallel.mesh)
+            held = stage_parameters(shape, parallel.mesh, trains_fused(config, shape, parallel.context))
             reference = float(max(one.total for one in held) * BYTES[model.dtype])
         if config.critic is not None:
             critic = _critic_memory(config)
@@ -135,7 +135,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         gpu_bytes=gpu_bytes(config),
         engine=engine,
         is_shared=cluster.colocate,
-        fused=on_gpus and has_fused_layers(shape, model, config.policy.parallel.context),
+        fused=trains_fused(config, shape, parallel.context),
         critic=critic,
     )
 

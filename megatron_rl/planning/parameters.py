@@ -80,7 +80,7 @@ def state_width(dtype: str, optimizer: OptimizerConfig, is_matrix: bool) -> int:
 
 
 @lru_cache(maxsize=4096)
-def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
+def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = False) -> RankParameters:
     """The parameters of a rank, counted from the rows of the family's table.
 
     With the distributed optimizer each chunk of the model has one buffer for its dense parameters and one for its
@@ -88,12 +88,15 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
     and of the number of ranks that share it. A tied embedding is a bucket of its own where first and last stage have
     separate copies of it. On GPUs gradients are reduced in more buckets (`overlap_grad_reduce`), whose padding is not
     counted.
+
+    Args:
+        fused: the layers are Transformer Engine's, whose down projections of latent attention are whole on each rank.
     """
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
     totals, constant, matrices, expert_vectors = {False: 0, True: 0}, 0, 0, 0
     buckets: dict[tuple[str, bool, bool], int] = {}
-    for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
+    for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank, fused):
         in_vocabulary = is_vocabulary(placement.local_name)
         elements = rows * shape.hidden_size if in_vocabulary else sum(volume(local) for _, _, local in placement.pieces)
         number = placement.num_experts
@@ -118,14 +121,16 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
     return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors)
 
 
-def stage_parameters(shape: ModelShape, mesh: Mesh) -> list[RankParameters]:
+def stage_parameters(shape: ModelShape, mesh: Mesh, fused: bool = False) -> list[RankParameters]:
     """The parameters of a rank of each pipeline stage; all ranks of a stage hold equally many."""
-    return [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
+    return [rank_parameters(shape, mesh, stage * mesh.stage_size, fused) for stage in range(mesh.pipeline)]
 
 
-def largest_stage(shape: ModelShape, mesh: Mesh, dtype: str, optimizer: OptimizerConfig) -> RankParameters:
+def largest_stage(
+    shape: ModelShape, mesh: Mesh, dtype: str, optimizer: OptimizerConfig, fused: bool = False
+) -> RankParameters:
     """The parameters of a rank of the stage whose weights, gradients and optimizer state have the most bytes."""
-    return max(stage_parameters(shape, mesh), key=lambda held: held.bytes(mesh, dtype, optimizer))
+    return max(stage_parameters(shape, mesh, fused), key=lambda held: held.bytes(mesh, dtype, optimizer))
 
 
 def _rounded(number: int, multiple: int) -> int:

@@ -108,7 +108,7 @@ def trainer_memory(
             host[f"{num_mirrors} mirrors"] = num_mirrors * (held.weight_bytes(model.dtype) + state)
         return GpuMemory.of(f"{'trainer' if section == 'policy' else section}, stage {stage}", parts, host)
 
-    stages = [of_stage(stage, held) for stage, held in enumerate(stage_parameters(shape, mesh))]
+    stages = [of_stage(stage, held) for stage, held in enumerate(stage_parameters(shape, mesh, fused))]
     return max(stages, key=lambda memory: max(memory.totals))
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines, Links, TransferPlan, plan_weights
+from megatron_rl.planning.activations import trains_fused
 from megatron_rl.types import Mesh, ModelShape
 
 COMMUNICATOR_BYTES = 512 * 2**20
@@ -37,7 +38,8 @@ def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> Tr
     )
     colocated = config.cluster.colocate
     links = Links(config.cluster.gpus_per_node or 1, colocated=True) if colocated else Links()
-    return plan_weights(shape, mesh, engines, dtype=config.model.dtype, links=links)
+    fused = trains_fused(config, shape, mesh.context)
+    return plan_weights(shape, mesh, engines, fused_norms=fused, dtype=config.model.dtype, links=links)
 
 
 def bridge_communicators(plan: TransferPlan, colocated: bool = False) -> BridgeBytes:

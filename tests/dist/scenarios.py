@@ -26,6 +26,7 @@ from shares import TrainSample, share_of
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_folders import export_adapters, load_adapters
 from megatron_rl.actor.attention import packed_sequences
+from megatron_rl.actor.copied import copied_to_all_ranks
 from megatron_rl.actor.inspection import gradient_of, token_numbers
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import pack
@@ -222,6 +223,20 @@ def logits(rank, world_size, url, *, folder, samples, layout):
     dist.all_gather(parts, part_1TV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     actor.close()
     return torch.cat(parts, -1)[0].float().numpy(), batch.lengths_S.numpy()
+
+
+def gradient_in_columns(rank, world_size, url):
+    """The gradient of a tensor that both ranks read, from gradients that lie in columns: by our function and by
+    Megatron's."""
+    platform.start(rank, world_size, meet(rank, world_size, url))
+    found = []
+    for copied in (copied_to_all_ranks, copy_to_tensor_model_parallel_region):
+        x = torch.zeros(2, 3, requires_grad=True)
+        copied(x, group=dist.group.WORLD).backward(torch.arange(6.0).view(3, 2).T + 10 * rank)
+        found.append(x.grad.numpy())
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
 
 
 def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, vocab_size, temperature, forbidden):

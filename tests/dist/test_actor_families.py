@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,8 +145,8 @@ _OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", 
 MIXTURES = tuple(name for name in MODELS if name.startswith(_OF_EXPERTS))
 
 
-def write_models(root: Path) -> dict[str, Path]:
-    for name, (family, more) in MODELS.items():
+def write_models(root: Path, models: Mapping[str, tuple[str, dict]] = MODELS) -> dict[str, Path]:
+    for name, (family, more) in models.items():
         torch.manual_seed(0)
         kind = f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config"
         config = getattr(transformers, kind)(**(COMMON | more))
@@ -170,8 +171,9 @@ def write_models(root: Path) -> dict[str, Path]:
                 buffer.uniform_(-0.2, 0.2)
         model.save_pretrained(root / name)
         (root / name / "tokenizer.json").write_text("{}")
-    rename(root / "kimi_k2", "kimi_k2")
-    return {name: root / name for name in MODELS}
+    if "kimi_k2" in models:
+        rename(root / "kimi_k2", "kimi_k2")
+    return {name: root / name for name in models}
 
 
 LAYOUTS = {

@@ -43,3 +43,11 @@ def test_values_and_gradients_equal_log_softmax(trainers, world_size, vocab_size
     grad_weight = np.concatenate([grad for _, _, grad in results])
     np.testing.assert_allclose(grad_weight, weight.grad.numpy(), atol=1e-4)
     assert not grad_weight[vocab_size:].any() and not grad_weight[list(forbidden)].any()
+
+
+def test_gradients_that_lie_in_columns_are_summed_over_the_ranks(trainers):
+    mine = np.arange(6, dtype=np.float32).reshape(3, 2).T
+    for rank, (ours, megatrons) in enumerate(trainers.run("gradient_in_columns", 2)):
+        np.testing.assert_array_equal(ours, 2 * mine + 10)
+        # If this fails, Megatron sums them too, and actor/copied.py is not needed.
+        np.testing.assert_array_equal(megatrons, mine + 10 * rank)

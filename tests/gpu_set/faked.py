@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import subprocess
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import nvidia
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 H100 = SimpleNamespace(
@@ -36,16 +37,21 @@ class _Stream:
         pass
 
 
-def load_driver() -> None:
+def load_driver(home: Path) -> None:
     """Load a libcuda.so.1 whose every function answers CUDA_ERROR_NO_DEVICE (100). vLLM's extensions need the library
-    when they are imported."""
+    when they are imported, and Triton in the processes that vLLM starts looks for it in LD_LIBRARY_PATH.
+
+    Args:
+        home: an existing folder, where the library stays.
+    """
     [header] = Path(nvidia.__path__[0]).glob("cu*/include/cuda.h")
     names = sorted(set(re.findall(r"\bcu[A-Z]\w+(?=\s*\(|\s*$)", header.read_text(), re.MULTILINE)))
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "driver.c"), Path(folder, "libcuda.so.1")
-        source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in names))
-        subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
-        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    source, library = home / "driver.c", home / "libcuda.so.1"
+    source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in names))
+    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", source, "-o", library], check=True)
+    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    known = os.environ.get("LD_LIBRARY_PATH")
+    os.environ["LD_LIBRARY_PATH"] = f"{home}:{known}" if known else str(home)
 
 
 def pretend() -> None:
@@ -61,6 +67,16 @@ def pretend() -> None:
     cuda.synchronize = lambda *_: None
     cuda.mem_get_info = lambda *_: (79 << 30, 80 << 30)
     cuda.Stream = _Stream
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are on the CPU."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        if options.get("device") is not None and torch.device(options["device"]).type == "cuda":
+            options["device"] = "cpu"
+        return function(*arguments, **options)
 
 
 def join(rank: int, world_size: int) -> None:

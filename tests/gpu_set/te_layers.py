@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from numbered import SHAPES  # noqa: E402
 
 from megatron_rl.actor import platform  # noqa: E402
+from megatron_rl.layout import FAMILIES  # noqa: E402
+from megatron_rl.types import LatentAttention, YarnRope  # noqa: E402
 
 
 def pretend() -> None:
@@ -44,7 +46,18 @@ def shape_of(name: str) -> Any:
         vocab_size=200,
         num_layers=4,
     )
-    return replace(shape, experts=replace(shape.experts, num_experts=4, ffn_size=32)) if shape.experts else shape
+    if shape.experts:
+        shared = 32 if shape.experts.shared_ffn_size else 0
+        shape = replace(shape, experts=replace(shape.experts, num_experts=4, ffn_size=32, shared_ffn_size=shared))
+    if shape.optional:
+        shape = replace(shape, rotary_share=0.5)
+    if FAMILIES[shape.family].router_bias:
+        shape = replace(shape, experts=replace(shape.experts, score="sigmoid"))
+    if latent := shape.latent:
+        rank = 48 if latent.query_rank else 0
+        latent = LatentAttention(query_rank=rank, kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32)
+        shape = replace(shape, num_kv_heads=4, head_dim=48, latent=latent, rope_scaling=YarnRope(4.0, 64))
+    return shape
 
 
 def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine") -> Iterator[tuple[Any, int, Any, Any]]:
@@ -80,7 +93,7 @@ def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine")
 def check(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Compare the parameters of all ranks with the family's table. Returns what a test asks about."""
     from megatron_rl.actor import state
-    from megatron_rl.layout import FAMILIES, check_parameters, megatron_shards
+    from megatron_rl.layout import check_parameters, megatron_shards
 
     shape, fused, classes = shape_of(name), set[bool](), set[str]()
     summed = set[str]()

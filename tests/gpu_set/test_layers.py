@@ -26,12 +26,15 @@ MIXTURES = [
     {"data": 4, "expert": 4},
     {"tensor": 2, "pipeline": 2, "data": 2, "expert": 4, "expert_tensor": 1},
 ]
-MIXED = ("qwen3_moe", "mixtral")
+LATENT = ("deepseek_v3", "deepseek_v3_direct", "glm4_moe_lite")
+MIXED = ("qwen3_moe", "mixtral", "glm4_moe", *LATENT)
+WITH_HEAD_NORMS = ("qwen3", "qwen3_tied", "qwen3_moe", "glm4_moe")
 FAMILIES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_tied"), DENSE),
     **dict.fromkeys(MIXED, MIXTURES),
 }
-"""olmo2, olmo3 and deepseek_v3 have Megatron's local layers (layout/fused.py)."""
+"""kimi_k2 has deepseek_v3's table. olmo2, olmo3, gpt_oss and the families with linear attention have Megatron's local
+layers (layout/fused.py)."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -44,6 +47,8 @@ def test_all_ranks_have_the_parameters_of_the_table_and_the_marks_that_gradients
     for mesh, found in zip(meshes, json.loads(done.stdout.splitlines()[-1]), strict=True):
         assert {"TELayerNormColumnParallelLinear", "TEDotProductAttention"} <= set(found["classes"]), mesh
         assert ("TEGroupedMLP" in found["classes"]) == (family in MIXED), mesh
+        assert ("TELinear" in found["classes"]) == (family in LATENT), mesh
         assert found["adds_up_gradients"] == [True], mesh
         norms = {name for name in found["summed"] if name.endswith("norm_weight") or "layernorm" in name}
-        assert bool(norms) == (mesh.get("tensor", 1) > 1 and (mesh.get("sequence", True) or "qwen3" in family)), mesh
+        are_summed = mesh.get("sequence", True) or family in WITH_HEAD_NORMS
+        assert bool(norms) == (mesh.get("tensor", 1) > 1 and are_summed), mesh

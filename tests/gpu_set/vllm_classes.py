@@ -38,6 +38,23 @@ BASE = {
     "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "rope_theta": 1e6,
     "bos_token_id": 0, "eos_token_id": 1, "attention_bias": False,
 }  # fmt: skip
+
+
+def published(name: str, architecture: str, **smaller: Any) -> dict[str, Any]:
+    """A published config.json with fewer layers and smaller sizes."""
+    config = json.loads((ROOT / "configs" / "model" / f"{name}.json").read_text())
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
+    own = {"architectures": [architecture], "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1}
+    return config | {key: BASE[key] for key in sizes} | own | smaller
+
+
+GROUPED = {"num_key_value_heads": 4, "head_dim": 64, "num_experts_per_tok": 2}
+LATENT = {"num_key_value_heads": 8, "q_lora_rank": 128, "kv_lora_rank": 512, "num_experts_per_tok": 2}
+SIGMOID = {"n_routed_experts": 16, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
+DELTA = {
+    "num_experts": 16, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+}  # fmt: skip
 MODELS = {
     "llama": BASE | {"architectures": ["LlamaForCausalLM"]},
     "qwen2": BASE | {"architectures": ["Qwen2ForCausalLM"]},
@@ -57,11 +74,19 @@ MODELS = {
         "routed_scaling_factor": 2.5, "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
     },
+    "kimi_k2": published("Kimi-K2-Instruct", "DeepseekV3ForCausalLM", **LATENT, **SIGMOID),
+    "glm4_moe_lite": published("GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", **LATENT, **SIGMOID),
+    "glm4_moe": published("GLM-4.6", "Glm4MoeForCausalLM", **GROUPED, **SIGMOID),
+    "gpt_oss": published("gpt-oss-120b", "GptOssForCausalLM", **GROUPED, num_local_experts=16),
+    "qwen3_next": published("Qwen3-Next-80B-A3B-Instruct", "Qwen3NextForCausalLM", **GROUPED, **DELTA),
+    "qwen3_5_moe_text": published("Qwen3.5-35B-A3B-text", "Qwen3_5MoeForCausalLM", **GROUPED, **DELTA),
+    "olmo3": published("Olmo-3-32B-Think-DPO", "Olmo3ForCausalLM", num_key_value_heads=4),
 }  # fmt: skip
-"""Small models whose sizes vLLM's kernels accept: its fp8 pads a router of fewer than 16 experts, and then fails. olmo2
-and olmo3 are not here, because vLLM builds them through its transformers backend, which allocates on the GPU."""
+"""Small models whose sizes vLLM's kernels accept: its fp8 pads a router of fewer than 16 experts, and then fails."""
 
 
+ARCHITECTURES = {name: family.vllm_model for name, family in FAMILIES.items()} | {"olmo3": "Olmo3ForCausalLM"}
+"""What published folders name, and configs/model leaves out. vLLM runs OLMo with its class for transformers' models."""
 NUM_GPUS = 8
 """The GPUs of a node."""
 
@@ -107,12 +132,13 @@ def configure(home: Path) -> dict[str, dict[str, Any]]:
         config = load_config(
             GrpoRunConfig, [str(recipe), f"data.train={ROOT}/recipes/tiny/data/gsm8k_train_sample.jsonl"]
         )
-        published = ROOT / "configs" / "model" / f"{config.model.path.name}.json"
-        if not published.is_file():
+        file = ROOT / "configs" / "model" / f"{config.model.path.name}.json"
+        if not file.is_file():
             continue
         folder = home / recipe.stem
         folder.mkdir()
-        shutil.copy(published, folder / "config.json")
+        sizes = json.loads(file.read_text())
+        (folder / "config.json").write_text(json.dumps(sizes | {"architectures": [ARCHITECTURES[sizes["model_type"]]]}))
         spec = {
             "shares_gpus": config.cluster.colocate,
             "returns_routes": config.policy.routing_replay,
@@ -188,7 +214,8 @@ def built(config: Any) -> Any:
     from vllm.model_executor.model_loader.utils import initialize_model
 
     torch.set_default_dtype(torch.bfloat16)
-    model = initialize_model(config)
+    with faked.CudaMeansCpu():
+        model = initialize_model(config)
     torch.set_default_dtype(torch.float32)
     record_metadata_for_reloading(model)
     return model
@@ -218,10 +245,10 @@ def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
     return {key: sorted(value) for key, value in found.items()}
 
 
-def pretend() -> None:
+def pretend(home: Path) -> None:
     """Let vLLM choose its CUDA platform, and groups whose collectives do nothing."""
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
-    faked.load_driver()
+    faked.load_driver(home)
     faked.pretend()
     import vllm.platforms
     from vllm.distributed import parallel_state
@@ -242,8 +269,8 @@ def pretend() -> None:
 
 def main() -> None:
     what, *arguments = sys.argv[1:]
-    pretend()
     with tempfile.TemporaryDirectory() as home:
+        pretend(Path(home))
         if what == "configure":
             print(json.dumps(configure(Path(home))))
         else:

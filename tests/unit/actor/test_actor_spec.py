@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.model import uses_fused_layers
+from megatron_rl.actor.model import transformer_config, uses_fused_layers
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms import SupervisedObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.planning.activations import has_fused_layers
-from megatron_rl.types import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 
 QWEN3 = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)
 MIXTRAL = replace(QWEN3, family="mixtral", experts=Experts(num_experts=4, num_active=2, ffn_size=48))
@@ -90,12 +90,23 @@ def test_sizes_that_do_not_fit_are_refused_before_any_rank_waits(shape, parallel
 LLAMA = replace(QWEN3, family="llama")
 
 
+DELTA = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=8, value_size=8, convolution=4, interleaved=True)
+MLA = LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+"""DeepSeek-V3's, whose head dims cuDNN's attention takes."""
 WINDOWS = replace(LLAMA, sliding_window=4, sliding_layers=(0,))
-FUSED = [LLAMA, WINDOWS, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))]
+FUSED = [
+    *(LLAMA, WINDOWS, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))),
+    *(replace(LLAMA, rotary_share=0.5), replace(DEEPSEEK, latent=MLA)),
+    replace(DEEPSEEK, latent=MLA, rope_scaling=YarnRope(4.0, 64)),
+    replace(DEEPSEEK, family="glm4_moe_lite", latent=replace(MLA, nope_dim=192, value_dim=256)),
+]
 NOT_FUSED = [
     (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks"),
-    (DEEPSEEK, "the latent attention of deepseek_v3 has not been tried"),
-    (replace(LLAMA, rotary_share=0.5), "heads that are rotated in part have not been tried"),
+    (DEEPSEEK, "no heads of 14 dims in query and key and 10 in value"),
+    (replace(DEEPSEEK, latent=replace(MLA, value_dim=160)), "no heads of 192 dims in query and key and 160 in value"),
+    (replace(DEEPSEEK, latent=replace(MLA, value_dim=512)), "no heads of 192 dims in query and key and 512 in value"),
+    (replace(LLAMA, family="gpt_oss"), "takes no sinks in packed rows"),
+    (replace(LLAMA, family="qwen3_next", delta=DELTA, linear_layers=(0,)), "linear attention takes no packed rows"),
     (replace(LLAMA, rope_scaling=YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
     (replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64)), "no other rotary scaling than Llama 3.1's"),
 ]
@@ -141,3 +152,12 @@ def test_without_the_library_the_layers_are_local():
     assert not fused(LLAMA)
     with pytest.raises(ValueError, match="Transformer Engine is not installed; set model.layers to local"):
         fused(LLAMA, "transformer_engine")
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_an_output_between_virtual_stages_is_not_freed_before_it_is_sent(monkeypatch, has_cuda):
+    monkeypatch.setattr(platform, "HAS_CUDA", has_cuda)
+    model = ModelConfig(path=Path("model"), dtype="float32")
+    for virtual in (1, 2):
+        parallel = ParallelConfig(pipeline=2, virtual=virtual)
+        assert transformer_config(QWEN3, model, parallel, {}).deallocate_pipeline_outputs == (virtual == 1)

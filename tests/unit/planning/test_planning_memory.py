@@ -51,6 +51,18 @@ def test_a_fused_mixture_keeps_the_tokens_that_its_experts_get():
     assert layer_bytes(MIXTURE, ParallelConfig(), 0, 2, fused=True) == 2 * elements + 4 * (2 * 128 + 4 * 8)
 
 
+def test_fused_latent_attention_by_hand():
+    """DeepSeek-V3's first layer on eight ranks. Inputs of two norms and two blocks and the residual: 5 x 7168; q and k
+    with 192, v and the output with 128 dims a head; the inputs and outputs of two compressions, 1536 and 512, and 64
+    rotated dims; gate, up and their product: 3 x 18432. Each rank has the down projections whole."""
+    shape, parallel = read_shape(CONFIGS / "DeepSeek-V3.json"), ParallelConfig(tensor=8)
+    elements = 5 * 7168 + 128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64 + 3 * 18_432
+    assert layer_bytes(shape, parallel, 0, 2, fused=True) == elements * 2 / 8
+    whole, split = (rank_parameters(shape, parallel.mesh, 0, fused) for fused in (True, False))
+    assert whole.dense - split.dense == 61 * 7168 * (1536 + 512 + 64) * 7 / 8
+    assert whole.expert == split.expert and whole.matrices - split.matrices == whole.dense - split.dense
+
+
 def of_stage(stage: int, parallel=PARALLEL, recompute: str = "full", num_tokens: int = 16_384):
     return activations(SHAPE, parallel, stage, num_tokens, width=2, recompute=recompute, fused=True)
 
@@ -84,11 +96,12 @@ def test_uneven_stages_keep_what_their_own_layers_need():
 
 def test_the_interleaved_schedule_has_more_chunks_in_flight():
     """Two chunks of 8 layers in each of 4 stages: 2 x 3 + 4 + 1 = 11 passes in flight on the first stage; the first
-    four and the last three are of chunk 0, the others of chunk 1. Chunk 0 of stage 0 has 6 layers, chunk 1 has 10."""
+    four and the last three are of chunk 0, the others of chunk 1. Chunk 0 of stage 0 has 6 layers, chunk 1 has 10. Each
+    pass keeps its output, too."""
     layers = (6, 8, 8, 8, 10, 8, 8, 8)
     parallel = ParallelConfig(tensor=4, pipeline=4, virtual=2, layers=layers)
     one = 5120 * 16_384 * 2 / 4
-    assert of_stage(0, parallel).kept == (4 * 6 + 4 * 10 + 3 * 6) * one
+    assert of_stage(0, parallel).kept == (4 * 6 + 4 * 10 + 3 * 6 + 11) * one
 
 
 def test_the_buffers_of_the_distributed_optimizer_are_padded():

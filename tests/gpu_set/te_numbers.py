@@ -1,0 +1,134 @@
+"""The gradient of Transformer Engine's layers, in real processes over gloo, with PyTorch in the place of their kernels.
+
+Parameters, marks and what Megatron does with them are the real ones. The reference is one process with local layers in
+float64, and one in float32 shows what rounding explains (tools/bench/compare_layouts.py).
+
+    python tests/gpu_set/te_numbers.py '{"deepseek_v3": ["tp2", "cp2"]}'
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused activations are the same formulas without a compiler
+
+for room in ("", "dist"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / room))
+from sizes import VOCAB_SIZE  # noqa: E402
+
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
+from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
+    NUM_MICROBATCHES,
+    ONE_PROCESS,
+    deal_rows,
+    difference,
+    parse_layout,
+    random_rows,
+    too_far,
+    train_once,
+)
+
+WITHOUT_KERNELS = MegatronConfig(transformer={"moe_permute_fusion": False})
+"""This one is not a module's, but a function that Megatron calls."""
+
+
+def models() -> dict[str, Any]:
+    """What `write_models` writes: of each family one with sizes that the layers take."""
+    from test_actor_families import GLM, KIMI_YARN, LATENT, MODELS, PLAIN, YARN
+
+    latent = dict(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    narrow = LATENT | latent | dict(q_lora_rank=24)
+    yarn = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
+    return {
+        "llama": ("Llama", dict(rope_parameters=PLAIN)),
+        "qwen2": MODELS["qwen2"],
+        "qwen2_windows": MODELS["qwen2_windows"],
+        "qwen3_moe": MODELS["qwen3_moe"],
+        "mixtral": MODELS["mixtral"],
+        "deepseek_v3": ("DeepseekV3", dict(**narrow, rope_parameters=yarn)),
+        "deepseek_v3_direct": ("DeepseekV3", dict(**narrow | {"q_lora_rank": None, "qk_nope_head_dim": 16})),
+        "kimi_k2": (
+            "DeepseekV3",
+            dict(**narrow | {"n_group": 1, "topk_group": 1, "v_head_dim": 16}, rope_parameters=YARN | KIMI_YARN),
+        ),
+        "glm4_moe_lite": ("Glm4MoeLite", narrow),
+        "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
+    }
+
+
+def layout_of(text: str) -> ParallelConfig:
+    """`tp2-cp2`, `tp2-cp2 recomputed`, or `tp2 whole`: without sequence parallelism."""
+    axes, _, how = text.partition(" ")
+    return parse_layout(axes).model_copy(update={"sequence": how != "whole"})
+
+
+def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -> None:
+    """Do the part of a rank in each case."""
+    import kernels
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    kernels.install()
+    rows = random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=3)
+    for number, (name, layout) in enumerate(cases):
+        is_one = layout in ("float32", "float64")
+        parallel = ParallelConfig() if is_one else layout_of(layout)
+        if rank >= parallel.mesh.world_size:
+            continue
+        store = next(dist.rendezvous(f"file://{folder}/{number}", rank, parallel.mesh.world_size))[0]
+        recompute = "full" if layout.endswith(" recomputed") else "none"
+        layers = "local" if is_one else "transformer_engine"
+        model = ModelConfig(path=folder / name, dtype="float32", layers=layers, recompute=recompute)
+        policy = PolicyConfig(parallel=parallel, megatron=MegatronConfig() if is_one else WITHOUT_KERNELS)
+        shares = deal_rows(folder / name, parallel, rows, 1 if is_one else NUM_MICROBATCHES)
+        found = train_once(rank, store, folder / name, model, policy, shares, exact=layout == "float64")
+        if rank == 0:
+            results.put((name, layout, found))
+
+
+def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
+    """What is too far from float64, of each family."""
+    from test_actor_families import write_models
+
+    cases = [(name, layout) for name, of in layouts.items() for layout in ("float64", "float32", *of)]
+    sizes = [layout_of(layout).mesh.world_size for of in layouts.values() for layout in of]
+    processes = multiprocessing.get_context("spawn")
+    results = processes.SimpleQueue()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_models(folder, {name: kind for name, kind in models().items() if name in layouts})
+        arguments = folder, cases, results
+        ranks = [processes.Process(target=serve, args=(rank, *arguments), daemon=True) for rank in range(max(sizes))]
+        for process in ranks:
+            process.start()
+        found: dict[str, dict[str, Any]] = {}
+        for _ in cases:
+            while results.empty():
+                if any(process.exitcode for process in ranks):
+                    raise SystemExit("a rank failed; its error is above")
+                ranks[0].join(0.05)
+            name, layout, numbers = results.get()
+            found.setdefault(name, {})[layout] = numbers
+        for process in ranks:
+            process.join()
+    faults = {}
+    for name, of in found.items():
+        exact = of.pop("float64")
+        one = difference(ONE_PROCESS, of.pop("float32"), exact)
+        print(asdict(one), file=sys.stderr)
+        differences = [difference(layout, numbers, exact) for layout, numbers in of.items()]
+        print(*map(asdict, differences), sep="\n", file=sys.stderr)
+        faults[name] = [fault for one_of in differences for fault in too_far(one_of, one)]
+    return faults
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))
