@@ -22,7 +22,6 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -30,6 +29,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from megatron_rl.actor.copied import copied_to_all_ranks
 from megatron_rl.layout import Shard, slices
 from megatron_rl.layout.adapters import A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
@@ -157,9 +157,9 @@ class Adapter:
             # The dispatcher gathers an expert's tokens and sums its outputs over the ranks that split it. Each rank
             # has a part of the gradient of what all of them hold.
             if self._splits_output:
-                a_RH = copy_to_tensor_model_parallel_region(a_RH, group=group)
+                a_RH = copied_to_all_ranks(a_RH, group)
             else:
-                b_OR = copy_to_tensor_model_parallel_region(b_OR, group=group)
+                b_OR = copied_to_all_ranks(b_OR, group)
             middle_TR = input_TH @ a_RH.t()
         else:
             middle_TR = self._shared(layer, input_TH @ a_RH.t())
@@ -174,7 +174,7 @@ class Adapter:
         if self._splits_output and layer.sequence_parallel:
             shared = gather_from_sequence_parallel_region(middle_TR, tensor_parallel_output_grad=True, group=group)
         elif self._splits_output:
-            shared = copy_to_tensor_model_parallel_region(middle_TR, group=group)
+            shared = copied_to_all_ranks(middle_TR, group)
         elif layer.sequence_parallel:
             shared = reduce_scatter_to_sequence_parallel_region(middle_TR, group=group)
         else:
