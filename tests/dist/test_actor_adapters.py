@@ -115,7 +115,7 @@ def merge(folder: Path, model: Path, started: LoraConfig) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "lora"), FORMULA)
+@pytest.mark.parametrize(("name", "lora"), cover.essential(FORMULA, FORMULA[0]))
 def test_one_process_has_the_gradient_of_pefts_formula(start_of, rows, numbers, tmp_path, name, lora):
     """By the chain rule from the gradient of the merged weight W: scale B^T dW of A, and scale dW A^T of B."""
     folder, started = start_of(name, lora)
@@ -131,7 +131,7 @@ def test_one_process_has_the_gradient_of_pefts_formula(start_of, rows, numbers, 
         assert relative(found[key], expected) < 1e-5, key
 
 
-@pytest.mark.parametrize(("name", "layout"), cover.essential(CASES, ("qwen3", "tp2-pp2"), ("qwen3_moe", "tp2-dp2-ep2")))
+@pytest.mark.parametrize(("name", "layout"), cover.essential(CASES, ("qwen3", "tp2-pp2")))
 def test_every_layout_has_the_gradient_of_one_process(numbers, of_one_process, name, layout):
     recompute = "full" if (name, layout) in RECOMPUTED else "none"
     results = numbers(name, parse_layout(layout), NUM_MICROBATCHES, recompute)
@@ -162,7 +162,7 @@ SERVED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mesh", "engines", "lora"), cover.essential(SERVED, SERVED[0]))
+@pytest.mark.parametrize(("name", "mesh", "engines", "lora"), cover.essential(SERVED, SERVED[2]))
 def test_engines_serve_what_trainers_push(trainers, models, tmp_path, name, mesh, engines, lora):
     folder, store = models / name, host_store("127.0.0.1")
     shape, start = replace(read_shape(folder), adapters=lora.adapters), write_adapters(tmp_path / "start", folder, lora)

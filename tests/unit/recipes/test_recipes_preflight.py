@@ -121,6 +121,35 @@ def test_a_run_without_fault_passes_and_leaves_nothing_behind(home):
     assert sorted(home.rglob("*")) == before
 
 
+def test_adapters_that_cannot_be_trained_or_served_are_named(home):
+    def lora(**keys):
+        return grpo(policy={"lora": keys})
+
+    assert faults(lora()) == faults(lora(targets=["q_proj", "down_proj"], rank=3)) == []
+    assert faults(lora(targets=["q_proj", "k_prj"])) == [
+        "policy.lora.targets has k_prj, but the linear layers of qwen3 are q_proj, k_proj, v_proj, o_proj, gate_proj, "
+        "up_proj, down_proj"
+    ]
+    [missing] = faults(lora(start="nowhere"))
+    assert missing.startswith("policy.lora.start: nowhere has no adapter_config.json")
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (home / "started").mkdir()
+    (home / "started/adapter_config.json").write_text(json.dumps(given))
+    assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == []
+    assert [fault[:40] for fault in faults(lora(start="started", rank=4, alpha=16))] == [
+        "policy.lora.alpha is 16, but the adapter",
+        "policy.lora.start: the adapters in start",
+    ]
+    (home / "started/adapter_config.json").write_text(json.dumps(given | {"use_dora": True}))
+    [other] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
+    assert "has use_dora: True, and only False is supported" in other
+    (home / "base").mkdir()
+    weights = grpo(policy={"lora": {}}, model={"path": "model", "weights": "base", "dtype": "float32"})
+    assert any("the engines load the base model from model.path" in fault for fault in faults(weights))
+    muon = grpo(policy={"lora": {}, "optimizer": {"kind": "muon"}})
+    assert [fault for fault in faults(muon) if "Muon" in fault]
+
+
 def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
     config = CONFIG | {"model_type": "qwen3_next", "layer_types": ["full_attention"] * CONFIG["num_hidden_layers"]}
     config |= {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8}

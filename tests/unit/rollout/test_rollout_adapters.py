@@ -17,6 +17,7 @@ from megatron_rl.layout.adapters import SERVED_ID
 from megatron_rl.layout.peft import tensors_of
 from megatron_rl.types import Adapters, Mesh
 
+pytestmark = pytest.mark.deep
 ADAPTERS = Adapters(rank=3, alpha=3.0)
 A, B = (f"model.layers.{{}}.self_attn.qkv_proj.lora_{part}_stacked.{{}}" for part in "ab")
 
