@@ -155,7 +155,7 @@ class MegatronRank(TracedProcess, ABC):
 
         log.info("writing the Hugging Face folder %s", folder)
         export_hf(self.actor, Path(folder))
-        if self.spec.shape.adapters is not None:
+        if self.spec.shape.adapters is not None and not self.spec.shape.value_head:
             export_adapters(self.actor, Path(folder) / "adapters")
 
 
