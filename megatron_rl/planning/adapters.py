@@ -1,7 +1,7 @@
 """The adapters of a run on the engines' side: what a push brings, and the slot that vLLM keeps for them.
 
-In a run the engines' side is recorded from vLLM (`bridge/adapter_slot.py`). Invariant (tests/dist): the bytes of each
-rank are the recorded ones, and the slot's the ones that vLLM has allocated.
+In a run the engines' side is recorded from vLLM (`bridge/adapter_slot.py`). Invariant (tests/dist): each rank holds
+the rectangles that were recorded.
 """
 
 from __future__ import annotations

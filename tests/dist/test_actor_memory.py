@@ -90,7 +90,7 @@ ADAPTED = [
 
 
 @pytest.mark.parametrize("name, layout, targets", cover.essential(ADAPTED, ADAPTED[0]))
-def test_of_adapters_alone_there_are_gradients_and_state(trainers, folders, model_folder, samples, name, layout, targets):
+def test_adapters_alone_have_gradients_and_state(trainers, folders, model_folder, samples, name, layout, targets):
     folder, lora = folders.get(name, model_folder), LoraConfig(rank=3, targets=targets)
     given = dict(folder=folder, samples=samples, layout=layout, lora=lora)
     results = trainers.run(f"{MODULE}.allocated", layout.mesh.world_size, **given)
