@@ -108,7 +108,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
 
 def _adapter_widths(shape: ModelShape, mesh: Mesh, layer: int, rows: float) -> float:
     """The elements that the adapters of a layer keep for each token: A x, which B multiplies. The inputs of the layers
-    are counted already; without adapters beside a layer its frozen weight does not need them, which is not counted.
+    are counted already; a frozen weight without an adapter does not need them, which is not counted.
 
     Args:
         rows: the rank's share of the tokens between attention and MLP.

@@ -41,7 +41,7 @@ class RankParameters:
     expert_vectors: int = 0
     """The elements of `expert` that are not in matrices, but in biases."""
     frozen: int = 0
-    """The elements of weights beside which adapters are trained. They have neither a gradient nor a state."""
+    """The elements of weights that adapters leave as they are. They have neither a gradient nor a state."""
 
     @property
     def trained(self) -> int:
