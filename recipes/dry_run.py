@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +28,7 @@ from megatron_rl.planning.estimates import (
 )
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.memory import RunMemory, run_memory
-from megatron_rl.planning.parameters import BYTES, expert_data_ways, gigabytes, largest_stage
+from megatron_rl.planning.parameters import BYTES, count_parameters, expert_data_ways, gigabytes, largest_stage
 from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
@@ -51,13 +51,17 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     if shape.experts and (mesh.expert > 1 or mesh.expert_tensor is not None):
         trainer += f"; experts: EP{mesh.expert} x ETP{mesh.expert_ways} x expert-DP{expert_data_ways(mesh)}"
 
-    num_parameters = FAMILIES[shape.family].num_parameters(shape)
-    title = f"{config.run.name}: {shape.family}, {num_parameters:,} parameters"
+    count = count_parameters(shape)
+    title = f"{config.run.name}: {shape.family}, {sum(count):,} parameters"
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_row("trainer", trainer)
+    if shape.adapters:
+        table.add_row("trained, in adapters", f"{count.trained:,}, of rank {shape.adapters.rank}")
+        table.add_row("frozen", f"{count.frozen:,}")
     if not config.cluster.gpus_per_trainer:
         table.add_row("threads of each rank", _threads(config))
-    table.add_row("parameters of the largest rank", f"{largest.total:,}")
+    frozen = f", {largest.frozen:,} of them frozen" if largest.frozen else ""
+    table.add_row("parameters of the largest rank", f"{largest.total:,}{frozen}")
     table.add_row("  weights", gigabytes(largest.weight_bytes(dtype)))
     table.add_row("  gradients (fp32)", gigabytes(largest.gradient_bytes))
     table.add_row(f"  optimizer state, {split}", gigabytes(largest.state_bytes(mesh, dtype, optimizer)))
@@ -85,6 +89,9 @@ def _describe_critic(config: GrpoRunConfig, table: Table) -> None:
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     layout = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {model.dtype}"
     table.add_row("critic", f"{shape.family}, {layout}")
+    if shape.adapters:
+        count = count_parameters(shape)
+        table.add_row("  trained, frozen", f"{count.trained:,}, {count.frozen:,}")
     needed = held.bytes(mesh, model.dtype, critic.optimizer)
     table.add_row("  weights, gradients and optimizer state of its largest rank", gigabytes(needed))
 
@@ -98,7 +105,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     plan = largest_plan(config, shape, parallel)
     transfer = planned_transfer(config, shape, parallel.mesh)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
-    whole = BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape)
+    share = received.max() / (BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape.base))
 
     table = Table(title="a step", show_header=False, title_justify="left")
     stages = f" x PP{rollout.pipeline}" if rollout.pipeline > 1 else ""
@@ -116,7 +123,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     table.add_row("bridge", f"{transfer.num_routes} routes, plan {transfer.digest}")
     table.add_row(
         "  bytes into the fullest engine rank",
-        f"{gigabytes(received.max())} ({received.max() / whole:.2f} of the model)",
+        f"{gigabytes(received.max())} ({f'{share:.2%}' if shape.adapters else f'{share:.2f}'} of the model)",
     )
     table.add_row("  bytes out of the busiest trainer rank", gigabytes(sent.max()))
     console.print(table)
@@ -171,12 +178,20 @@ def _table_of_nodes(config: BaseConfig, memory: RunMemory) -> Table:
         of_node = 1
         if cluster.gpus_per_node is not None:
             of_node = min(int(cluster.gpus_per_node // cluster.gpus_per_trainer), parallel.mesh.world_size)
-        title = f"{name}, {of_node} on a node"
-        rows = [(title, sum(side.host.values())), *((f"  {part}", size) for part, size in side.host.items())]
-        for row, size in rows:
-            style = "bold" if row == title else ""
-            table.add_row(row, f"{size / 1e9:.2f}", f"{of_node * size / 1e9:.2f}", style=style)
+        _add_host_rows(table, name, of_node, side.host)
+    if isinstance(config, GrpoRunConfig) and memory.engine is not None and memory.engine.gpu.host:
+        of_node = config.rollout.num_engines * config.rollout.engine_ranks
+        if cluster.gpus_per_node is not None:
+            of_node = min(int(cluster.gpus_per_node // cluster.gpus_per_engine_rank), of_node)
+        _add_host_rows(table, "an engine's rank", of_node, memory.engine.gpu.host)
     return table
+
+
+def _add_host_rows(table: Table, name: str, of_node: int, host: Mapping[str, float]) -> None:
+    title = f"{name}, {of_node} on a node"
+    for row, size in [(title, sum(host.values())), *((f"  {part}", size) for part, size in host.items())]:
+        style = "bold" if row == title else ""
+        table.add_row(row, f"{size / 1e9:.2f}", f"{of_node * size / 1e9:.2f}", style=style)
 
 
 def check_memory(memory: RunMemory) -> None:

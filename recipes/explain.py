@@ -154,7 +154,8 @@ def look(config: GrpoRunConfig, asked: ExplainRequest) -> ExplainedStep:
     from megatron_rl.loop.shares import plan_step
 
     rollouts = read_rollouts(config, asked.run, asked.step)
-    shares, _ = plan_step(config, read_shape(config.model.path), batch_of(config, rollouts, asked.step))
+    shape = config.policy.adapted(read_shape(config.model.path))
+    shares, _ = plan_step(config, shape, batch_of(config, rollouts, asked.step))
     return ExplainedStep(
         number=asked.step,
         answers=answers_of(rollouts, shares.policy, {}),
@@ -181,7 +182,7 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
     from megatron_rl.loop.updates import Updates
     from megatron_rl.recipes.grpo import policy_spec, start_critic
 
-    looked, shape = look(config, asked), read_shape(config.model.path)
+    looked, shape = look(config, asked), config.policy.adapted(read_shape(config.model.path))
     start = start_of(asked.run, config.rollout.replay or asked.run / "rollouts", asked.step)
     coefficients = Coefficients(config.algorithm, False)
     with ExitStack() as cleaning, waiting(console, "Ray starts") as tell:

@@ -127,7 +127,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 ports = ports_without_engines(trained)
                 observe_run(config, sink, [policy, *filter(None, [critic])])
         with sink, interrupt.training():
-            done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)
+            done = train(config, spec.shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
             if critic is not None:

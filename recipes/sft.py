@@ -83,7 +83,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
             policy.start(is_resumed=checkpoints.first_step > 0)
             observe_run(config, sink, [policy])
         with sink, interrupt.training():
-            done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)
+            done = train_supervised(config, spec.shape, policy, stream, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
     if done == config.run.steps:

@@ -26,6 +26,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import RunMemory, run_memory
+from megatron_rl.planning.parameters import ParameterCount, count_parameters
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.processes import piped
 from megatron_rl.recipes.defaults import with_defaults
@@ -39,9 +40,10 @@ def read(arguments: Sequence[str]) -> BaseConfig:
     return with_defaults(validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged))
 
 
-def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:
+def as_dict(memory: RunMemory, layouts: Sequence[Layout], parameters: ParameterCount) -> dict[str, object]:
     engine = memory.engine
     return {
+        "parameters": parameters._asdict(),
         "fits": not memory.problems,
         "problems": memory.problems,
         "gpu_bytes": memory.trainer_limit if memory.on_gpus else None,
@@ -49,7 +51,11 @@ def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:
         "ranks": [{"name": gpu.name, "bytes": gpu.parts, "total_bytes": gpu.totals} for gpu in memory.gpus],
         "training_bytes": memory.training_bytes,
         "layers": "transformer_engine" if memory.fused else "local",
-        "host_bytes": {"trainer": memory.trainer.host, "critic": memory.critic.host if memory.critic else None},
+        "host_bytes": {
+            "trainer": memory.trainer.host,
+            "critic": memory.critic.host if memory.critic else None,
+            "engine": engine.gpu.host if engine else None,
+        },
         "kv_sequences": None if engine is None else {"longest": engine.longest, "half": engine.half},
         "layouts": [
             {
@@ -94,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     layouts = fitting_layouts(config, shape) if memory.on_gpus else []
     if options.json:
-        print(json.dumps(as_dict(memory, layouts)))
+        print(json.dumps(as_dict(memory, layouts, count_parameters(shape))))
         return 1 if memory.problems else 0
     describe_policy(config, console)
     describe_memory(config, shape, console)

@@ -79,15 +79,13 @@ def _rows_for(rule: Rule, targets: Sequence[str]) -> list[Rule]:
 
     of_a = [(RANK, rule.hf[i].dims[1]) for i in chosen]
     of_b = [(rule.hf[i].dims[0], RANK) for i in chosen]
-    split, fused = rule.split, rule.split.fused
+    split = rule.split
     if split.dim == 1:
         assert len(chosen) == len(rule.hf) == 1, "a layer whose input is split has one weight"
         return [row(A, of_a, split), row(B, of_b, replace(split, megatron=_whole, vllm=_whole, dim=0))]
-    rows = _rows(rule, split.megatron, chosen), fused and _rows(rule, fused, chosen)
-    return [
-        row(A, of_a, SplitKind(_whole, _whole)),
-        row(B, of_b, SplitKind(rows[0], rows[0], fused=rows[1] or None)),
-    ]
+    ours, served = (_rows(rule, one, chosen) for one in (split.megatron, split.vllm))
+    fused = split.fused and _rows(rule, split.fused, chosen)
+    return [row(A, of_a, SplitKind(_whole, _whole)), row(B, of_b, SplitKind(ours, served, fused=fused))]
 
 
 def _whole(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:

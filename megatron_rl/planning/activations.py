@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
+from megatron_rl.layout.adapters import A, adapter_rules
 from megatron_rl.types import Experts, Mesh, ModelShape
 
 CHUNK_BYTES = 256 * 2**20
@@ -102,7 +103,27 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
             mlp += 2
         of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
         elements, numbers = elements + of_mixture * rows, numbers + more * rows
-    return elements * width + numbers * 4
+    return (elements + _adapter_widths(shape, mesh, layer, rows)) * width + numbers * 4
+
+
+def _adapter_widths(shape: ModelShape, mesh: Mesh, layer: int, rows: float) -> float:
+    """The elements that the adapters of a layer keep for each token: A x, which B multiplies. The inputs of the layers
+    are counted already; a frozen weight without an adapter does not need them, which is not counted.
+
+    Args:
+        rows: the rank's share of the tokens between attention and MLP.
+    """
+    if shape.adapters is None:
+        return 0.0
+    kept, experts = 0.0, shape.experts
+    for rule in adapter_rules(FAMILIES[shape.family].layer_rules(shape, layer), shape):
+        if rule.hf[0].name.endswith(f"{A}.weight"):
+            tokens = rows if rule.split.dim == 1 else 1.0
+            if rule.per_expert:
+                assert experts is not None, "the layer has experts"
+                tokens = rows * experts.num_active * mesh.expert_ways
+            kept += tokens * len(rule.hf) * shape.adapters.rank
+    return kept
 
 
 def _linear_numbers(shape: ModelShape) -> float:
@@ -194,6 +215,7 @@ def activations(
         kept += inputs + hidden + TOKEN_BYTES * num_own
         if shape.value_head:  # the hidden states again in fp32
             output = hidden + 4 * shape.hidden_size * num_own
-        else:  # the gradient of the weight is summed in fp32 and then rounded
-            output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * (4 + (width if width < 4 else 0))
+        else:  # the gradient of the weight, unless it is frozen, is summed in fp32 and then rounded
+            gradient = 0 if shape.adapters else 4 + (width if width < 4 else 0)
+            output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * gradient
     return Activations(kept, (2 if recompute == "full" else 1) * largest, output)

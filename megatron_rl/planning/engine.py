@@ -5,6 +5,7 @@ The bytes of weights and of the KV cache are exact; the bytes of vLLM's own work
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,8 +13,10 @@ import numpy as np
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, TransferPlan, engine_layers, volume
+from megatron_rl.planning.adapters import slot_bytes
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import BYTES
+from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import HOLDS, ModelShape
 
 ENGINE_WORK_BYTES = 4e9
@@ -21,8 +24,9 @@ ENGINE_WORK_BYTES = 4e9
 INCOMPLETE = 0.5
 """The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.20 to
 0.48 in the plans that were computed."""
-PARTS = {"weights": "weights", "kv_cache": "KV cache"}
-"""The rows of what engines that share their GPUs give up, by its names in HOLDS."""
+SLOT = "slot of the adapters"
+PARTS = {"weights": "weights", SLOT: "weights", "KV cache": "kv_cache"}
+"""What engines that share their GPUs give up, by its names in HOLDS, for each row."""
 SMALLER = (
     "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.tensor or "
     "rollout.pipeline"
@@ -46,8 +50,11 @@ class EngineMemory:
     def sharing(self) -> EngineMemory:
         """The memory of an engine that shares its GPUs with trainers."""
         holds = HOLDS["engine"]
-        present = {row: [phase for phase, held in holds.items() if part in held] for part, row in PARTS.items()}
-        return replace(self, stages=tuple(stage.sharing(present) for stage in self.stages))
+        present = {row: [phase for phase, held in holds.items() if part in held] for row, part in PARTS.items()}
+        # No push brings the base model of adapters again.
+        copied = ["weights", SLOT] if any(SLOT in stage.parts for stage in self.stages) else []
+        stages = (stage.sharing(present, copied=copied, to="trainers") for stage in self.stages)
+        return replace(self, stages=tuple(stages))
 
 
 def gpu_bytes(config: BaseConfig) -> float:
@@ -62,19 +69,29 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     to it. A sequence needs the same number of KV cache blocks on each stage, so the stage with room for the fewest
     sequences decides, and the other stages have unused room. vLLM repacks experts on GPUs, so a rank holds a layer's
     experts until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes their bytes. Each
-    verified layer is built a second time. Weights that vLLM quantises are counted as if they were not.
+    verified layer is built a second time. Weights that vLLM quantises are counted as if they were not. With adapters
+    no weights arrive, and vLLM has a slot for the adapters.
     """
     rollout, width = config.rollout, BYTES[config.model.dtype]
     longest, stages = rollout.max_model_tokens, range(rollout.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.pipeline, stage) for stage in stages]
-    weights = plan.engine_bytes.reshape(rollout.pipeline, rollout.tensor).max(1)
-    caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - ENGINE_WORK_BYTES)
+    whole = plan if shape.adapters is None else planned_transfer(config, shape.base, config.policy.parallel.mesh)
+    weights = whole.engine_bytes.reshape(rollout.pipeline, rollout.tensor).max(1)
+    slots = np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
+    caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - slots - ENGINE_WORK_BYTES)
     numbers = (
         min(int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, width, layers[stage])) for stage in stages)
         for n in (longest, max(1, longest // 2))
     )
     gpus = [
-        _stage_memory(config, shape, plan, stage, float(weights[stage]), float(caches[stage]), bridge_bytes)
+        _stage_memory(
+            config,
+            shape,
+            plan,
+            stage,
+            bridge_bytes,
+            {"weights": float(weights[stage]), SLOT: float(slots[stage]), "KV cache": float(caches[stage])},
+        )
         for stage in stages
     ]
     return EngineMemory(tuple(gpus), *numbers)
@@ -85,18 +102,21 @@ def _stage_memory(
     shape: ModelShape,
     plan: TransferPlan,
     stage: int,
-    weights: float,
-    cache: float,
     bridge_bytes: float,
+    lasting: Mapping[str, float],
 ) -> GpuMemory:
+    """
+    Args:
+        lasting: the bytes of what vLLM has allocated before a run.
+    """
     rollout = config.rollout
-    received = layer = engine_expert_bytes(shape, rollout, BYTES[config.model.dtype], stage)
+    received = 0.0 if shape.adapters else engine_expert_bytes(shape, rollout, BYTES[config.model.dtype], stage)
+    layer = received
     bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
     layers = engine_layers(shape.num_layers, rollout.pipeline, stage)
     layer /= max(1, sum(map(shape.has_experts, layers)))
     parts = {
-        "weights": MemoryPart(always(weights), SMALLER),
-        "KV cache": MemoryPart(always(cache), SMALLER),
+        **{part: MemoryPart(always(size), SMALLER) for part, size in lasting.items()},
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
         "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
         "a layer's experts, made again to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),

@@ -58,17 +58,20 @@ class GpuMemory:
         training, pushing, generating = (sum(sizes[phase] for sizes in self.parts.values()) for phase in range(3))
         return training, pushing, generating
 
-    def sharing(self, present: Mapping[str, Collection[Phase]], *, copied: Collection[str] = ()) -> GpuMemory:
+    def sharing(
+        self, present: Mapping[str, Collection[Phase]], *, copied: Collection[str] = (), to: str = "engines"
+    ) -> GpuMemory:
         """The memory of a rank that shares its GPU, and gives parts up in some phases.
 
         Args:
             present: for each part that is given up, the phases when it is on the GPU. Other parts always are.
             copied: the parts that are copied to the node's memory while they are not on the GPU.
+            to: whose memory it then is.
         """
         phases = {part: present.get(part, PHASES) for part in self.parts}
         parts = {part: _only(sizes, phases[part]) for part, sizes in self.parts.items()}
         lent = sum(self.parts[part][0] for part in copied if part in self.parts)
-        return replace(self, parts=parts, host={**self.host, "lent to the engines": lent} if lent else self.host)
+        return replace(self, parts=parts, host={**self.host, f"lent to the {to}": lent} if lent else self.host)
 
 
 def _only(sizes: Bytes, phases: Collection[Phase]) -> Bytes:

@@ -15,6 +15,7 @@ from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.splits import padded
+from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.estimates import largest_plan, largest_work, most_microbatches, training_seconds
 from megatron_rl.planning.gpu import GpuMemory
 from megatron_rl.planning.memory import run_memory, trainer_limit
@@ -177,6 +178,9 @@ def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) ->
                         parallel = with_layers(config.model_copy(update={"policy": policy})).policy.parallel
                         FAMILIES[shape.family].check_mesh(shape, parallel.mesh)
                     except ValueError:  # the mesh does not divide the model
+                        continue
+                    # On GPUs context.py needs Transformer Engine's kernels (preflight/checks.py).
+                    if context > 1 and shape.adapters and not has_fused_layers(shape, config.model, context):
                         continue
                     if parallel != present:
                         yield parallel

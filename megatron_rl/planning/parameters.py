@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.layout import FAMILIES, is_matrix, padded_vocabulary, volume
+from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
 
@@ -21,12 +24,14 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """The elements of the parameters of one trainer rank, with the padding of the vocabulary."""
+    """The elements of the parameters of one trainer rank, with the padding of the vocabulary. With adapters only they,
+    and a value head, are trained, and all other weights are in `frozen`."""
 
     dense: int
-    """The elements outside the routed experts: attention, norms, router, shared experts, embedding and output layer."""
+    """The trained elements outside the routed experts: attention, norms, router, shared experts, embedding and output
+    layer."""
     expert: int
-    """The elements of the rank's routed experts."""
+    """The trained elements of the rank's routed experts."""
     padding: int = 0
     """The elements with which Megatron's distributed optimizer pads its buffers of weights and of gradients."""
     constant: int = 0
@@ -35,18 +40,28 @@ class RankParameters:
     """The elements of `dense` that are in matrices of layers."""
     expert_vectors: int = 0
     """The elements of `expert` that are not in matrices, but in biases."""
+    frozen: int = 0
+    """The elements of weights that adapters leave as they are. They have neither a gradient nor a state."""
+
+    @property
+    def trained(self) -> int:
+        return self.dense + self.expert
 
     @property
     def total(self) -> int:
-        return self.dense + self.expert + self.constant
+        return self.trained + self.frozen + self.constant
 
     def weight_bytes(self, dtype: str) -> int:
-        return (self.dense + self.expert + self.padding) * BYTES[dtype] + self.constant * 4
+        return (self.trained + self.padding + self.frozen) * BYTES[dtype] + self.constant * 4
+
+    def kept_bytes(self, dtype: str) -> int:
+        """The bytes of the weights that a checkpoint and a mirror hold: of all of them, or without the frozen ones."""
+        return self.trained * BYTES[dtype] if self.frozen else self.weight_bytes(dtype)
 
     @property
     def gradient_bytes(self) -> int:
         """The bytes of the buffer of gradients, which is always fp32."""
-        return (self.dense + self.expert + self.padding) * 4
+        return (self.trained + self.padding) * 4
 
     def state_elements(self, mesh: Mesh) -> float:
         """The parameters whose optimizer state is on this rank.
@@ -94,7 +109,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
     """
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-    totals, constant, matrices, expert_vectors = {False: 0, True: 0}, 0, 0, 0
+    totals, constant, matrices, expert_vectors, frozen = {False: 0, True: 0}, 0, 0, 0, 0
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank, fused):
         in_vocabulary = is_vocabulary(placement.local_name)
@@ -102,6 +117,9 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         number = placement.num_experts
         if placement.float32:
             constant += elements * number
+            continue
+        if not trains(shape, placement.local_name):
+            frozen += elements * number
             continue
         of_experts = placement.experts is not None
         totals[of_experts] += elements * number
@@ -118,7 +136,29 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         ways = {False: dense_ways, True: expert_ways}
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
-    return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors)
+    return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors, frozen)
+
+
+def trains(shape: ModelShape, name: str) -> bool:
+    """Whether a weight is trained: all are, or with adapters these and a value head.
+
+    Args:
+        name: of a Hugging Face tensor, or the local name of a trainer's parameter.
+    """
+    return shape.adapters is None or is_adapter(name) or name in (VALUE_HEAD.megatron, VALUE_HEAD.hf[0].name)
+
+
+class ParameterCount(NamedTuple):
+    """The numbers of parameters of a whole model. A tied embedding counts once."""
+
+    trained: int
+    frozen: int
+
+
+def count_parameters(shape: ModelShape) -> ParameterCount:
+    family = FAMILIES[shape.family]
+    trained = sum(math.prod(extents) for name, extents in family.hf_tensors(shape).items() if trains(shape, name))
+    return ParameterCount(trained, family.num_parameters(shape) - trained)
 
 
 def stage_parameters(shape: ModelShape, mesh: Mesh, fused: bool = False) -> list[RankParameters]:
@@ -155,9 +195,12 @@ def expert_data_ways(mesh: Mesh) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, dtype: str, optimizer: OptimizerConfig = AdamConfig()) -> int:
-    """The bytes of one checkpoint: the weights and the optimizer's state, once, in every layout."""
+    """The bytes of one checkpoint: the weights and the optimizer's state, once, in every layout. With adapters it has
+    what is trained alone."""
     num_elements = {True: 0, False: 0}
     for name, extents in FAMILIES[shape.family].hf_tensors(shape).items():
+        if not trains(shape, name):
+            continue
         num_elements[is_matrix(name, len(extents))] += math.prod(extents)
     return sum(number * (BYTES[dtype] + state_width(dtype, optimizer, one)) for one, number in num_elements.items())
 

@@ -12,12 +12,13 @@ from megatron_rl.types import ModelShape
 
 
 def planned_shape(config: BaseConfig) -> ModelShape:
-    """The sizes of the policy's model. If its folder does not exist, they come from configs/model/<its name>.json.
+    """The sizes of the policy's model with its adapters. If its folder does not exist, they come from
+    configs/model/<its name>.json.
 
     Raises:
         ValueError: there are neither the folder nor the file, or the model is of no known family.
     """
-    return _read(config.model, "model")
+    return config.policy.adapted(_read(config.model, "model"))
 
 
 def planned_critic_shape(config: GrpoRunConfig) -> ModelShape:
@@ -28,7 +29,8 @@ def planned_critic_shape(config: GrpoRunConfig) -> ModelShape:
     """
     assert config.critic is not None, "the configuration has a critic"
     own = config.critic.model
-    return critic_shape(_read(own, "critic.model") if own else planned_shape(config))
+    shape = _read(own, "critic.model") if own else planned_shape(config)
+    return config.critic.trainer.adapted(critic_shape(shape))
 
 
 def _read(model: ModelConfig, key: str) -> ModelShape:

@@ -101,11 +101,14 @@ def trainer_memory(
                 always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
             ),
             "two buffers of the bridge": MemoryPart(always(2 * bucket_bytes), "lower bridge.bucket_mib"),
+            "the adapters as a push sends them": MemoryPart(
+                always(held.trained * width if shape.adapters and bucket_bytes else 0.0), "lower policy.lora.rank"
+            ),
         }
         host = {"optimizer state": state} if optimizer.is_offloaded else {}
         host["a checkpoint's copy"] = held.state_elements(mesh) * width + state
         if num_mirrors:
-            host[f"{num_mirrors} mirrors"] = num_mirrors * (held.weight_bytes(model.dtype) + state)
+            host[f"{num_mirrors} mirrors"] = num_mirrors * (held.kept_bytes(model.dtype) + state)
         return GpuMemory.of(f"{'trainer' if section == 'policy' else section}, stage {stage}", parts, host)
 
     stages = [of_stage(stage, held) for stage, held in enumerate(stage_parameters(shape, mesh, fused))]

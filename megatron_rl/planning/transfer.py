@@ -9,6 +9,7 @@ import numpy as np
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines, Links, TransferPlan, plan_weights
 from megatron_rl.planning.activations import trains_fused
+from megatron_rl.planning.adapters import served_adapters
 from megatron_rl.types import Mesh, ModelShape
 
 COMMUNICATOR_BYTES = 512 * 2**20
@@ -27,19 +28,26 @@ class BridgeBytes(NamedTuple):
 
 
 def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> TransferPlan:
-    """The bridge's plan for this mesh of the trainer."""
+    """The bridge's plan for this mesh of the trainer. Of a shape with adapters it has the adapters alone."""
+    engines = planned_engines(config)
+    colocated = config.cluster.colocate
+    links = Links(config.cluster.gpus_per_node or 1, colocated=True) if colocated else Links()
+    recorded = served_adapters(shape, engines) if shape.adapters else ()
+    fused = trains_fused(config, shape, mesh.context)
+    return plan_weights(
+        shape, mesh, engines, fused_norms=fused, dtype=config.model.dtype, links=links, recorded=recorded
+    )
+
+
+def planned_engines(config: GrpoRunConfig) -> Engines:
     rollout = config.rollout
-    engines = Engines(
+    return Engines(
         rollout.num_engines,
         rollout.tensor,
         rollout.pipeline,
         expert_parallel=rollout.expert_parallel,
         num_chains=config.bridge.chains,
     )
-    colocated = config.cluster.colocate
-    links = Links(config.cluster.gpus_per_node or 1, colocated=True) if colocated else Links()
-    fused = trains_fused(config, shape, mesh.context)
-    return plan_weights(shape, mesh, engines, fused_norms=fused, dtype=config.model.dtype, links=links)
 
 
 def bridge_communicators(plan: TransferPlan, colocated: bool = False) -> BridgeBytes:

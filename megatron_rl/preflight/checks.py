@@ -84,7 +84,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning
 
     folder = config.model.path
     elsewhere = planning and not folder.exists()
-    shape: ModelShape | None = attempt(lambda: planned_shape(config) if planning else read_shape(folder))
+    shape: ModelShape | None = attempt(lambda: planned_shape(config).base if planning else read_shape(folder))
     splits = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
@@ -147,8 +147,9 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     family.check_mesh(shape, config.policy.parallel.mesh)
     check_trainable(shape, config.policy)
     context, model = config.policy.parallel.context, config.model
-    if context > 1 and config.cluster.gpus_per_trainer and not has_fused_layers(shape, model, context):
-        obstacle = obstacle_to_fused_layers(shape, context)
+    adapted = config.policy.adapted(shape)
+    if context > 1 and config.cluster.gpus_per_trainer and not has_fused_layers(adapted, model, context):
+        obstacle = obstacle_to_fused_layers(adapted, context)
         raise ValueError(
             "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, but "
             + (obstacle or f"model.layers is {model.layers} and model.dtype {model.dtype}")
@@ -367,7 +368,8 @@ def _disk(config: BaseConfig, shape: ModelShape) -> list[str]:
     If there is a checkpoint already, room for one more is enough. Returns the faults."""
     is_resumed = bool(find_checkpoints(config.run_folder / "checkpoints"))
     number, told = (1, "a further checkpoint needs") if is_resumed else (2, "two checkpoints need")
-    needed = number * checkpoint_bytes(shape, config.model.dtype, config.policy.optimizer)
+    adapted = config.policy.adapted(shape)
+    needed = number * checkpoint_bytes(adapted, config.model.dtype, config.policy.optimizer)
     free = shutil.disk_usage(_nearest(config.run_folder)).free
     if free >= needed:
         return []

@@ -12,16 +12,18 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.packing import pack
 
 
-def allocated(rank, world_size, url, *, folder, samples, layout, optimizer=OPTIMIZER):
-    """The bytes of this rank's weights, gradients and optimizer state after an update, by their storages."""
-    actor = build(rank, world_size, url, folder, layout, optimizer=optimizer)
+def allocated(rank, world_size, url, *, folder, samples, layout, optimizer=OPTIMIZER, **settings):
+    """The bytes of this rank's weights, gradients and optimizer state after an update, by their storages. `settings`
+    are more keys of `policy`."""
+    actor = build(rank, world_size, url, folder, layout, optimizer=optimizer, **settings)
     begin(actor, samples, layout, 1)
     actor.update(0, COEFFICIENTS)
     parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
     inner = [chained.optimizer for chained in actor.optimizer.megatron.chained_optimizers]
     owned = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     weights = _storages(p.data for p in parameters)
-    gradients = _storages([*(p.main_grad for p in parameters), *(p.grad for p in owned if p.grad is not None)])
+    trained = [p for p in parameters if p.requires_grad]
+    gradients = _storages([*(p.main_grad for p in trained), *(p.grad for p in owned if p.grad is not None)])
     kept = [(name, tensor) for one in inner for state in one.state.values() for name, tensor in state.items()]
     moments = _storages(tensor for name, tensor in kept if name != "step")
     copies = {key: size for key, size in _storages(p.data for p in owned).items() if key not in weights}

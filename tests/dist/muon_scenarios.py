@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from scenarios import OPTIMIZER, Layout, begin, build, save
 
-from megatron_rl.actor.weights import _gather, find_holders, hub_files
+from megatron_rl.actor.weights import find_holders, gather, hub_files
 from megatron_rl.config.optimizer import MuonConfig
 
 MUON = MuonConfig(
@@ -28,7 +28,7 @@ def _whole(actor) -> dict[str, np.ndarray]:
     holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
     whole = {}
     for tensors in hub_files(actor.spec.shape, getattr(torch, actor.spec.model.dtype)):
-        whole |= _gather(actor, actor.parameters(), tensors, holders)
+        whole |= gather(actor, actor.parameters(), tensors, holders)
     return {name: tensor.float().numpy().copy() for name, tensor in whole.items()}
 
 

@@ -10,6 +10,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import cover
 import pytest
@@ -24,12 +25,14 @@ from sizes import VOCAB_SIZE
 from test_actor_experts import plain_gradient
 from test_actor_gradients import check_equal, relative
 from test_bridge_engines import MODELS, PROMPTS, SIZES, largest_mismatch
+from vllm.config.lora import MaxLoRARanks
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout import Engines, Recording, read_shape
 from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
+from megatron_rl.planning.adapters import SLOT_RANKS, served_adapters
 from megatron_rl.tools.bench.compare_layouts import NUM_MICROBATCHES, deal_rows, parse_layout, random_rows
 from megatron_rl.types import Mesh
 
@@ -155,6 +158,14 @@ def models(tmp_path_factory):
     return root
 
 
+def test_the_planner_knows_the_ranks_of_vllms_slots():
+    assert get_args(MaxLoRARanks) == SLOT_RANKS
+
+
+def held(recording: Recording) -> set:
+    return {(shard.hf_name, shard.hf_box) for shard in recording.shards}
+
+
 SERVED = [
     ("dense", Mesh(tensor=2, pipeline=2), Engines(2, 1), LORA),
     ("tied", Mesh(tensor=4), Engines(1, 2), LORA),
@@ -171,6 +182,7 @@ def test_engines_serve_what_trainers_push(trainers, models, tmp_path, name, mesh
     try:
         address = "float32", "127.0.0.1", store.port
         recorded = fleet.record(shape)
+        assert [held(one) for one in served_adapters(shape, engines)] == [held(one) for one in recorded], "as planned"
         setup = BridgeSetup(shape, mesh, False, engines, *address, timeout_s=deadline(60), recorded=recorded)
         with ThreadPoolExecutor(1) as pool:
             given = dict(folder=folder, layout=Layout(mesh), setup=setup, version=1, lora=started, export=tmp_path)

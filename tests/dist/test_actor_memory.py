@@ -15,7 +15,7 @@ from sizes import VOCAB_SIZE
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 from test_actor_layouts import LAYOUTS
 
-from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.planning.activations import activations
 from megatron_rl.planning.parameters import rank_parameters
@@ -38,10 +38,10 @@ parallelism are."""
 MIXTURES = {name: FAMILY_LAYOUTS[name] for name in ("cp2_ep2", "pp2_dp2_ep2", "tp2_dp2_ep2", "tp2_dp2_ep2_whole")}
 
 
-def check_allocated(results, folder, layout: Layout) -> None:
+def check_allocated(results, folder, layout: Layout, lora: LoraConfig | None = None) -> None:
     """Weights and gradients are exact on each rank, and the optimizer's state over the ranks of a stage. A single rank
     may have more or less state than the others, by what the padding of the buffers shifts."""
-    shape, mesh = read_shape(folder), layout.mesh
+    shape, mesh = PolicyConfig(lora=lora).adapted(read_shape(folder)), layout.mesh
     states, expected_states = defaultdict(float), defaultdict(float)
     for rank, (weights, gradients, state) in enumerate(results):
         held = rank_parameters(shape, mesh, rank)
@@ -80,6 +80,24 @@ def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples
         f"{MODULE}.allocated", layout.mesh.world_size, folder=folders["qwen3_moe"], samples=samples, layout=layout
     )
     check_allocated(results, folders["qwen3_moe"], layout)
+
+
+ADAPTED = [
+    ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), ("q_proj", "v_proj", "down_proj")),
+    ("qwen3", Layout(Mesh(pipeline=2)), "all-linear"),
+    ("qwen3_moe", FAMILY_LAYOUTS["tp2_dp2_ep2"], "all-linear"),
+]
+
+
+@pytest.mark.parametrize("name, layout, targets", cover.essential(ADAPTED, ADAPTED[0]))
+def test_adapters_alone_have_gradients_and_state(trainers, folders, model_folder, samples, name, layout, targets):
+    folder, lora = folders.get(name, model_folder), LoraConfig(rank=3, targets=targets)
+    given = dict(folder=folder, samples=samples, layout=layout, lora=lora)
+    results = trainers.run(f"{MODULE}.allocated", layout.mesh.world_size, **given)
+    check_allocated(results, folder, layout, lora)
+    held = rank_parameters(PolicyConfig(lora=lora).adapted(read_shape(folder)), layout.mesh, 0)
+    whole = rank_parameters(read_shape(folder), layout.mesh, 0)
+    assert held.frozen == whole.trained
 
 
 @pytest.mark.deep

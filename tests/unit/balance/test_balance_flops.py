@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_rl.balance import forward_flops, training_flops
 from megatron_rl.balance.flops import attention_flops, flops_by_layer, layer_flops_per_token
-from megatron_rl.types import DeltaNet, Experts, LatentAttention, ModelShape
+from megatron_rl.types import Adapters, DeltaNet, Experts, LatentAttention, ModelShape
 
 DENSE = ModelShape("x", 2, 48, 4, 2, 32, 80, 200, 1e4, 1e-6, 512, False)  # 4 heads x 32 is not 48
 MIXTURE = replace(DENSE, experts=Experts(8, 2, 24, shared_ffn_size=40, first_dense_layers=1))
@@ -39,6 +39,9 @@ def test_golden():
     assert forward_flops(lengths, shape).tolist() == [4960 + 2400 + 560]
     assert training_flops(lengths, shape).tolist() == [3 * (4960 + 2400 + 560)]
     assert training_flops(lengths, shape, "full").tolist() == [4 * (4960 + 2400) + 3 * 560]
+    # Frozen weights have no gradient; attention has both of its own.
+    frozen = replace(shape, adapters=Adapters(1, 1.0))
+    assert training_flops(lengths, frozen, "full").tolist() == [3 * 4960 + 4 * 2400 + 2 * 560]
     # Windows of 4 in one of the layers: 6 of the 10 tokens see 4 each, the first 4 half of 16.
     sliding = replace(shape, sliding_window=4, sliding_layers=(1,))
     assert attention_flops(lengths, sliding).tolist() == [1200 + 24 * (6 * 4 + 8)]
@@ -137,12 +140,16 @@ class Plain:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("passes", ["forward", "none", "full"])
+@pytest.mark.parametrize("passes", ["forward", "none", "full", "frozen none", "frozen full"])
 def test_equals_counted_operations(name, passes):
     torch.manual_seed(0)
     shape, length = SHAPES[name], 128
     model = Plain(shape)
     model(length, "none")  # creates the weights
+    if passes.startswith("frozen"):
+        passes, shape = passes.removeprefix("frozen "), replace(shape, adapters=Adapters(1, 1.0))
+        for weight in model.weights.values():
+            weight.requires_grad_(False)
     # The whole layer runs again. The counter imports torch's compiler, which sets a variable of the environment.
     with lasting(), FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(False):
         logits = model(length, passes)

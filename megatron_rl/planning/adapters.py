@@ -1,0 +1,87 @@
+"""The adapters of a run on the engines' side: what a push brings, and the slot that vLLM keeps for them.
+
+In a run the engines' side is recorded from vLLM (`bridge/adapter_slot.py`). Invariant (tests/dist): each rank holds
+the rectangles that were recorded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_rl.layout import FAMILIES, Engines, engine_layers
+from megatron_rl.layout.adapters import adapter_rules
+from megatron_rl.layout.family import VLLM_LAYER
+from megatron_rl.layout.placement import Placed, Placement, linear_experts, place_row
+from megatron_rl.layout.recorded import Recording
+from megatron_rl.layout.rule import Rule, num_experts
+from megatron_rl.layout.shards import volume
+from megatron_rl.types import ModelShape
+
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM's slots can have (`rollout.start.slot_rank`, which needs vLLM)."""
+
+
+def served_adapters(shape: ModelShape, engines: Engines) -> tuple[Recording, ...]:
+    """What each rank of an engine holds of the adapters: of a layer that is split over its outputs the whole A and its
+    rows of B, of one that is split over its inputs its columns of A and the whole B."""
+    return tuple(_recording(shape, engines, rank) for rank in range(engines.world_size))
+
+
+def _recording(shape: ModelShape, engines: Engines, rank: int) -> Recording:
+    placements: list[Placement] = []
+    rows, known = [], {}
+    for layer in engine_layers(shape.num_layers, engines.pipeline, rank // engines.tensor):
+        kind = shape.kind(layer)
+        if kind not in known:
+            found = _placements(shape, layer, engines, rank % engines.tensor)
+            known[kind] = range(len(placements), len(placements) + len(found))
+            placements += found
+        prefixes = FAMILIES[shape.family].hf_layer.format(layer), VLLM_LAYER.format(layer)
+        rows += [(*prefixes, index) for index in known[kind]]
+    return Recording(tuple(placements), tuple(rows))
+
+
+def _placements(shape: ModelShape, layer: int, engines: Engines, rank: int) -> list[Placement]:
+    def place(rule: Rule) -> Placement:
+        ways, experts = (engines.tensor, rank), None
+        if rule.per_expert:
+            experts = 0, num_experts(shape)
+            if engines.expert_parallel:
+                ways, experts = (1, 0), linear_experts(shape, engines.tensor, rank)
+        return place_row(rule, rule.split.vllm, shape, ways, rule.hf[0].name, experts)
+
+    rules = adapter_rules(FAMILIES[shape.family].layer_rules(shape, layer), shape)
+    return [placement for placement in map(place, rules) if placement.pieces]
+
+
+def slot_bytes(shape: ModelShape, engines: Engines, width: int, stage: int) -> float:
+    """The bytes of vLLM's slot for one adapter on a rank of a pipeline stage; 0 without adapters. vLLM's layers that
+    fuse several weights have room for the adapters of all of them, and every A and B has the rank of the slot."""
+    adapters = shape.adapters
+    if adapters is None:
+        return 0.0
+    rank = next((size for size in SLOT_RANKS if size >= adapters.rank), adapters.rank)
+    roomy = replace(shape, adapters=replace(adapters, rank=rank, targets=_with_fused(shape)))
+    held = _recording(roomy, engines, stage * engines.tensor).placed
+    return float(width * sum(elements(placed) for placed in held))
+
+
+def elements(placed: Placed) -> int:
+    """The numbers that a rank holds of a row."""
+    row = placed.placement
+    return row.num_experts * sum(volume(local) for _, _, local in row.pieces)
+
+
+def _with_fused(shape: ModelShape) -> tuple[str, ...]:
+    """The targets, and the other weights that vLLM fuses with one of them."""
+    assert shape.adapters is not None, "the model has adapters"
+    chosen, family = shape.adapters.targets, FAMILIES[shape.family]
+    if not chosen:
+        return ()
+    kinds = {shape.kind(layer): layer for layer in range(shape.num_layers)}
+    named = [
+        [tensor.name.split(".")[-2] for tensor in rule.hf if tensor.name.endswith(".weight")]
+        for layer in kinds.values()
+        for rule in family.layer_rules(shape, layer)
+    ]
+    return tuple({name for names in named for name in names if set(names) & set(chosen)})
