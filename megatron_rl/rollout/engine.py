@@ -337,11 +337,9 @@ class VllmEngine:
             params |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": not call.reads_cache}
             params["extra_args"] = {"num_scored": call.num_scored}  # for RolloutWorker.score_together
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
-        internal_name = self._thread.engine.add_request(
-            name, prompt, SamplingParams(**params), lora_request=served_adapter(self._spec.adapters)
-        )
-        # An answer with an environment does not go on in another engine, so nobody would read its tokens; what is
-        # sampled after a beam is no token of the answer.
+        adapter = served_adapter(self._spec.adapters)
+        internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params), lora_request=adapter)
+        # Nobody reads tokens of an answer with an environment, and what is sampled after a beam is no token of one.
         is_read = self._episodes is None and not call.num_candidates
         if self._progress is not None and request.answer is not None and is_read:
             self._progress.begin(internal_name, *request.answer)
