@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.bridge.recording import _CopyRecorder
+from megatron_rl.bridge.recording import CopyRecorder
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import Engines
 from megatron_rl.types import Mesh, ModelShape
@@ -48,6 +48,6 @@ def test_what_cannot_be_is_refused():
 
 
 def test_what_a_loader_computes_for_itself_is_not_changed_by_the_recording():
-    with _CopyRecorder({}, {}, {}, {}, has_turns=False):
+    with CopyRecorder({}, {}, {}, {}, has_turns=False):
         computed = torch.ones(2, 3).to(torch.float64).sum(1, keepdim=True)
     assert computed.dtype == torch.float64 and computed.tolist() == [[3.0], [3.0]]
