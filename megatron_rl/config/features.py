@@ -4,9 +4,12 @@ from __future__ import annotations
 
 LACKS = "the project does not have {}"
 KEYS = {
-    **dict.fromkeys(
-        ("lora", "lora_rank", "lora_alpha", "use_lora", "qlora", "peft", "use_peft", "adapter"), LACKS.format("LoRA")
-    ),
+    **dict.fromkeys(("lora", "use_lora", "peft", "use_peft", "peft_config"), "adapters (LoRA) are policy.lora"),
+    "qlora": "adapters are policy.lora; the weights below them are not quantised",
+    **dict.fromkeys(("lora_rank", "lora_r"), "the rank of adapters is policy.lora.rank"),
+    "lora_alpha": "it is policy.lora.alpha",
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "layers with adapters are policy.lora.targets"),
+    **dict.fromkeys(("adapter", "lora_adapter_path"), "a folder of adapters is policy.lora.start"),
     **dict.fromkeys(("fsdp", "fsdp_config", "fsdp2"), LACKS.format("FSDP: Megatron-Core shards with policy.parallel")),
     **dict.fromkeys(("deepspeed", "zero_stage"), LACKS.format("DeepSpeed: see policy.parallel and policy.optimizer")),
     **dict.fromkeys(("sglang", "backend", "engine"), LACKS.format("another engine than vLLM")),

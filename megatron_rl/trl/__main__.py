@@ -36,7 +36,8 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 The run is the one that `megatron-rl grpo` starts: a process of its own, in the folder `output_dir`, with checkpoints, metrics and a report. `trainer.train(resume_from_checkpoint=True)` continues it, and Ctrl-C stops it with a checkpoint. Reward functions of the script are sent to the verifiers' processes by value, with the variables that they use.
 
 - **Rows** are a list, or a data set of the library `datasets`, which `make setup` does not install: `pip install datasets`.
-- **Models** are folders, names in the hub's cache, or models of transformers. There is no LoRA yet.
+- **Models** are folders, names in the hub's cache, or models of transformers.
+- **LoRA**: `peft_config` takes PEFT's `LoraConfig`, which becomes [`policy.lora`](lora.md): `r`, `lora_alpha`, `use_rslora`, and `target_modules`, which must be `"all-linear"` or a list of names such as `["q_proj", "v_proj"]`. Dropout, trained biases, other trained modules, and all else that changes what is trained are refused by name. `trainer.run.model` is the merged model, and its folder `adapters` has PEFT's form. The reference is the base model, as in TRL. PEFT itself has not been run with this.
 - **GPUs and layouts** are in `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})`, which takes every key of [configuration.md](configuration.md). `policy.parallel.data` takes the place of TRL's number of processes when batches are counted.
 - **Reward models** are folders of models with one label, which score on a CPU; `rewards: [{kind: reward_model}]` asks a server.
 - **Callbacks** of transformers see each step soon after it. `control.should_training_stop` stops the run with a checkpoint.

@@ -24,6 +24,7 @@ from megatron_rl.config.load import merge
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.observe.records import read_metrics
+from megatron_rl.trl.adapters import adapters_of
 from megatron_rl.trl.arguments import GRPOConfig
 from megatron_rl.trl.mapping import StepSizes, configuration
 
@@ -46,14 +47,13 @@ NAMES = {
 REFUSED = {
     "optimizers": "policy.optimizer in GRPOConfig(sections=...) has Adam and Muon",
     "quantization_config": "the weights that are trained are not quantised",
-    "peft_config": "there is no LoRA: all weights are trained",
     "rollout_func": "rollout.environment in GRPOConfig(sections=...) names an environment or an agent",
     "environment_factory": "rollout.environment in GRPOConfig(sections=...) names the class",
 }
 
 EVENTS = ("on_train_begin", "on_log", "on_evaluate", "on_step_end", "on_save", "on_train_end")
 """What callbacks are told."""
-OTHERS = ("processing_class", "reward_processing_classes", "callbacks", "tools")
+OTHERS = ("processing_class", "reward_processing_classes", "callbacks", "tools", "peft_config")
 
 
 class GRPOTrainer:
@@ -65,7 +65,8 @@ class GRPOTrainer:
             that the steps need.
         others: `processing_class`, which is saved with a `model` that is no folder; `callbacks` of transformers, which
             are called with `args`, `state` and `control` when training begins and ends, and for each step and
-            checkpoint, soon after it; `tools`, functions that the model's turns call.
+            checkpoint, soon after it; `tools`, functions that the model's turns call; `peft_config`, PEFT's LoraConfig,
+            which becomes `policy.lora`.
 
     Raises:
         ValueError: an argument is not supported; the message says what to do.
@@ -97,6 +98,8 @@ class GRPOTrainer:
         several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
         self._rewards = list(reward_funcs) if several else [reward_funcs]
         self._train, self._eval, self._tools = train_dataset, eval_dataset, list(tools or ())
+        given = others.get("peft_config")
+        self._lora = None if given is None else adapters_of(given)
         self._callbacks: list[Any] = []
         for one in callbacks or ():
             self.add_callback(one)
@@ -189,6 +192,8 @@ class GRPOTrainer:
                 else {"max_turns": self.args.max_tool_calling_iterations + 1}
             )
             sections["rollout"]["environment"] = {"kind": "tools", "paths": self._tools, **turns}
+        if self._lora is not None:
+            sections["policy"]["lora"] = self._lora
         merge(sections, {"run": {"folder": str(folder.parent)}})
         merge(sections, own)
         return sections

@@ -302,17 +302,6 @@ def batch_of_generation(settings: Settings, key: str, value: Any) -> Meaning:
     return Meaning("not expressible", {}, "a step has as many prompts as data.train_batch_size says")
 
 
-def lora(settings: Settings, key: str, value: Any) -> Meaning:
-    prefix = "critic.model" if key.startswith("critic.") else "actor_rollout_ref.model"
-    rank = settings[f"{prefix}.lora_rank"] or settings[f"{prefix}.lora.rank"]
-    adapter = settings[f"{prefix}.lora_adapter_path"]
-    if not rank and not adapter:
-        return Meaning("implied", {}, "all weights are trained")
-    return Meaning(
-        "not expressible", {}, "there is no LoRA; all weights are trained, which needs a lower learning rate"
-    )
-
-
 def multi_turn(settings: Settings, key: str, value: Any) -> Meaning:
     prefix = f"{ROLLOUT}.multi_turn"
     if value in (None, False, 0):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from megatron_rl.tools.verl import adapters
 from megatron_rl.tools.verl import algorithm as how
 from megatron_rl.tools.verl import content as what
 from megatron_rl.tools.verl import machine as where
@@ -110,7 +111,11 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
     "model": (
         *rows(TEXT, what.model_path, "@model.path", always=True),
         *rows(BOOL, what.recompute, "@model.enable_gradient_checkpointing", always=True),
-        *rows((), what.lora, "@model.lora*", "@model.target_modules", "@model.exclude_modules",
+        *rows(INT, adapters.lora, "{@model,critic.model}.{lora_rank,lora.rank}"),
+        *rows(NUMBER, adapters.lora, "{@model,critic.model}.{lora_alpha,lora.alpha}"),
+        *rows((), adapters.lora, "{@model,critic.model}.lora*",
+            "{@model,critic.model}.{target_modules,exclude_modules,target_parameters,modules_to_save}"),
+        *rows((), implied("engines get adapters through the bridge, which plans its messages"),
             "@rollout.layered_summon"),
         *rows((), refused("edit config.json in the model's folder"), "@model.override_config.*",
             "@model.hf_config_path"),
@@ -295,7 +300,6 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
         *rows(NUMBER, where.value_clip, "critic.cliprange_value", always=True),
         *rows((), implied("critic and policy recompute alike, unless critic.model.recompute is set"),
             "critic.model.enable_*"),
-        *rows((), what.lora, "critic.model.lora*", "critic.model.target_modules"),
         *rows((), refused("edit config.json in the critic's folder"), "critic.model.override_config*"),
         *rows((), implied("the critic has the policy's tokenizer"), "critic.model.tokenizer_path",
             "critic.model.trust_remote_code", "critic.model.use_shm", "critic.model.external_lib"),

@@ -26,6 +26,8 @@ MEGATRON = {
     "expert_tensor_parallel_size": None,
 }
 OPTIMIZER = {"lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.0, "weight_decay": 0.01, "betas": [0.9, 0.999]}
+MODELS = ("actor_rollout_ref.model", "critic.model")
+ADAPTERS = {"lora_rank": 0, "lora_alpha": 16, "target_modules": "all-linear", "lora.rank": 0, "lora.alpha": 32}
 DEFAULTS: dict[str, Any] = {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
     "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
@@ -103,6 +105,7 @@ DEFAULTS: dict[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.critic_warmup": 0,
     "trainer.resume_mode": "auto",
+    **{f"{model}.{name}": value for name, value in ADAPTERS.items() for model in MODELS},
     **{f"{ACTOR}.megatron.{name}": size for name, size in MEGATRON.items()},
     **{f"{owner}.optim.{name}": value for name, value in OPTIMIZER.items() for owner in (ACTOR, "critic")},
 }

@@ -303,7 +303,6 @@ def test_the_numbers(overrides, key, expected):
         (f"{ROLLOUT}.n=1", "not expressible", "use 2 or more"),
         ("trainer.test_freq=False", "mapped", "after the last one"),
         (f"{ROLLOUT}.name=sglang", "not expressible", "vLLM answers"),
-        (f"{MODEL}.lora_rank=32", "not expressible", "no LoRA"),
         (f"{MODEL}.lora_rank=0", "implied", "all weights"),
         (f"{ROLLOUT}.multi_turn.enable=True", "not expressible", "rollout.environment"),
         (f"{ACTOR}.fsdp_config.param_offload=True", "implied", "node's memory"),

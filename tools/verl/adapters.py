@@ -1,0 +1,167 @@
+"""The meaning of verl's settings of low-rank adapters, which are policy.lora and critic.lora here.
+
+verl's FSDP trainer reads `model.lora_rank`, `lora_alpha`, `target_modules` and `lora_adapter_path`, and makes adapters
+with PEFT. Its Megatron trainer reads `model.lora.*`, and makes them with Megatron-Bridge. Neither reads these keys of
+the other (verl's docs/advance/ppo_lora.rst and trainer/config/model/hf_model.yaml).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.layout.peft import read_adapters
+from megatron_rl.tools.verl.settings import Meaning, Settings
+
+FSDP = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "start": "lora_adapter_path"}
+MEGATRON = {
+    "rank": "lora.rank",
+    "alpha": "lora.alpha",
+    "targets": "lora.target_modules",
+    "start": "lora.adapter_path",
+}
+"""Our key -> the key that the trainer of verl reads."""
+LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""Megatron-Bridge's names of layers (its peft/lora.py and peft/canonical_lora.py) -> the names in the checkpoint."""
+EVERY_LAYER = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+FUSED = {"linear_qkv", "linear_fc1"}
+SHARED_A = "every layer has its own A; in verl q, k and v have one together, and so have gate and up"
+LEFT_OUT = "without policy.lora.targets all linear layers have adapters"
+CHOSEN = "the project chooses how adapters are split and computed"
+OTHERS = {
+    "merge": (
+        (False,),
+        "engines get the adapters alone",
+        "engines get the adapters alone, and apply them beside the base weights; hf/ at the end is merged",
+    ),
+    "type": (
+        ("lora", "canonical_lora"),
+        "adapters are plain LoRA",
+        "adapters are plain LoRA here",
+    ),
+    "dropout": ((0,), "adapters have no dropout", "adapters have no dropout: trainer and engine compute the same"),
+    "lora_B_init_method": (("zero",), "B is zero at the start", "B is zero at the start"),
+    "a2a_experimental": ((True, False), CHOSEN, CHOSEN),
+    "fully_sharded_loras": ((True, False), CHOSEN, CHOSEN),
+    "dropout_position": (("pre", "post"), "adapters have no dropout", "adapters have no dropout"),
+    "lora_A_init_method": (
+        ("xavier", "kaiming", "uniform", "normal"),
+        "A is random, uniform as in PEFT",
+        "A is random, uniform as in PEFT",
+    ),
+}
+"""Keys under `lora`: the values that cost nothing, the sentence for them, and the sentence for all other values."""
+ABSENT = {
+    "dtype": "adapters have model.dtype",
+    "exclude_modules": "write the names of the layers that have adapters into policy.lora.targets",
+    "target_parameters": "write the names of the layers that have adapters into policy.lora.targets",
+    "modules_to_save": "all other weights are frozen",
+}
+"""Keys that are not expressible unless they are off."""
+
+
+def lora(settings: Settings, key: str, value: Any) -> Meaning:
+    of_critic = key.startswith("critic.")
+    if of_critic and not settings.has_critic:
+        return Meaning("implied", {}, "this estimator has no critic")
+    prefix = "critic.model." if of_critic else "actor_rollout_ref.model."
+    section = "critic.lora" if of_critic else "policy.lora"
+    name = key.removeprefix(prefix)
+    read, unread = (MEGATRON, FSDP) if settings.is_megatron else (FSDP, MEGATRON)
+    is_off = value in (None, False, 0, "", [], {})
+    if name in unread.values() and not is_off:
+        trainer = "Megatron" if settings.is_megatron else "FSDP"
+        why = f"verl's {trainer} trainer does not read it, but {prefix}{read[_key_of(unread, name)]}"
+        is_switch = name in (unread["rank"], unread["start"])
+        return Meaning("not expressible" if is_switch else "implied", {}, why)
+    # Megatron-Bridge makes adapters by the rank alone.
+    if not settings[prefix + read["rank"]] and (settings.is_megatron or not settings[prefix + read["start"]]):
+        return Meaning("implied", {}, "all weights are trained")
+    if name in read.values():
+        return _of_section(settings, prefix, section, _key_of(read, name), value)
+    plain = name.removeprefix("lora.")
+    if is_off and plain not in OTHERS:
+        return Meaning("implied", {}, "it is off")
+    if plain in OTHERS:
+        same, why, otherwise = OTHERS[plain]
+        is_same = value is None or value in same
+        return Meaning("implied", {}, why) if is_same else Meaning("not expressible", {}, otherwise)
+    why = ABSENT.get(plain, f"{section} has no such key").replace("policy.lora", section)
+    return Meaning("not expressible", {}, why)
+
+
+def _key_of(names: dict[str, str], name: str) -> str:
+    return next(ours for ours, theirs in names.items() if theirs == name)
+
+
+def _of_section(settings: Settings, prefix: str, section: str, ours: str, value: Any) -> Meaning:
+    """The meaning of a key that the trainer reads. The key of the rank, or of the folder, has the whole section."""
+    targets, problem = _targets(settings, prefix)
+    try:
+        values, why = _values(settings, prefix, targets)
+    except (ValueError, OSError) as error:
+        return Meaning("not expressible", {}, str(error))
+    if ours == "targets" and problem and "targets" not in values:
+        return Meaning("not expressible", {}, f"{problem}; {LEFT_OUT.replace('policy.lora', section)}")
+    if ours in ("alpha", "targets"):
+        values = {ours: values[ours]} if ours in values else {}
+    if not values or value is None or (ours == "start" and not value):
+        return Meaning("implied", {}, "verl's default" if ours != "start" else "B is zero at the start")
+    is_same = values.get(ours) == value and not why
+    return Meaning("used" if is_same else "mapped", {f"{section}.{k}": one for k, one in values.items()}, why)
+
+
+def _values(settings: Settings, prefix: str, targets: Any) -> tuple[dict[str, Any], str]:
+    """The section's values, and what differs.
+
+    Raises:
+        ValueError: the folder of adapters cannot be used.
+    """
+    names = MEGATRON if settings.is_megatron else FSDP
+    rank, alpha, modules, start = (settings[prefix + names[ours]] for ours in ("rank", "alpha", "targets", "start"))
+    folder = Path(str(start)).expanduser() if start else None
+    if folder is not None and folder.exists() and not settings.is_megatron:
+        found = read_adapters(folder)
+        values: dict[str, Any] = {"rank": found.rank, "alpha": found.alpha, "rank_stabilised": found.rank_stabilised}
+        values |= {"targets": list(found.targets) or "all-linear", "start": str(folder)}
+        return values, "rank, alpha and targets are the folder's, as in verl"
+    values = {"rank": rank, "alpha": alpha, "targets": targets} if rank else {}
+    values = {ours: one for ours, one in values.items() if one is not None}
+    if folder is not None:
+        why = "rank, alpha and targets must be as in the folder's adapter_config.json, which PEFT writes"
+        return values | {"start": str(folder)}, why
+    is_fused = settings.is_megatron and settings[f"{prefix}lora.type"] in (None, "lora")
+    return values, SHARED_A if is_fused and FUSED & set(modules or FUSED) else ""
+
+
+def _targets(settings: Settings, prefix: str) -> tuple[Any, str]:
+    """The value of `targets`, or None and why there is none."""
+    modules = settings[prefix + (MEGATRON if settings.is_megatron else FSDP)["targets"]]
+    if modules == "all-linear" or (settings.is_megatron and not modules):
+        return "all-linear", ""
+    if modules is None:
+        return None, "PEFT then chooses the layers by the model's architecture"
+    if not isinstance(modules, list) or not modules or not all(re.fullmatch(r"\w+", str(one)) for one in modules):
+        return None, "only a list of the last parts of layers' names can be given"
+    if not settings.is_megatron:
+        return [str(one) for one in modules], ""
+    if unknown := [str(one) for one in modules if one not in LAYERS]:
+        return None, f"{', '.join(unknown)} is none of {', '.join(LAYERS)}"
+    layers = list(dict.fromkeys(layer for one in modules for layer in LAYERS[one]))
+    return ("all-linear" if set(layers) == EVERY_LAYER else layers), ""
