@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl.convert.adapters import write_adapters
 from megatron_rl.convert.command import num_cores
 from megatron_rl.convert.conversion import Options, to_hub
-from megatron_rl.convert.adapters import write_adapters
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.work import carry_out, require_new
 from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub
-from megatron_rl.convert import manifest
+from megatron_rl.convert import Options, carry_out, manifest, open_checkpoint, to_hub
 from megatron_rl.convert.command import num_cores, run
-from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters, tensors_of
 from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import A, B
+from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters, tensors_of
 from megatron_rl.processes import piped
 
 
@@ -46,7 +45,9 @@ def _merge(arguments: Sequence[str] | None) -> None:
     stored = read_safetensors(given.adapters / TENSORS)
     expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
     if wrong := sorted({name: tensor.extents for name, tensor in stored.items()}.items() ^ expected.items()):
-        raise ValueError(f"{given.adapters / TENSORS} does not fit {given.base}: {wrong[0][0]}, and {len(wrong)} in all")
+        raise ValueError(
+            f"{given.adapters / TENSORS} does not fit {given.base}: {wrong[0][0]}, and {len(wrong)} in all"
+        )
     carry_out(to_hub(source, Options()), unfinished, num_cores(), lambda num_bytes: None)
     num_merged = add_adapters(unfinished, given.adapters)
     (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
