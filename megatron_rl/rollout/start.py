@@ -101,6 +101,8 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
         engine.collective_rpc("score_together")
+        if spec.adapters is not None:
+            engine.collective_rpc("serve_adapter_on_a_cpu")
         if rollout.pipeline > 1:
             engine.collective_rpc("receive_stages_on_a_cpu")
         if shares_gpus:

@@ -133,6 +133,26 @@ class RolloutWorker:
         """Make the run's adapter known to vLLM, as zeros; a push brings its weights."""
         self.weight_transfer_engine.open_slot(self.model_runner)
 
+    def serve_adapter_on_a_cpu(self) -> None:
+        """Multiply all tokens of a step with the run's adapter at once, which every request names. On a CPU vLLM would
+        copy the adapter for each token."""
+
+        def add(
+            output_TO: torch.Tensor,
+            input_TH: torch.Tensor,
+            a_of_slots: Sequence[torch.Tensor],
+            b_of_slots: Sequence[torch.Tensor],
+            scale: float,
+            widths: Sequence[int],
+            **options: Any,
+        ) -> torch.Tensor:
+            for part_TO, a, b in zip(torch.split(output_TO, list(widths), -1), a_of_slots, b_of_slots, strict=True):
+                part_TO += scale * (input_TH @ a[0, 0].t()) @ b[0, 0].t()
+            return output_TO
+
+        for punica in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
+            punica.add_lora_linear = add
+
     def receive_stages_on_a_cpu(self) -> None:
         """Give a later pipeline stage the buffer where its model runner keeps the hidden states of the previous stage.
         vLLM makes it in its trial pass, and a CPU without compilation has none."""
