@@ -77,7 +77,8 @@ gpu-env:
 	@tools/gpu_env.sh
 
 test-gpu-set:
-	@.venv-gpu/bin/python -m pytest tests/gpu_set $(ARGS)
+	@if test -x .venv-gpu/bin/python; then .venv-gpu/bin/python -m pytest tests/gpu_set $(ARGS); \
+	else echo "skipped: there is no .venv-gpu; make gpu-env installs it (10 GB)"; fi
 
 # NeMo-Run's own environment.
 .venv-nemo/installed: requirements/nemo.txt

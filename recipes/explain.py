@@ -70,8 +70,9 @@ class Start:
             between = f", trained on the {len(self.replayed)} steps between" if self.replayed else ""
             return f"the state before the step ({origin}{between})"
         return (
-            f"{origin}, because the answers of the steps between were not kept: numbers differ from the run's. For the "
-            "state before the step set rollout.dump to {last: n}, with n at least checkpoint.every"
+            f"{origin}, because there is no older checkpoint from which the answers of all steps between are kept: the "
+            "numbers are of other weights than the run's. For the state before the step keep more checkpoints "
+            "(checkpoint.keep) and the answers since the oldest of them (rollout.dump: {last: n})"
         )
 
 

@@ -313,7 +313,7 @@ def tell_continuation(run_folder: Path, again: str) -> None:
     steps = list(find_checkpoints(run_folder / "checkpoints"))
     if steps:
         newest = find_checkpoints(run_folder / "checkpoints")[steps[-1]].name
-        console.print(f"The newest checkpoint is {newest}. Continue with:\n  {again}", soft_wrap=True)
+        console.print(f"The newest checkpoint is {newest}. Continue with:\n  {again}", soft_wrap=True, markup=False)
 
 
 log = logging.getLogger("megatron_rl.driver")

@@ -51,6 +51,8 @@ def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
         for shard in actor.shards:
             if is_adapter(shard.local_name):
                 part = maps.values(stored[PREFIX + shard.hf_name])(shard.hf_box)
+                if not torch.isfinite(part).all():
+                    raise ValueError(f"{folder / TENSORS}: {shard.hf_name} has numbers that are not finite")
                 parameters[shard.local_name][slices(shard.local_box)] = part
     actor.weights_changed()
 

@@ -49,7 +49,7 @@ def slot_tensors(adapters: Any) -> dict[str, Tensor]:
 
 
 def record_adapters(adapters: Any, shape: ModelShape, dtype: torch.dtype) -> Recording:
-    """Which part of each A and B this rank's slot holds, and where, as vLLM's own `set_lora` puts them there. The
+    """The part of each A and B that this rank's slot holds, and its place, as vLLM's own `set_lora` puts it there. The
     slot's content becomes zero.
 
     Raises:

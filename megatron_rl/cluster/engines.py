@@ -97,7 +97,7 @@ class EngineRank(TracedProcess):
             try:
                 serve_engine(self._endpoint, self.index)
             except OSError as error:  # no reason to end a run; Prometheus shows that its target is away
-                log.warning("observe: vLLM's metrics are not served: %s; choose another prometheus.port", error)
+                log.warning("observe: vLLM's metrics are not served: %s", error)
         log.info("the engine is ready")
 
     @property

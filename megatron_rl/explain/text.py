@@ -49,9 +49,12 @@ def show(told: Explanation, tokenizer: Tokenizer, console: Console) -> None:
     say(f"computed with {told.state}", "bright_black")
     if told.gradient is not None:
         _show_gradient(told, tokenizer, say)
+    elif told.metric == "grad_norm":
+        say("the step trained nothing: in each group of answers to one prompt all rewards are equal")
     else:
         _show_answers(told, console)
-    say("what is odd about this step:" if told.causes else "nothing that is known to be odd was found in this step")
+    with_others = "" if told.is_exact else ", with other weights than the run's"
+    say("what is odd about this step:" if told.causes else f"nothing that is known to be odd was found{with_others}")
     if told.metric in STORED:
         say("(without trainers only a part is looked for; --metric grad_norm looks for all)", "bright_black")
     for cause in told.causes:

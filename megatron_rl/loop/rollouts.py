@@ -196,17 +196,27 @@ class SilentRewards:
                 sink.warn(f"{seen}; {why}", "silent_reward")
 
 
-def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
-    """Warn if no answer of a step scores above 0, with the most frequent reason. Something may keep every answer from a
-    score, such as a delimiter that the model never writes, and the mean reward alone would not say so. Penalties that
-    differ and have no reason are what a reward of the user's own may give."""
-    verdicts = [verdict for verdict in verdicts_of(groups) if verdict.score is not None]
-    scores = {verdict.score for verdict in verdicts if verdict.score is not None}
-    if not scores or max(scores) > 0:
-        return
-    told = common_reason(verdicts)
-    if told or len(scores) == 1:
-        sink.warn(f"none of {len(verdicts)} answers scores above 0{told}", "no_score")
+class ScorelessSteps:
+    """Counts the consecutive steps without an answer that scores above 0. Something may keep every answer from a score,
+    such as a delimiter that the model never writes, and the mean reward alone would not say so. Penalties that differ
+    and have no reason are what a reward of the user's own may give."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def count(self, groups: Sequence[Group], sink: Sink) -> None:
+        """Count a step. The warning, with the most frequent reason, comes after the first such step, and then after 2,
+        4, 8, ... in a row."""
+        verdicts = [verdict for verdict in verdicts_of(groups) if verdict.score is not None]
+        scores = {verdict.score for verdict in verdicts if verdict.score is not None}
+        if not scores or max(scores) > 0:
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        told = common_reason(verdicts)
+        if (told or len(scores) == 1) and not self._in_a_row & (self._in_a_row - 1):
+            so_far = f", for {self._in_a_row} steps in a row" if self._in_a_row > 1 else ""
+            sink.warn(f"none of {len(verdicts)} answers scores above 0{so_far}{told}", "no_score")
 
 
 def common_reason(verdicts: Sequence[Verdict]) -> str:
@@ -221,6 +231,7 @@ class StepWarnings:
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._silent, self._unscored, self._unsplit = SilentRewards(rewards), UnscoredPrompts(), UnsplitThoughts()
+        self._scoreless = ScorelessSteps()
 
     def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
         """Count a step.
@@ -231,7 +242,7 @@ class StepWarnings:
         self._unscored.count(groups, sink)
         self._silent.count(groups, metrics, sink)
         self._unsplit.count(metrics, sink)
-        tell_common_reason(groups, sink)
+        self._scoreless.count(groups, sink)
 
 
 class UntrainedSteps:

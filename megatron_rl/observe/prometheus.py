@@ -111,7 +111,10 @@ def serve(port: int, collector: Any) -> Callable[[], None]:
 
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    server, thread = start_http_server(port, registry=registry)
+    try:
+        server, thread = start_http_server(port, registry=registry)
+    except OSError as error:
+        raise OSError(f"port {port} cannot be used ({error}); choose another prometheus.port") from error
 
     def stop() -> None:
         server.shutdown()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron_rl.config.policy import LoraConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, linear_layers
 from megatron_rl.layout.adapters import linear_names
-from megatron_rl.layout.peft import read_adapters
+from megatron_rl.layout.hub import read_header
+from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, read_adapters, tensors_of
+from megatron_rl.planning.adapters import SLOT_RANKS
 from megatron_rl.types import ModelShape
 
 
@@ -52,8 +55,24 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterat
     for key, has, wanted in (("rank", found.rank, mine.rank), ("alpha", found.alpha, mine.alpha)):
         if has != wanted:
             yield f"policy.lora.{key} is {wanted:g}, but the adapters in {lora.start} have {has:g}; set it to {has:g}"
-    if (found.targets or known) != (tuple(sorted(mine.targets)) or tuple(sorted(known))):
-        yield f"policy.lora.start: the adapters in {lora.start} are for {', '.join(found.targets)}; set lora.targets"
+    tensors = lora.start / TENSORS
+    try:
+        held = {name: tuple(extents) for name, (_, extents, _) in read_header(tensors).items()}
+    except (ValueError, OSError) as error:
+        yield f"policy.lora.start: {error}"
+        return
+    mine_of = tensors_of(replace(shape, adapters=found))
+    if wrong := sorted(held.items() ^ {PREFIX + name: extents for name, extents in mine_of.items()}.items()):
+        named = wrong[0][0].removeprefix(PREFIX)
+        yield (
+            f"policy.lora.start: {tensors} does not fit {lora.start / CONFIG} and the model: {named} is missing, of "
+            f"other extents, or not among the targets"
+        )
+    if set(found.targets or known) != set(mine.targets or known):
+        yield (
+            f"policy.lora.start: the adapters in {lora.start} are for {', '.join(found.targets)}; set "
+            "policy.lora.targets to them"
+        )
 
 
 def _faults_of_engines(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
@@ -66,9 +85,16 @@ def _faults_of_engines(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShap
         )
     if shape.experts and (left := [name for name in targets if name not in _attention(shape)]):
         yield (
-            f"policy.lora.targets has {', '.join(left)}: adapters of experts reach no engine; choose "
+            f"policy.lora.targets means {', '.join(left)}, too: adapters of experts reach no engine; choose "
             f"{', '.join(_attention(shape))}"
         )
+    if shape.experts and not config.cluster.gpus_per_engine_rank:
+        yield (
+            'policy.lora: vLLM computes a mixture with adapters by a kernel for GPUs alone (it ends with "module '
+            "'triton.language' has no attribute 'float32'\"), and the engines of this run are on CPUs; leave it out"
+        )
+    if lora.rank > SLOT_RANKS[-1]:
+        yield f"policy.lora.rank is {lora.rank}, and vLLM serves at most {SLOT_RANKS[-1]}; lower it"
     if config.rollout.quantization:
         yield f"rollout.quantization is {config.rollout.quantization}: it has not been tried with policy.lora"
     if config.model.weights is not None:

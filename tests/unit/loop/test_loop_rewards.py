@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from small_ports import World, config
 
@@ -9,12 +11,12 @@ from megatron_rl.loop.evaluation import right_answers
 from megatron_rl.loop.rollouts import (
     MAX_DATASETS,
     UNSCORED_PROMPTS,
+    ScorelessSteps,
     SilentRewards,
     UnscoredPrompts,
     UntrainedSteps,
     describe_datasets,
     describe_rewards,
-    tell_common_reason,
 )
 from megatron_rl.types import Group, Prompt, Rollout, Verdict
 
@@ -110,15 +112,25 @@ def answers(*verdicts: Verdict) -> list[Group]:
 def test_a_step_in_which_no_answer_scores_tells_the_most_frequent_reason():
     sink = World()
     missing, wrong = Verdict(0.0, "no </think>"), Verdict(0.0, "other answer")
-    tell_common_reason(answers(missing, missing, wrong, Verdict(None, "the service is away", failed=True)), sink)
+    ScorelessSteps().count(answers(missing, missing, wrong, Verdict(None, "the service is away", failed=True)), sink)
     assert sink.warnings == ["none of 3 answers scores above 0; the most frequent reason (67%) is: no </think>"]
-    tell_common_reason(answers(missing, Verdict(0.5)), sink)
-    tell_common_reason(answers(Verdict(None, "the service is away", failed=True)), sink)
+    ScorelessSteps().count(answers(missing, Verdict(0.5)), sink)
+    ScorelessSteps().count(answers(Verdict(None, "the service is away", failed=True)), sink)
     assert len(sink.warnings) == 1, "an answer that scores, and a step without a score, are told elsewhere or not"
-    tell_common_reason(answers(Verdict(-3.0), Verdict(-1.0)), sink)
+    ScorelessSteps().count(answers(Verdict(-3.0), Verdict(-1.0)), sink)
     assert len(sink.warnings) == 1, "a user's penalties differ, so there is something to learn"
-    tell_common_reason(answers(Verdict(-1.0), Verdict(-1.0)), sink)
+    ScorelessSteps().count(answers(Verdict(-1.0), Verdict(-1.0)), sink)
     assert sink.warnings[1:] == ["none of 2 answers scores above 0"]
+
+
+def test_steps_without_a_score_are_told_less_and_less_often():
+    sink, steps = World(), ScorelessSteps()
+    for _ in range(9):
+        steps.count(answers(Verdict(0.0, "no </think>")), sink)
+    assert [re.findall(r"for (\d) steps", one) for one in sink.warnings] == [[], ["2"], ["4"], ["8"]]
+    steps.count(answers(Verdict(1.0)), sink)
+    steps.count(answers(Verdict(0.0, "no </think>")), sink)
+    assert len(sink.warnings) == 5
 
 
 def test_steps_in_which_nothing_is_trained_are_told_with_their_rewards():

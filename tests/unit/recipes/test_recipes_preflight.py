@@ -9,7 +9,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.checks import check_before_start, preflight
+from megatron_rl.types import Adapters
 
 CONFIG = {
     "model_type": "qwen3",
@@ -135,11 +136,29 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (home / "started").mkdir()
     (home / "started/adapter_config.json").write_text(json.dumps(given))
+    prefix, tensors = "base_model.model.model.layers.{}.self_attn.q_proj.", {}
+    for layer in range(2):
+        tensors[f"{prefix.format(layer)}lora_A.weight"] = (4, 8)
+        tensors[f"{prefix.format(layer)}lora_B.weight"] = (8, 4)
+    held = home / "started/adapter_model.safetensors"
+    held.write_bytes(safetensors(tensors))
     assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == []
+    held.write_bytes(safetensors(dict(list(tensors.items())[1:])))
+    [unfit] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
+    assert "model.layers.0.self_attn.q_proj.lora_A.weight is missing" in unfit
+    held.write_bytes(safetensors(tensors)[:-3])
+    [truncated] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
+    assert truncated.startswith("policy.lora.start: ") and "adapter_model.safetensors" in truncated
+    held.write_bytes(safetensors(tensors))
     assert [fault[:40] for fault in faults(lora(start="started", rank=4, alpha=16))] == [
         "policy.lora.alpha is 16, but the adapter",
         "policy.lora.start: the adapters in start",
     ]
+    everything = FAMILIES["qwen3"].hf_tensors(replace(read_shape(home / "model"), adapters=Adapters(4, 8.0)))
+    held.write_bytes(safetensors({f"base_model.model.{k}": v for k, v in everything.items() if ".lora_" in k}))
+    (home / "started/adapter_config.json").write_text(json.dumps(given | {"target_modules": "all-linear"}))
+    assert faults(lora(start="started", rank=4, alpha=8)) == []
+    assert faults(lora(rank=513)) == ["policy.lora.rank is 513, and vLLM serves at most 512; lower it"]
     (home / "started/adapter_config.json").write_text(json.dumps(given | {"use_dora": True}))
     [other] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
     assert "has use_dora: True, and only False is supported" in other
