@@ -3,7 +3,7 @@
 Invariants (tests/dist): log-probs, advantages and gradients do not depend on the layout or on the number of
 micro-batches.
 
-Shape letters: T packed tokens of a micro-batch.
+Shape letters: T packed tokens of a micro-batch, U untrained tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MegatronActor(MegatronTrainer):
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
         self._sent: dict[str, Tensor] = {}
         """The copies of `sent`."""
-        self._untrained: Tensor | None = None
+        self._untrained: list[int] | None = None
         """The tokens that `find_untrained` found; None until the first step."""
 
     def score(self, share: Share) -> dict[int, float]:
@@ -165,7 +165,10 @@ class MegatronActor(MegatronTrainer):
         return self.agreement.reduce(reports)
 
     def find_untrained(self) -> list[int]:
-        """The tokens whose embeddings no training has moved, in ascending order (untrained.py)."""
+        """The tokens whose embeddings no training had moved at the first call, in ascending order (untrained.py).
+        Collective: every rank must call it."""
+        if self._untrained is not None:
+            return self._untrained
         own = np.zeros(0, np.float32)
         tensor, stage, data = self.mesh.coordinates(self.rank)
         if stage == data == 0 and self.mesh.context_rank(self.rank) == 0:
@@ -174,18 +177,18 @@ class MegatronActor(MegatronTrainer):
             num_real = max(0, min(self.spec.shape.vocab_size - first, len(weight_VH)))
             own = row_norms(weight_VH[:num_real])
         # The parts of the tensor ranks are in the order of the ranks.
-        return untrained_rows(np.concatenate(self.agreement.gather(own)))
+        self._untrained = untrained_rows(np.concatenate(self.agreement.gather(own)))
+        return self._untrained
 
     def _describe_untrained(self) -> Metrics:
         """The share of the step's actions whose tokens are untrained, if the model has such tokens."""
-        if self._untrained is None:
-            self._untrained = torch.tensor(self.find_untrained(), dtype=torch.int64, device=platform.device())
-        if not len(self._untrained):
+        if not (untrained := self.find_untrained()):
             return {}
+        untrained_U = torch.tensor(untrained, device=platform.device())
         num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
         reports = []
         for batch in self._all() if self.reports_metrics else []:
-            found_T = torch.isin(batch.target_T, self._untrained) & batch.columns.action_mask_T
+            found_T = torch.isin(batch.target_T, untrained_U) & batch.columns.action_mask_T
             reports.append({"tokens/untrained": Metric(found_T.sum() / num_tokens, "sum")})
         return self.agreement.reduce(reports)
 

@@ -41,7 +41,7 @@ class SamplingConfig(Section):
 
 class LastSteps(Section):
     last: PositiveInt
-    """The number of last steps that are kept. A step whose gradient norm jumps is kept, too."""
+    """The number of last steps that are kept. A step that breaks a health rule about its numbers is kept, too."""
 
 
 class RolloutConfig(Section):
