@@ -143,7 +143,7 @@ def read_rollouts(config: GrpoRunConfig, run: Path, step: int) -> Rollouts:
     if not path_of(folder, step).exists():
         kept = [int(path.stem.removeprefix("step_")) for path in sorted(folder.glob("step_*.groups"))]
         found = f"it has the steps {kept[0]} to {kept[-1]}" if kept else "it has none"
-        done = [int(record["step"]) for record in read_metrics(run)]
+        done = [s for record in read_metrics(run) if (s := int(record["step"])) < config.run.steps]
         if step not in done:
             reached = f"its steps are {done[0]} to {done[-1]}" if done else "it has done no step"
             raise ValueError(f"{run} has not done step {step}: {reached}")
