@@ -23,7 +23,7 @@ from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import A, B
-from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters, tensors_of
+from megatron_rl.layout.peft import PREFIX, TENSORS, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.processes import piped
 
 
@@ -42,12 +42,8 @@ def _merge(arguments: Sequence[str] | None) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     source = open_checkpoint(given.base)
     shape = replace(source.shape, adapters=read_adapters(given.adapters))
-    stored = read_safetensors(given.adapters / TENSORS)
-    expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
-    if wrong := sorted({name: tensor.extents for name, tensor in stored.items()}.items() ^ expected.items()):
-        raise ValueError(
-            f"{given.adapters / TENSORS} does not fit {given.base}: {wrong[0][0]}, and {len(wrong)} in all"
-        )
+    require_fitting(given.adapters, shape, given.base)
+    require_base(base_of(given.adapters), given.base, str(given.adapters))
     carry_out(to_hub(source, Options()), unfinished, num_cores(), lambda num_bytes: None)
     num_merged = add_adapters(unfinished, given.adapters)
     (unfinished / manifest.NAME).unlink()  # its checksums are the base model's

@@ -136,8 +136,8 @@ def _merge_adapters(
                 here.copy_(here.float() + adapters.scale * b @ a)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
     sync(path)
 
 

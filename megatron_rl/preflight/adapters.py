@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_rl.config.policy import LoraConfig, PolicyConfig
+from megatron_rl.config.policy import LoraConfig, ModelConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, linear_layers
 from megatron_rl.layout.adapters import linear_names
-from megatron_rl.layout.hub import read_header
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, read_adapters, tensors_of
+from megatron_rl.layout.hub import MANIFEST
+from megatron_rl.layout.peft import base_of, read_adapters, require_base, require_fitting
+from megatron_rl.loop.checkpoints import Resume, find_checkpoints
 from megatron_rl.planning.adapters import SLOT_RANKS
 from megatron_rl.types import ModelShape
 
@@ -22,16 +24,30 @@ def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
     """
     found: list[str] = []
     if config.policy.lora is not None:
-        found += _faults(config.policy, config.policy.lora, shape)
+        found += _faults(config.policy, config.policy.lora, shape, config.model)
         if isinstance(config, GrpoRunConfig) and config.rollout.replay is None:
             found += _faults_of_engines(config, config.policy.lora, shape)
     if isinstance(config, GrpoRunConfig) and config.critic and config.critic.lora:
-        of_critic = _faults(config.critic.trainer, config.critic.lora, shape)
+        of_critic = _faults(config.critic.trainer, config.critic.lora, shape, config.critic.model or config.model)
         found += [fault.replace("policy.", "critic.") for fault in of_critic]
     return found
 
 
-def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+def faults_of_resumed_base(config: BaseConfig, resume: Resume) -> list[str]:
+    """Compare the base model with the one that the adapters of the checkpoint to resume from were trained on."""
+    saved = find_checkpoints(config.run_folder / "checkpoints")
+    if config.policy.lora is None or resume is None or not saved:
+        return []
+    folder = saved[max(saved) if resume == "auto" else resume]
+    try:
+        told = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["training"].get("base", "")
+        require_base(told, config.model.weights or config.model.path, f"the adapters of {folder}")
+    except (ValueError, OSError, LookupError, AttributeError) as error:
+        return [f"model.path: {error}"]
+    return []
+
+
+def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape, model: ModelConfig) -> Iterator[str]:
     if shape.delta:
         yield f"policy.lora: there are no adapters for the linear attention of {shape.family}; leave policy.lora out"
     known = linear_layers(shape)
@@ -55,19 +71,14 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterat
     for key, has, wanted in (("rank", found.rank, mine.rank), ("alpha", found.alpha, mine.alpha)):
         if has != wanted:
             yield f"policy.lora.{key} is {wanted:g}, but the adapters in {lora.start} have {has:g}; set it to {has:g}"
-    tensors = lora.start / TENSORS
     try:
-        held = {name: tuple(extents) for name, (_, extents, _) in read_header(tensors).items()}
+        weights = model.weights or model.path
+        require_fitting(lora.start, replace(shape, adapters=found), weights)
+        if weights.is_dir():
+            require_base(base_of(lora.start), weights, f"the adapters in {lora.start}")
     except (ValueError, OSError) as error:
         yield f"policy.lora.start: {error}"
         return
-    mine_of = tensors_of(replace(shape, adapters=found))
-    if wrong := sorted(held.items() ^ {PREFIX + name: extents for name, extents in mine_of.items()}.items()):
-        named = wrong[0][0].removeprefix(PREFIX)
-        yield (
-            f"policy.lora.start: {tensors} does not fit {lora.start / CONFIG} and the model: {named} is missing, of "
-            f"other extents, or not among the targets"
-        )
     if set(found.targets or known) != set(mine.targets or known):
         yield (
             f"policy.lora.start: the adapters in {lora.start} are for {', '.join(found.targets)}; set "

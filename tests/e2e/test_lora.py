@@ -72,5 +72,14 @@ def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
     ours, theirs = load_file(recipe.folder / "merged/model.safetensors"), load_file(hf / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
+    twice = run_here("tools/merge.py", str(hf), "exported", "twice")
+    assert twice.returncode == 1 and "is not the base model that exported were trained on" in twice.stderr
+    assert not (recipe.folder / "twice").exists()
+    assert json.loads((recipe.folder / "exported" / CONFIG).read_text())["base_model_name_or_path"] == str(model)
+    other = recipe.run(
+        *arguments(task, "lora"), LORA, f"model.path={hf}", f"run.folder={whole.parent}", "--resume", "auto"
+    )
+    assert "error: model.path: " in other.stdout and "is not the base model that the adapters of" in other.stdout
+
     pushed = run_here("tools/push_checkpoint.py", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
     assert pushed.returncode != 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.convert.adapters import base_digest
+from megatron_rl.layout.peft import base_digest, require_base
 
 
 @pytest.fixture
@@ -34,3 +34,12 @@ def test_the_digest_does_not_depend_on_the_files_but_on_every_tensor(folder, tmp
 def test_a_folder_without_weights_is_named(tmp_path):
     with pytest.raises(ValueError, match="has neither safetensors files nor a manifest.json"):
         base_digest(tmp_path)
+
+
+def test_only_digests_of_one_kind_are_compared(folder):
+    """A converted folder without safetensors files says what its manifest says."""
+    mine = base_digest(folder)
+    for told in ("", mine, "manifest:0123456789abcdef"):
+        require_base(told, folder, "the adapters")
+    with pytest.raises(ValueError, match="is not the base model that the adapters were trained on: .* had tensors:0"):
+        require_base("tensors:0123456789abcdef", folder, "the adapters")

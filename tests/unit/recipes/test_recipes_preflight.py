@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.layout.peft import base_digest
 from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.checks import check_before_start, preflight
@@ -45,8 +46,8 @@ TEMPLATE = (
 )
 
 
-def safetensors(tensors: dict[str, tuple[int, ...]]) -> bytes:
-    header, at = {}, 0
+def safetensors(tensors: dict[str, tuple[int, ...]], metadata: dict[str, str] | None = None) -> bytes:
+    header, at = {"__metadata__": metadata} if metadata else {}, 0
     for name, extents in tensors.items():
         size = 4
         for extent in extents:
@@ -145,7 +146,14 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == []
     held.write_bytes(safetensors(dict(list(tensors.items())[1:])))
     [unfit] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
-    assert "model.layers.0.self_attn.q_proj.lora_A.weight is missing" in unfit
+    assert unfit.endswith("does not fit model: it lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
+    held.write_bytes(safetensors(tensors, {"base_digest": "tensors:0123456789abcdef"}))
+    [foreign] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
+    assert foreign.startswith(
+        "policy.lora.start: model is not the base model that the adapters in started were trained"
+    )
+    held.write_bytes(safetensors(tensors, {"base_digest": base_digest(home / "model")}))
+    assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == []
     held.write_bytes(safetensors(tensors)[:-3])
     [truncated] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
     assert truncated.startswith("policy.lora.start: ") and "adapter_model.safetensors" in truncated
