@@ -11,6 +11,7 @@ import torch
 from recipe_runs import Recipe
 from safetensors.torch import load_file
 from test_resume import arguments, lines
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.layout.peft import CONFIG, TENSORS, read_adapters
 
@@ -48,6 +49,20 @@ def test_a_resumed_run_whose_trainer_dies_has_the_same_numbers(task, recipe, who
     (recipe.folder / "gate").unlink()
     assert run.wait(recipe.deadline_s) == 0, (recipe.folder / "out.txt").read_text()
     assert lines(folder) == lines(whole)
+
+
+def test_peft_loads_what_a_run_exports_and_saves_the_same_bits(task, recipe, whole):
+    """`pip install peft accelerate` runs it."""
+    peft = pytest.importorskip("peft")
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (task / "model", whole / "hf"))
+    model = peft.PeftModel.from_pretrained(base, whole / "hf" / "adapters")
+    ids = torch.arange(2, 18)[None]
+    assert (model(ids).logits.log_softmax(-1) - merged(ids).logits.log_softmax(-1)).abs().max() < 1e-5
+    model.save_pretrained(recipe.folder / "saved")
+    given, again = (load_file(folder / TENSORS) for folder in (whole / "hf" / "adapters", recipe.folder / "saved"))
+    assert given.keys() == again.keys() and all(torch.equal(given[key], again[key]) for key in given)
+    mine, theirs = (read_adapters(folder) for folder in (whole / "hf" / "adapters", recipe.folder / "saved"))
+    assert (mine.rank, mine.alpha, set(mine.targets)) == (theirs.rank, theirs.alpha, set(theirs.targets))
 
 
 def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
