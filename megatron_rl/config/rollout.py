@@ -131,6 +131,12 @@ class RolloutConfig(Section):
         return self.max_lag > 0 or bool(self.active_sampling)
 
     @property
+    def num_adapters(self) -> int:
+        """The number of versions of a run's adapters that an engine holds. While engines answer and the trainer trains,
+        an evaluation keeps the version that it began with, next to the newest one."""
+        return 2 if self.is_asynchronous else 1
+
+    @property
     def engine_ranks(self) -> int:
         """The number of ranks of an engine."""
         return self.tensor * self.pipeline

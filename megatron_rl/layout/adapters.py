@@ -24,6 +24,8 @@ from megatron_rl.types import ModelShape
 A, B = "lora_A", "lora_B"
 SERVED_ID = 1
 """vLLM's number of the adapter that a run trains; 0 means the base model."""
+PINNED_ID = 2
+"""vLLM's number of an older version of the same adapter (`RolloutConfig.num_adapters`)."""
 RANK = "adapter_rank"
 """The dim of A and B that is no dim of the weight, as a key of `rule.sizes`."""
 

@@ -106,6 +106,9 @@ def test_the_memory_of_a_run(colocate):
     slot = slot_bytes(SHAPE, Engines(tensor=4), 2, 0)
     assert parts["slot of the adapters"][2] == slot
     assert parts["KV cache"][2] == base_parts["KV cache"][2] - slot
+    if not colocate:  # an evaluation keeps its version
+        of_two = run_memory(config(policy={"lora": LORA}, rollout={"max_lag": 1}, **given), SHAPE).engine.gpu.parts
+        assert of_two["slot of the adapters"][2] == 2 * slot
     sent = 2 * held.trained
     assert memory.trainer.parts["the adapters as a push sends them"] == (sent, sent, sent)
     if colocate:
