@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl.convert import Options, carry_out, manifest, open_checkpoint, to_hub
+from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.command import num_cores, run
 from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
@@ -58,13 +59,13 @@ def add_adapters(folder: Path, adapters: Path) -> int:
     scale, regions = read_adapters(adapters).scale, open_checkpoint(folder).regions
     named = [name for name in stored if name.endswith(f".{A}.weight")]
     for name in named:
-        a, b = (maps.tensor(stored[one]).float() for one in (name, name.replace(A, B)))
+        a, b = (maps.tensor(stored[one]) for one in (name, name.replace(A, B)))
         [region] = regions[name.removeprefix(PREFIX).replace(f"{A}.", "")]
         held = region.stored
         whole = torch.from_file(str(held.path), shared=True, size=held.path.stat().st_size, dtype=torch.uint8)
         tensor = whole[held.start : held.start + held.num_bytes].view(held.dtype).view(held.extents)
         weight = rectangle(tensor, held.view, region.box) if held.view else tensor[slices(region.box)]
-        weight.copy_(weight.float() + scale * b @ a)
+        write_merged(weight, weight, a, b, scale)
     return len(named)
 
 

@@ -8,7 +8,7 @@ Shape letters: T packed tokens of a micro-batch, U untrained tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,8 +24,9 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
+from megatron_rl.layout import Box
 from megatron_rl.layout.adapters import B, is_adapter
-from megatron_rl.types import Metrics, Share
+from megatron_rl.types import Metrics, ModelShape, Share
 
 
 class MegatronActor(MegatronTrainer):
@@ -106,16 +107,25 @@ class MegatronActor(MegatronTrainer):
         return found
 
     @torch.no_grad()
-    def sent(self) -> Mapping[str, Tensor]:
+    def sent(self, shape: ModelShape) -> Mapping[str, Tensor]:
         """What a push sends, by the names of the shards: the live parameters. Of adapters it is a copy with the present
-        values, always in the same memory, with B times the scale."""
-        if (adapters := self.spec.shape.adapters) is None:
-            return self.parameters()
+        values, always in the same memory, with B times the scale.
+
+        Args:
+            shape: what the engines get: adapters, or a model without them.
+        """
+        if (adapters := shape.adapters) is None:
+            return {name: parameter for name, parameter in self.parameters().items() if not is_adapter(name)}
         for name, parameter in self.parameters().items():
             if is_adapter(name):
                 copied = self._sent.setdefault(name, torch.empty_like(parameter))
                 torch.mul(parameter, adapters.scale if f".{B}" in name else 1.0, out=copied)
         return self._sent
+
+    def made(self, shape: ModelShape) -> Mapping[str, Callable[[Box, Tensor], None]]:
+        """The weights that a push does not send as they are, and what writes a rectangle of them with the present
+        values: those with adapters, if the engines get a model without them."""
+        return self.adapting.merges if self.adapting is not None and shape.adapters is None else {}
 
     def keep_reference(self) -> None:
         """Keep a copy of the present weights as the reference policy's, if the objective needs a reference. With

@@ -13,7 +13,7 @@ rank, H its inputs.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -30,7 +30,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_m
 from torch import Tensor, nn
 
 from megatron_rl.actor.copied import copied_to_all_ranks
-from megatron_rl.layout import Shard, slices
+from megatron_rl.convert.adapters import write_merged
+from megatron_rl.layout import Box, Shard, slices
 from megatron_rl.layout.adapters import A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.types import Adapters
@@ -50,6 +51,9 @@ class Adapting:
         self._adapters, self._shards, self._seed = adapters, list(shards), seed
         self.is_on = True
         """Whether the adapters add something."""
+        self.merges: dict[str, Callable[[Box, Tensor], None]] = {}
+        """What writes a rectangle of a weight, with scale B A added, into a tensor of the rectangle's extents; by the
+        local names of the weights that have adapters."""
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -70,24 +74,30 @@ class Adapting:
         """
         own = [shard for shard in self._shards if shard.local_name.startswith(prefix)]
         own = [replace(shard, local_name=shard.local_name.removeprefix(prefix)) for shard in own]
-        _add_adapters(gpt, own, self._adapters, self._seed, self)
+        for name, adapter in _add_adapters(gpt, own, self._adapters, self._seed, self).items():
+            self.merges[f"{prefix}{name}.weight"] = adapter.write_merged
 
 
-def _add_adapters(gpt: GPTModel, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
+def _add_adapters(
+    gpt: GPTModel, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: Adapting
+) -> dict[str, Adapter]:
+    """Returns the adapters by the names of their layers."""
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(name.startswith("value_head."))
     by_layer: dict[str, list[Shard]] = {}
     for shard in shards:
         by_layer.setdefault(shard.local_name.rpartition(".")[0], []).append(shard)
     by_layer = {name: parts for name, parts in by_layer.items() if any(is_adapter(part.local_name) for part in parts)}
+    added = {}
     for name, parts in by_layer.items():
         layer = gpt.get_submodule(name)
         assert isinstance(layer, ColumnParallelLinear | RowParallelLinear), f"{name} is {type(layer).__name__}"
-        Adapter(layer, parts, adapters, seed, switch)
+        added[name] = Adapter(layer, parts, adapters, seed, switch)
     if by_layer and gpt.pre_process:
         # Nothing below the first adapter has a gradient, and Megatron's recomputation ends the graph of a layer whose
         # input needs none.
         gpt.embedding.register_forward_hook(lambda module, inputs, output: _with_gradient(output))
+    return added
 
 
 def _with_gradient(output: Tensor) -> Tensor:
@@ -102,7 +112,7 @@ class Adapter:
         Args:
             shards: of A, B and the layer's weight.
         """
-        self._scale, self._switch = adapters.scale, switch
+        self._scale, self._switch, self._layer = adapters.scale, switch, layer
         of_a = [shard for shard in shards if shard.local_name.endswith(A)]
         of_b = [shard for shard in shards if shard.local_name.endswith(B)]
         base = layer.weight
@@ -135,10 +145,16 @@ class Adapter:
                 (start, stop), first = shard.local_box[0], names.index(shard.hf_name) * adapters.rank
                 blocks_OR[start:stop, first : first + adapters.rank] = 1
             self._blocks_OR, self._num_fused = blocks_OR, len(names)
+        rows = {(shard.hf_name, shard.hf_box[0]): shard.local_box[0] for shard in shards}
+        places = [rows[shard.hf_name.replace(f"{B}.", ""), shard.hf_box[0]] for shard in of_b]
+        rows_of_a = {shard.hf_name.replace(f"{A}.", f"{B}."): shard.local_box[0] for shard in of_a}
+        self._products = [
+            (place, shard.local_box[0], rows_of_a[shard.hf_name]) for place, shard in zip(places, of_b, strict=True)
+        ]
+        """Rows of the layer's weight, and the rows of B and of A whose product belongs to them."""
         if b_extents[0] < len(base):  # some of the weights that the layer fuses have no adapters
-            rows = {(shard.hf_name, shard.hf_box[0]): range(*shard.local_box[0]) for shard in shards}
-            places = [rows[shard.hf_name.replace(f"{B}.", ""), shard.hf_box[0]] for shard in of_b]
-            self._columns = torch.tensor([row for place in places for row in place], device=base.device)
+            outputs = [row for place in places for row in range(*place)]
+            self._columns = torch.tensor(outputs, device=base.device)
         layer.register_forward_hook(self)
 
     def __call__(
@@ -149,6 +165,23 @@ class Adapter:
         whole, bias = output
         added = self._added(layer, inputs[0])
         return whole + added if self._columns is None else whole.index_add(-1, self._columns, added), bias
+
+    def write_merged(self, box: Box, out: Tensor) -> None:
+        """Write a rectangle of the layer's weight on this rank, with the product of the same rectangle added. Each rank
+        has the rows of B and the columns of A that belong to its part of the weight.
+
+        Args:
+            out: has the rectangle's extents, and any dtype.
+        """
+        layer, (first, last), columns = self._layer, box[0], slice(*box[1])
+        out.copy_(layer.weight[slices(box)])
+        for (start, stop), (b_start, _), rows_of_a in self._products:
+            begin, end = max(start, first), min(stop, last)
+            if begin < end:
+                b_OR = layer.lora_B[b_start + begin - start : b_start + end - start]
+                a_RH = layer.lora_A[slice(*rows_of_a), columns]
+                weight_OH = layer.weight[begin:end, columns]
+                write_merged(out[begin - first : end - first], weight_OH, a_RH, b_OR, self._scale)
 
     def _added(self, layer: Linear, input_TH: Tensor) -> Tensor:
         """`scale B A x`, of the tokens and the outputs that the layer returns on this rank."""

@@ -117,6 +117,11 @@ class RolloutConfig(Section):
     """The name of one of vLLM's online quantisations (`fp8`, `fp8_per_channel`), which the engine applies to the
     weights of each push; null means none. The engine's policy then differs from the trainer's by more than rounding:
     see `algorithm.correction` and `algorithm.max_mismatch`."""
+    lora: Literal["served", "merged"] = "served"
+    """How engines get the adapters of `policy.lora`. `served`: a push has A and B alone, and vLLM computes with them
+    next to the base model, which it loads from `model.path`. `merged`: trainers add the product of B and A to the
+    weights while they send them, so a push has the size of the model, and engines know of no adapters. It works for
+    every family, also where vLLM cannot serve adapters: experts, latent attention, `quantization`."""
     max_sequences: PositiveInt = 1024
     """The largest number of answers that an engine decodes at the same time. Further ones wait in a queue, the oldest
     first. On a GPU it also sets the sizes of vLLM's CUDA graphs. In an asynchronous run, choose the number where the
@@ -192,6 +197,8 @@ class RolloutConfig(Section):
                 "some stages would always wait, because each works on other answers; raise max_sequences or lower "
                 "pipeline"
             )
+        if self.lora == "merged" and run.policy.lora is None:
+            yield "rollout.lora: merged has no effect without policy.lora; remove it"
         if self.replay is not None:
             engines_for = {
                 "data.eval": run.data.eval,

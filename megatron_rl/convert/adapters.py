@@ -1,4 +1,7 @@
-"""Makes a folder in PEFT's form of a checkpoint of adapters."""
+"""What a run's adapters become: merged weights, and a folder in PEFT's form that is made of a checkpoint.
+
+Invariant (tests/unit/convert): every rectangle of a merged weight has the bits that it has in the whole one.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,40 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.stored import Maps
 from megatron_rl.layout import slices
 from megatron_rl.layout.peft import BASE, CONFIG, PREFIX, TENSORS, config_of, tensors_of
+
+MERGED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
+"""The numbers of a weight that are merged at once, by the type of the device: two float32 numbers for each, in a
+processor's cache."""
+
+
+@torch.no_grad()
+def write_merged(out_OH: Tensor, weight_OH: Tensor, a_RH: Tensor, b_OR: Tensor, scale: float) -> None:
+    """Write W + scale B A (LoRA, arXiv:2106.09685), computed in float32 and rounded once to the weight's dtype.
+
+    The terms of each element are added in the order of the rank, and no operation is a matrix product, whose order of
+    addition depends on the extents. So a rectangle of a weight has the bits that it has in the whole one, on every
+    device: an export, and pushes by ranks that hold or send different parts, are equal.
+
+    Shape letters: O outputs, H inputs, R the rank.
+
+    Args:
+        out_OH: may be the weight, and of another dtype.
+    """
+    scaled_OR, a_RH = b_OR.float() * scale, a_RH.float()
+    num_rows = max(1, MERGED_ELEMENTS[weight_OH.device.type] // max(1, weight_OH.shape[1]))
+    for start in range(0, len(weight_OH), num_rows):
+        out, weight, scaled = (one[start : start + num_rows] for one in (out_OH, weight_OH, scaled_OR))
+        product = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        term = torch.empty_like(product)
+        for column, row in zip(scaled.unbind(1), a_RH, strict=True):
+            product += torch.mul(column[:, None], row, out=term)
+        out.copy_((weight.float() + product).to(weight.dtype))
 
 
 def write_adapters(source: Source, dtype: torch.dtype, folder: Path, base: str) -> int:

@@ -70,8 +70,9 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     sequences decides, and the other stages have unused room. vLLM repacks experts on GPUs, so a rank holds a layer's
     experts until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes their bytes. Each
     verified layer is built a second time. Weights that vLLM quantises are counted as if they were not. With adapters
-    no weights arrive, and vLLM has one or two slots for the adapters (`RolloutConfig.num_adapters`).
+    that vLLM serves no weights arrive, and it has one or two slots for them (`RolloutConfig.num_adapters`).
     """
+    shape = config.pushed(shape)
     rollout, width = config.rollout, BYTES[config.model.dtype]
     longest, stages = rollout.max_model_tokens, range(rollout.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.pipeline, stage) for stage in stages]

@@ -1,9 +1,10 @@
 """A run of adapters: it begins as the base model, keeps megabytes, survives deaths bit for bit, and its exports are
-what `merge` makes."""
+what `merge` makes; with adapters that engines serve, and with a mixture's that each push merges into the weights."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -98,3 +99,37 @@ def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
 
     pushed = run_here("tools/push_checkpoint.py", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
     assert pushed.returncode != 0
+
+
+@pytest.mark.deadline(1200)
+def test_a_push_that_merges_the_adapters_of_experts_is_repeated_and_a_run_resumes(task, mixture, recipe, run_here):
+    """The engine dies while it waits for a push. Both runs have the same numbers, so the repeated push brings the same
+    weights to the engine that takes its place."""
+    given = [*arguments(task, "merged"), LORA, "rollout.lora=merged", "checkpoint.every=2", f"model.path={mixture}"]
+    given += ["policy.parallel={tensor: 2, expert: 2, expert_tensor: 1, sequence: true}"]
+    done, folder = recipe.run(*given), recipe.folder / "runs" / "merged"
+    assert done.returncode == 0, done.stdout + done.stderr
+    undisturbed = first, second, *_ = lines(folder)
+    assert first["kl"] == 0 and second["kl"] > 0 and first["on_policy/ratio_error"] == 0
+    assert all(record["mismatch/max_abs"] < 1e-5 for record in undisturbed[:4])
+    weights = load_file(mixture / "model.safetensors")
+    assert first["sync/bytes"] == sum(tensor.nbytes for tensor in weights.values()), "each weight once"
+
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    (recipe.folder / "gate").touch()
+    run = recipe.start(*given, "--resume", "auto")
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)
+    recipe.process(run, "ray::EngineRank").kill()
+    (recipe.folder / "gate").unlink()
+    assert run.wait(recipe.deadline_s) == 0, (recipe.folder / "out.txt").read_text()
+    assert lines(folder) == list(undisturbed)
+    assert re.search(r"version \d: engine 0 .*died", (folder / "logs" / "bridge.log").read_text()), (
+        "a push was repeated"
+    )
+
+    merged = run_here("tools/merge.py", str(mixture), str(folder / "hf/adapters"), "by_hand")
+    assert merged.returncode == 0, merged.stderr
+    by_hand, exported = (load_file(one / "model.safetensors") for one in (recipe.folder / "by_hand", folder / "hf"))
+    assert by_hand.keys() == exported.keys() and all(torch.equal(by_hand[key], exported[key]) for key in exported)
+    changed = [key for key in weights if (exported[key] != weights[key]).any()]
+    assert len(changed) == 2 * (4 + 8 * 3), "attention and 8 experts in each of two layers"
