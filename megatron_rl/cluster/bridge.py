@@ -82,10 +82,10 @@ class RayBridge:
         rollout, bridge = self._config.rollout, self._config.bridge
         if not self._recorded:  # engines are equal, so the first one tells for all
             process, timeout_s = self._engines.processes[0], self._config.cluster.start_timeout_s
-            call = process.actor.record_loading.remote(self._spec.shape)
+            call = process.actor.record_loading.remote(self._spec.shape.served)
             (self._recorded,) = gather([call], [process], "to show how it loads weights", timeout_s)
         setup = BridgeSetup(
-            shape=self._spec.shape,
+            shape=self._spec.shape.served,
             mesh=self._policy.mesh,
             fused_norms=self._policy.fused_norms,
             engines=Engines(

@@ -35,7 +35,7 @@ def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> Tr
     recorded = served_adapters(shape, engines) if shape.adapters else ()
     fused = trains_fused(config, shape, mesh.context)
     return plan_weights(
-        shape, mesh, engines, fused_norms=fused, dtype=config.model.dtype, links=links, recorded=recorded
+        shape.served, mesh, engines, fused_norms=fused, dtype=config.model.dtype, links=links, recorded=recorded
     )
 
 
