@@ -105,7 +105,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     plan = largest_plan(config, shape, parallel)
     transfer = planned_transfer(config, shape, parallel.mesh)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
-    share = received.max() / (BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape.base))
+    share = received.max() / (BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape.base.served))
     of_model = f"{share:.2%}" if config.pushed(shape).adapters else f"{share:.2f}"
 
     table = Table(title="a step", show_header=False, title_justify="left")
@@ -221,7 +221,7 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
         gpus_per_node=config.cluster.gpus_per_node or 8,
         optimizer=config.policy.optimizer,
     )
-    num_parameters = FAMILIES[shape.family].num_parameters(shape)
+    num_parameters = FAMILIES[shape.family].num_parameters(shape.served)
     # While answers of all ages are decoded, they have half of the largest length in the mean.
     held = memory.engine.half if memory.engine else math.inf
     at_once = min(held or 1, rollout.max_sequences or math.inf)

@@ -50,7 +50,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     """Connect the packages and train; returns the number of steps that are done."""
     shape = read_shape(config.model.path)
     if config.model.weights is None:
-        check_model(config.model.path, shape, config.policy.parallel.mesh)
+        check_model(config.model.path, config.policy.adapted(shape).base, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from megatron_rl.cluster.actor_critic import PolicyWithCritic

@@ -234,7 +234,7 @@ def push(servers: Sequence[Server], source: Source, version: int, host: str, tim
     """
     weights = parameters(source)
     engines = replace(servers[0].engines, num=len(servers))
-    setup = BridgeSetup(source.shape, Mesh(), True, engines, servers[0].dtype, host, timeout_s=timeout_s)
+    setup = BridgeSetup(source.shape.served, Mesh(), True, engines, servers[0].dtype, host, timeout_s=timeout_s)
     start = time.perf_counter()
     with paused(servers):
         sender = _join(servers, setup, weights, f"mixed until version {version} has arrived whole")

@@ -26,6 +26,7 @@ from megatron_rl.actor.untrained import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
 from megatron_rl.layout import Box
 from megatron_rl.layout.adapters import B, is_adapter
+from megatron_rl.layout.multi_token import is_of_head
 from megatron_rl.types import Metrics, ModelShape, Share
 
 
@@ -115,7 +116,7 @@ class MegatronActor(MegatronTrainer):
             shape: what the engines get: adapters, or a model without them.
         """
         if (adapters := shape.adapters) is None:
-            return {name: parameter for name, parameter in self.parameters().items() if not is_adapter(name)}
+            return {name: own for name, own in self._policy_parameters().items() if not is_adapter(name)}
         for name, parameter in self.parameters().items():
             if is_adapter(name):
                 copied = self._sent.setdefault(name, torch.empty_like(parameter))
@@ -127,11 +128,16 @@ class MegatronActor(MegatronTrainer):
         values: those with adapters, if the engines get a model without them."""
         return self.adapting.merges if self.adapting is not None and shape.adapters is None else {}
 
+    def _policy_parameters(self) -> dict[str, Tensor]:
+        """The live parameters without a multi-token head, which no engine has, and no log-prob depends on."""
+        return {name: parameter for name, parameter in self.parameters().items() if not is_of_head(name)}
+
     def keep_reference(self) -> None:
         """Keep a copy of the present weights as the reference policy's, if the objective needs a reference. With
         adapters the reference is the base model, and nothing is copied."""
         if self.spec.objective.needs.logp_ref and self.spec.shape.adapters is None:
-            self._reference = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
+            live = self._policy_parameters()
+            self._reference = {name: parameter.detach().cpu().clone() for name, parameter in live.items()}
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -145,7 +151,7 @@ class MegatronActor(MegatronTrainer):
 
         def exchange() -> None:
             with torch.no_grad():
-                for name, parameter in self.parameters().items():
+                for name, parameter in self._policy_parameters().items():
                     mine = parameter.detach().cpu().clone()
                     parameter.copy_(self._reference[name])
                     self._reference[name] = mine

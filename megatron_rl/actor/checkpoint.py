@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,10 +94,10 @@ class State(NamedTuple):
 
 
 class FromHub(NamedTuple):
-    """The Hugging Face folder of configuration and tokenizer, and whether its multi-token head is kept."""
+    """The Hugging Face folder of configuration and tokenizer, and what becomes of its multi-token head."""
 
     folder: Path
-    multi_token: bool
+    multi_token: Literal["drop", "keep", "train"]
 
 
 class Saving:
@@ -222,13 +222,13 @@ class Saving:
     def _write_rest(self, files: dict[str, Any]) -> None:
         """Write what rank 0 writes for all."""
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
-        shape, dtype, (folder, keeps) = self._identity.shape, self._identity.dtype, self._from_hub
+        shape, dtype, (folder, choice) = self._identity.shape, self._identity.dtype, self._from_hub
         stored = open_head(folder, shape)
-        companions = hub.companions(folder, dtype, shape.value_head, keeps if stored else None)
+        companions = hub.companions(folder, dtype, shape.value_head, choice != "drop" if stored else None)
         small |= {f"hf/{name}": content for name, content in companions.items()}
         small |= _torch_dist_files(shape, files, self._open_tensors, TENSORS.format(self._agreement.size))
         files |= {name: write(self._temporary / name, content) for name, content in small.items()}
-        if stored and keeps:
+        if stored and choice == "keep":
             files[f"hf/{HEAD}"] = write_safetensors(self._temporary / "hf" / HEAD, head_tensors(stored, None))
         _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
 

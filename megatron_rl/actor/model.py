@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_decoder_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.transformer.identity_op import IdentityOp
@@ -36,6 +36,7 @@ from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.moe.experts import ExpertOutput, sigmoid_unit
 from megatron_rl.actor.moe.replay import replay_routes
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32
+from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.switches import build
 from megatron_rl.actor.value_head import add_value_head
@@ -251,8 +252,7 @@ def _build_chunk(
     layers = parallel.mesh.layer_range(shape.num_layers, stage, chunk)
     block = _fused_block(config, shape, number) if fused else _local_block(config, shape, number, layers)
     for layer in block.layer_specs:
-        if layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = Router
+        _count_load(layer)
     megatron_rotates = fused and shape.latent is None  # PackedAttention and LatentSelfAttention rotate by themselves
     scaling = shape.rope_scaling if megatron_rotates else None
     with _without_apex() if fused else nullcontext():
@@ -275,6 +275,8 @@ def _build_chunk(
         add_value_head(gpt)
     elif gpt.post_process:
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
+    if gpt.post_process and shape.multi_token:
+        add_head(gpt, _head_layer(config, shape), block.layer_norm)
     if policy.routing_replay:
         replay_routes(gpt)
     gpt.to(platform.device())
@@ -294,10 +296,33 @@ def _build_chunk(
 def _fused_block(config: TransformerConfig, shape: ModelShape, number: int | None) -> TransformerBlockSubmodules:
     """The spec of the layers of a stage, or of the virtual stage with this number: Transformer Engine's."""
     block = get_gpt_decoder_block_spec(config, True, vp_stage=number)
-    if shape.latent:
-        for layer in block.layer_specs:
-            layer.submodules.self_attention.module = LatentSelfAttention
+    for layer in block.layer_specs:
+        _fit_fused(layer, shape)
     return block
+
+
+def _fit_fused(layer: ModuleSpec, shape: ModelShape) -> None:
+    if shape.latent:
+        layer.submodules.self_attention.module = LatentSelfAttention
+
+
+def _count_load(layer: ModuleSpec) -> None:
+    """Give a mixture our router."""
+    if layer.submodules.mlp.module is MoELayer:
+        layer.submodules.mlp.submodules.router = Router
+
+
+def _head_layer(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
+    """The spec of the layer of a multi-token head: like the model's last one, but never with linear attention."""
+    assert shape.has_experts(shape.num_layers) == shape.has_experts(shape.num_layers - 1), "both have a mixture"
+    fused = config.transformer_impl == "transformer_engine"
+    layer: ModuleSpec = get_gpt_decoder_layer_specs(config, fused, "RMSNorm")[-1]
+    if fused:
+        _fit_fused(layer, shape)
+    else:
+        _fit_local(layer, shape)
+    _count_load(layer)
+    return layer
 
 
 def _local_block(
@@ -309,28 +334,9 @@ def _local_block(
     Args:
         layers: the layers of the stage.
     """
-    family = FAMILIES[shape.family]
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=number)
     for layer in block.layer_specs:  # layers of one kind share one spec
-        norm = Norm
-        if family.post_norm:
-            layer.module, norm = PostNormLayer, IdentityOp
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if family.linear_bias and layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = PackedAttention
-        if shape.latent:
-            layer.submodules.self_attention.module = LatentSelfAttention
-            attention.core_attention = LatentCoreAttention
-            attention.q_layernorm = attention.kv_layernorm = Norm
-        elif family.qk_norm(shape) == "head":
-            attention.q_layernorm = attention.k_layernorm = Norm
-        elif family.qk_norm(shape) == "full":
-            attention.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_heads})
-            attention.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_kv_heads})
-        if family.gated_attention:
-            layer.submodules.self_attention.module = GatedSelfAttention
+        _fit_local(layer, shape)
     if shape.delta:
         linear = ModuleSpec(DeltaAttention, params={"delta": shape.delta})
         block.layer_specs = [
@@ -341,3 +347,26 @@ def _local_block(
         ]
     block.layer_norm = Norm
     return block
+
+
+def _fit_local(layer: ModuleSpec, shape: ModelShape) -> None:
+    """Give a layer our norms and attention, and what the family has in other ways."""
+    family, norm = FAMILIES[shape.family], Norm
+    if family.post_norm:
+        layer.module, norm = PostNormLayer, IdentityOp
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    if family.linear_bias and layer.submodules.mlp.module is MoELayer:
+        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if shape.latent:
+        layer.submodules.self_attention.module = LatentSelfAttention
+        attention.core_attention = LatentCoreAttention
+        attention.q_layernorm = attention.kv_layernorm = Norm
+    elif family.qk_norm(shape) == "head":
+        attention.q_layernorm = attention.k_layernorm = Norm
+    elif family.qk_norm(shape) == "full":
+        attention.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_heads})
+        attention.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_kv_heads})
+    if family.gated_attention:
+        layer.submodules.self_attention.module = GatedSelfAttention

@@ -171,6 +171,18 @@ def _shared(starts: Sequence[int], holders: Sequence[tuple[int, int]]) -> Shared
     )
 
 
+def targets_after_next(batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """The token after the next one at each position of a row, and whether it is a target of a multi-token head: it and
+    the token before it are actions.
+
+    The next entry of a column belongs to the same sample wherever the entry itself is an action, so a shift of the row
+    by one crosses no boundary. Example: the prompt 5 6, and the actions 31 1 7 after it. The targets are 6 31 1 7 0
+    with the mask of actions 0 1 1 1 0, and the head's are 31 1 7 0 6 with the mask 0 1 1 0 0.
+    """
+    mask_T, after_T = batch.columns.action_mask_T, torch.roll(batch.target_T, -1)
+    return after_T, mask_T & torch.roll(mask_T, -1)
+
+
 def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
     """A column as numbers at the tokens of each sample, each float32 [L], by the sample's index in the step. A sample's
     first token, which nothing predicts, has 0."""

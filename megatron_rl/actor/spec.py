@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig, Switch
 from megatron_rl.layout import FAMILIES
@@ -42,9 +42,9 @@ class ActorSpec:
         check_trainable(self.shape, self.policy)
 
     @property
-    def keeps_head(self) -> bool:
-        """Whether checkpoints and exports have the model's multi-token head. A critic has none."""
-        return self.policy.multi_token == "keep" and not self.shape.value_head
+    def multi_token(self) -> Literal["drop", "keep", "train"]:
+        """What becomes of the model's multi-token head. A critic has none."""
+        return "drop" if self.shape.value_head else self.policy.multi_token
 
 
 def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
@@ -58,11 +58,8 @@ def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
             f"policy.router_bias_update_rate is {rate}, but the routers of the family {shape.family} have no bias; "
             f"leave it out"
         )
-    if policy.multi_token == "keep" and FAMILIES[shape.family].multi_token is None:
-        raise ValueError(
-            f"policy.multi_token is keep, but models of the family {shape.family} have no multi-token head; leave it "
-            f"out"
-        )
+    if policy.multi_token != "drop":
+        _check_head(shape, policy)
     if shape.experts is None:
         for name in OF_MIXTURES:
             if value := getattr(policy, name):
@@ -72,6 +69,23 @@ def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
     _check_router(shape.experts)
     if policy.routing_replay:
         _check_replay(policy.megatron.transformer)
+
+
+def _check_head(shape: ModelShape, policy: PolicyConfig) -> None:
+    """Refuse a multi-token head that the family does not have, or that the actor cannot train."""
+    head = FAMILIES[shape.family].multi_token
+    if head is None:
+        raise ValueError(
+            f"policy.multi_token is {policy.multi_token}, but models of the family {shape.family} have no multi-token "
+            f"head; leave it out"
+        )
+    if policy.multi_token != "train":
+        return
+    if policy.lora:
+        raise ValueError(
+            "policy.multi_token is train, but policy.lora freezes the model's weights, and its checkpoints have no "
+            "others; use keep, or leave policy.lora out"
+        )
 
 
 def _check_router(experts: Experts) -> None:

@@ -24,13 +24,14 @@ from torch import Tensor
 
 from megatron_rl import spans
 from megatron_rl.actor import platform
-from megatron_rl.actor.attention import packed_sequences
+from megatron_rl.actor.attention import PackedSequences, packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.moe.router import padding_mask
-from megatron_rl.actor.packing import Microbatch, Routes
+from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
+from megatron_rl.actor.packing import Microbatch, Routes, targets_after_next
 from megatron_rl.actor.value_head import values
-from megatron_rl.algorithms.logprobs import VocabularyShard, token_logprobs
+from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
 from megatron_rl.types import ModelShape
 
 # Megatron's schedules call it by this name; it runs the backward pass of one micro-batch.
@@ -82,11 +83,13 @@ class Schedule:
         loss: MicrobatchLoss,
         forward_only: bool = False,
         temperature: float | None = None,
+        head_loss: HeadLoss | None = None,
     ) -> list[Any]:
         """Run all micro-batches.
 
         Args:
             temperature: for the log-probs; None means the schedule's own.
+            head_loss: of the multi-token head, which is added to `loss` if it is given.
 
         Returns:
             The result that `loss` returned for each micro-batch, on the last pipeline stage; an empty list on others.
@@ -101,18 +104,26 @@ class Schedule:
             batch = microbatches[i]
             # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
             extra = {"fp32_output": False} if self.last.config.bf16 else {}
+            packed = packed_sequences(
+                batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch), batch.shared
+            )
             with spans.span("forward", i):
                 output = model(
                     input_ids=self._part(batch.ids_T, batch)[None],
                     position_ids=None,
                     attention_mask=None,
-                    packed_seq_params=packed_sequences(
-                        batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch), batch.shared
-                    ),
+                    packed_seq_params=packed,
                     padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
                     **extra,
                 )
-            return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, divisor, loss)
+
+            def calculate(hidden_1TH: Tensor) -> tuple[Tensor, Tensor, Any]:
+                value, result = self._calculate(i, hidden_1TH, batch, divisor, loss)
+                if self.shape.multi_token and torch.is_grad_enabled():
+                    value = value + self.head_share(hidden_1TH, batch, packed, divisor, head_loss)
+                return value, torch.ones((), dtype=torch.int, device=platform.device()), result
+
+            return output, calculate
 
         indices = [iter(range(len(microbatches))) for _ in self.chunks]
         results: list[Any] = self._run(
@@ -128,7 +139,7 @@ class Schedule:
 
     def _calculate(
         self, i: int, hidden_1TH: Tensor, batch: Microbatch, temperature: float, loss: MicrobatchLoss
-    ) -> tuple[Tensor, Tensor, Any]:
+    ) -> tuple[Tensor, Any]:
         if self.shape.value_head:
             number_T, entropy_T = values(hidden_1TH[0], self.last), None
         else:
@@ -136,23 +147,53 @@ class Schedule:
         if self.context is not None:
             number_T = self.context.whole(number_T, batch.lengths_S)
             entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
-        value, result = loss(i, number_T, entropy_T)
-        return value, torch.ones((), dtype=torch.int, device=platform.device()), result
+        return loss(i, number_T, entropy_T)
 
-    def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor | None]:
-        weight_VH = output_weight(self.last)
+    def _vocabulary_of(self, weight_VH: Tensor) -> VocabularyShard:
         if self._vocabulary is None:
             group = parallel_state.get_tensor_model_parallel_group()
             self._vocabulary = vocabulary_shard(weight_VH, self.shape.vocab_size, group, self._forbidden)
+        return self._vocabulary
+
+    def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor | None]:
+        weight_VH = output_weight(self.last)
         return token_logprobs(
             hidden_1TH[0],
             weight_VH,
             self._part(batch.target_T, batch),
-            self._vocabulary,
+            self._vocabulary_of(weight_VH),
             temperature=temperature,
             mask_T=self._part(batch.columns.action_mask_T, batch),
             entropy=self.entropy,
         )
+
+    def head_share(
+        self,
+        hidden_1TH: Tensor,
+        batch: Microbatch,
+        packed: PackedSequences,
+        temperature: float,
+        head_loss: HeadLoss | None,
+    ) -> Tensor:
+        """The micro-batch's share of the loss of the multi-token head, from this rank's tokens. Without `head_loss` it
+        is 0, so that every parameter still gets a gradient: the reduction over the ranks waits for all of them."""
+        weight_VH = output_weight(self.last).detach()
+        target_T, mask_T = targets_after_next(batch)
+        logp_T, is_largest_T = draft_logprobs(
+            drafting_hidden(self.last, hidden_1TH, self._part(batch.target_T, batch), packed),
+            weight_VH,
+            self._part(target_T, batch),
+            self._vocabulary_of(weight_VH),
+            temperature=temperature,
+            mask_T=self._part(mask_T, batch),
+        )
+        if head_loss is None:
+            return logp_T.sum() * 0.0
+        whole = logp_T.detach(), is_largest_T.float()
+        if self.context is not None:
+            whole = (self.context.whole(whole[0], batch.lengths_S), self.context.whole(whole[1], batch.lengths_S))
+        head_loss.add(*whole)
+        return -logp_T.sum() / max(1, head_loss.num_targets)
 
     def _routes(self, batch: Microbatch) -> Routes | None:
         """The choices of experts for the tokens that this rank's routers see."""

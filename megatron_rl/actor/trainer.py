@@ -40,6 +40,7 @@ from megatron_rl.actor.moe.router import (
     total_replay,
     update_biases,
 )
+from megatron_rl.actor.multi_token import HeadLoss, copy_embedding
 from megatron_rl.actor.optimizer.build import build_optimizer
 from megatron_rl.actor.optimizer.matrices import Place
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, sum_of_squares
@@ -177,7 +178,7 @@ class MegatronTrainer:
             The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
             `update_ratio` (the norm of the update divided by the norm of the parameters) and `lr`; for a mixture of
             experts also the metrics of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py
-            that apply.
+            that apply; for a trained multi-token head also the metrics of `HeadLoss`; the norms are without it.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
@@ -208,8 +209,11 @@ class MegatronTrainer:
                 chunk.zero_grad_buffer()
             self.optimizer.megatron.zero_grad()
             start_counting(self.chunks)
-            results = self.schedule.run(microbatches, loss)
+            head_loss = HeadLoss.of(microbatches) if self.spec.shape.multi_token else None
+            results = self.schedule.run(microbatches, loss, head_loss=head_loss)
             reports = results if self.reports_metrics else []
+            if head_loss and self.reports_metrics:
+                reports = [*reports, *head_loss.reports]
             load_RE = total_load(self.chunks)
             if load_RE is not None:
                 reports = [*reports, *self._describe_experts(load_RE)]
@@ -219,10 +223,15 @@ class MegatronTrainer:
             bound = coefficients.get("max_mismatch") if minibatch == 0 else None
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             grad_norm = self.optimizer.gradient_norm()
-            if not grad_norm <= LARGEST_NORM:  # or NaN; it is equal on all ranks, so all of them enter the collective
-                self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
-            is_last = minibatch == len(self.minibatches) - 1
-            param_norm, update_norm = self.optimizer.update(grad_norm, is_last)
+            head_norm = self.optimizer.head_gradient_norm() if head_loss else 0.0
+            for norm in (grad_norm, head_norm):
+                if not norm <= LARGEST_NORM:  # or NaN; it is equal on all ranks, so all of them enter the collective
+                    self.agreement.require_none([_describe_gradients(self.chunks, norm, microbatches)])
+            # The last stage's head needs the whole embedding after every update.
+            is_last = minibatch == len(self.minibatches) - 1 or head_loss is not None
+            param_norm, update_norm = self.optimizer.update(grad_norm, is_last, head_norm)
+            if head_loss:
+                copy_embedding(self.chunks)
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
         norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
@@ -238,7 +247,7 @@ class MegatronTrainer:
         self.require("training")
         assert self._saving is None, "finish_save comes first"
         now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra)
-        from_hub = checkpoint.FromHub(Path(self.spec.model.path), self.spec.keeps_head)
+        from_hub = checkpoint.FromHub(Path(self.spec.model.path), self.spec.multi_token)
         self._saving = Saving(Path(folder), self._identity(), self._state.parts(), now, from_hub, self.agreement)
 
     @property
@@ -360,17 +369,6 @@ class MegatronTrainer:
         set_auxiliary_losses(self.chunks, policy, int(num_tokens), load_RE)
         return True
 
-    def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
-        parameters: Iterator[tuple[str, Any]] = state.trained_parameters(self.chunks)
-        broken = [name for name, p in parameters if not sum_of_squares([p.main_grad]) <= LARGEST_NORM**2]
-        where = f"first in {broken[0]}" if broken else "in other ranks' parameters"
-        names = [name for batch in microbatches for name in batch.names]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return (
-            f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no weight was "
-            f"changed. Look at the rewards and log-probs of these samples, or lower the learning rate"
-        )
-
     def _identity(self) -> Identity:
         model, base = self.spec.model, ""
         if self.spec.shape.adapters is not None:
@@ -378,3 +376,16 @@ class MegatronTrainer:
                 base = base_digest(model.weights or model.path) if self.rank == 0 else ""
             base = self.agreement.gather(base)[0]
         return Identity(self.spec.shape, model.dtype, self.spec.policy.optimizer.kind, self.mesh, base)
+
+
+def _describe_gradients(chunks: state.Chunks, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
+    """What is wrong with a gradient of this norm."""
+    parameters: Iterator[tuple[str, Any]] = state.trained_parameters(chunks)
+    broken = [name for name, p in parameters if not sum_of_squares([p.main_grad]) <= LARGEST_NORM**2]
+    where = f"first in {broken[0]}" if broken else "in other ranks' parameters"
+    names = [name for batch in microbatches for name in batch.names]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no weight was "
+        f"changed. Look at the rewards and log-probs of these samples, or lower the learning rate"
+    )

@@ -8,7 +8,7 @@ Invariants (tests/dist): export after load gives the same bits on every mesh; lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +58,9 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
         shards.setdefault(shard.local_name, []).append(shard)
     with actor.agreement.on_errors():
         source = open_checkpoint(Path(folder))
-        found = ends_alike(source.shape)
+        if shape.multi_token:
+            source.take_head()
+        found = replace(ends_alike(source.shape), multi_token=shape.multi_token)
         if (found.family, FAMILIES[found.family].hf_tensors(found)) != (shape.family, family.hf_tensors(shape)):
             raise ValueError(
                 f"{folder} holds a {source.shape.family} of other sizes than {actor.spec.model.path}; take the weights "
@@ -79,9 +81,9 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
 @torch.no_grad()
 def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype (a router's bias in
-    float32), with the adapters' products added to them, and the configuration, tokenizer and chat template of
-    model.path, and with `policy.multi_token: keep` its multi-token head. All ranks must call this together. The folder
-    is complete or absent."""
+    float32), with the adapters' products added to them, the configuration, tokenizer and chat template of model.path,
+    and what `policy.multi_token` says of its multi-token head: nothing, the head as it was, or as it is now. All ranks
+    must call this together. The folder is complete or absent."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape.base
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
     files = hub_files(shape, dtype)
@@ -89,8 +91,8 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     keeps = None
     with actor.agreement.on_errors():
         if actor.rank == 0 and (stored := open_head(source, shape)):
-            keeps = actor.spec.keeps_head
-            head = head_groups(stored, dtype) if keeps else []
+            keeps = actor.spec.multi_token != "drop"
+            head = head_groups(stored, dtype) if actor.spec.multi_token == "keep" else []
     num_files = len(files) + len(head)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)

@@ -80,17 +80,45 @@ def token_logprobs(
         rank's columns only, so the caller must sum it over the ranks, as Megatron's
         copy_to_tensor_model_parallel_region and gather_from_sequence_parallel_region do.
     """
+    logp_T, entropy_T, _ = _masked(hidden_TH, weight_VH, target_T, vocabulary, temperature, mask_T, entropy)
+    return logp_T, entropy_T
+
+
+def draft_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    vocabulary: VocabularyShard,
+    *,
+    temperature: float,
+    mask_T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The log-probs of the targets as in `token_logprobs`, and whether each target has the largest logit, bool [T]: an
+    engine that drafts the likeliest token would have drafted it."""
+    logp_T, _, is_largest_T = _masked(hidden_TH, weight_VH, target_T, vocabulary, temperature, mask_T, entropy=False)
+    return logp_T, is_largest_T
+
+
+def _masked(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    target_T: Tensor,
+    vocabulary: VocabularyShard,
+    temperature: float,
+    mask_T: Tensor | None,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
     assert hidden_TH.dtype == weight_VH.dtype and 0 <= vocabulary.num_real <= len(weight_VH) and temperature > 0
     if mask_T is None:
         return _apply(hidden_TH, weight_VH, target_T, vocabulary, temperature, entropy)
     rows_N = mask_T.nonzero().squeeze(1)
     hidden_NH = hidden_TH.index_select(0, rows_N)
-    logp_N, entropy_N = _apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, entropy)
+    logp_N, entropy_N, is_largest_N = _apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, entropy)
 
     def spread(x_N: Tensor) -> Tensor:
         return x_N.new_zeros(len(mask_T)).index_copy(0, rows_N, x_N)
 
-    return spread(logp_N), None if entropy_N is None else spread(entropy_N)
+    return spread(logp_N), None if entropy_N is None else spread(entropy_N), spread(is_largest_N)
 
 
 def _apply(
@@ -100,8 +128,8 @@ def _apply(
     vocabulary: VocabularyShard,
     temperature: float,
     entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    result: tuple[Tensor, Tensor | None] = _Logprobs.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    result: tuple[Tensor, Tensor | None, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]  # it has no types
         hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy
     )
     return result
@@ -123,7 +151,7 @@ class _Logprobs(torch.autograd.Function):
         vocabulary: VocabularyShard,
         temperature: float,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.vocabulary, ctx.temperature = vocabulary, temperature
         ctx.set_materialize_grads(False)
         here_N, column_N1 = _own_columns(target_N, vocabulary)
@@ -156,12 +184,14 @@ class _Logprobs(torch.autograd.Function):
         log_total_N = total_N.log()
         entropy_N = log_total_N - product[0] / total_N if entropy else None
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N)
-        return picked_N - log_total_N, entropy_N
+        is_largest_N = picked_N == 0
+        ctx.mark_non_differentiable(is_largest_N)
+        return picked_N - log_total_N, entropy_N, is_largest_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None
+        ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None, of_is_largest: None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]

@@ -36,6 +36,10 @@ def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "n
     """
     passes = {"none": 3, "full": 4}[recompute]
     flops_S = passes * _layers(lengths_S, shape) + 3 * _output(lengths_S, shape)
+    if shape.multi_token:
+        flops_S += passes * _head_layer(lengths_S, shape) + 3 * (
+            _head_projection(lengths_S, shape) + _output(lengths_S, shape)
+        )
     if shape.adapters:
         flops_S -= _weights(lengths_S, shape) + _output(lengths_S, shape)
     return flops_S
@@ -136,6 +140,18 @@ def _layers(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
 
 def _weights(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
     return layer_flops_per_token(shape) * np.asarray(lengths_S, np.float64)
+
+
+def _head_layer(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
+    """One more layer of the model's kind."""
+    per_token = 2.0 * (_projections(shape) + _mlp(shape, shape.has_experts(shape.num_layers)))
+    scores_S: NDArray[np.float64] = 2 * shape.num_heads * _key_and_value(shape) * _pairs(lengths_S)
+    return per_token * np.asarray(lengths_S, np.float64) + scores_S
+
+
+def _head_projection(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
+    """The matrix in front of the head's layer. No gradient of its input is needed, which is not counted off."""
+    return 4.0 * shape.hidden_size**2 * np.asarray(lengths_S, np.float64)
 
 
 def _output(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:

@@ -168,29 +168,21 @@ class PolicyConfig(Section):
     mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
     loss."""
 
-    multi_token: Literal["drop", "keep"] = "drop"
+    multi_token: Literal["drop", "keep", "train"] = "drop"
     """What becomes of the model's multi-token head, the layers that predict tokens after the next one (DeepSeek-V3,
     GLM-4.5, Qwen3-Next, Qwen3.5) and draft for an engine. `keep`: checkpoints and exports have it as `model.path` has
     it. It was not trained, so it drafts for the policy that the run began with, and fewer of its tokens are accepted.
-    `drop`: they have none, and their config.json says so."""
-
-    @field_validator("multi_token", mode="before")
-    @classmethod
-    def _is_not_trained(cls, value: object) -> object:
-        if value == "train":
-            raise ValueError(
-                "a multi-token head cannot be trained here: nothing computes its loss; use keep, and train the head of "
-                "an export with a library that has the loss"
-            )
-        return value
+    `train`: every update also trains the head, by the cross-entropy of the token after the next one in the sampled
+    answers (DeepSeek-V3 and GLM-4.5). The policy gets no gradient from it, and the head's gradient is clipped by its
+    own norm. `drop`: they have none, and their config.json says so."""
 
     @property
     def adapters(self) -> Adapters | None:
         return self.lora.adapters if self.lora else None
 
     def adapted(self, shape: ModelShape) -> ModelShape:
-        """The model with the adapters that are trained."""
-        return replace(shape, adapters=self.adapters)
+        """The model with the adapters and the multi-token head that are trained."""
+        return replace(shape, adapters=self.adapters, multi_token=self.multi_token == "train")
 
     @model_validator(mode="after")
     def _no_streamed_state_of_fp8_weights(self) -> PolicyConfig:

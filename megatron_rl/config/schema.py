@@ -191,8 +191,9 @@ class GrpoRunConfig(BaseConfig):
         return self.policy.adapters if self.rollout.lora == "served" else None
 
     def pushed(self, shape: ModelShape) -> ModelShape:
-        """What a push brings of the policy's model: of a shape with adapters them alone, otherwise all weights."""
-        return shape if self.rollout.lora == "served" else shape.base
+        """What a push brings of the policy's model: of a shape with adapters them alone, otherwise all weights but the
+        multi-token head's."""
+        return (shape if self.rollout.lora == "served" else shape.base).served
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         labels = [reward.label for reward in self.rewards]

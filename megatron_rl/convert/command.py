@@ -130,9 +130,7 @@ def _show(report: dict[str, Any]) -> None:
         f"{report['num_files']} files {done}: {report['target']}"
     )
     if report["multi_token"]:
-        console.print(
-            f"{report['multi_token']} tensors of the multi-token head were kept as they are; no run trains it"
-        )
+        console.print(f"{report['multi_token']} tensors of the multi-token head were kept as they are")
     for reason, count in report["ignored"].items():
         console.print(f"{count} tensors were left out: {reason}")
     if "seconds" in report:

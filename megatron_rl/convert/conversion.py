@@ -50,7 +50,8 @@ class Conversion:
     @property
     def num_kept(self) -> int:
         """The number of tensors of a multi-token head that are carried."""
-        return len(_head(self.source, self.options))
+        trained = FAMILIES[self.shape.family].head_tensors(_shape(self.source, self.options))
+        return len(_head(self.source, self.options)) + len(trained)
 
     @property
     def left_out(self) -> dict[str, int]:
@@ -59,8 +60,8 @@ class Conversion:
         head = FAMILIES[self.shape.family].multi_token
         if head and self.num_kept:
             counts.pop(head.reason, None)
-        elif head and self.source.head:
-            counts.setdefault(head.reason, len(self.source.head))
+        elif head and (held := self.source.head or FAMILIES[self.shape.family].head_tensors(self.source.shape)):
+            counts.setdefault(head.reason, len(held))
         return counts
 
     @property
@@ -69,20 +70,23 @@ class Conversion:
 
     @property
     def shape(self) -> ModelShape:
-        return self.source.shape
+        """The model, as the manifest describes it. A Hugging Face folder does not say whether its head was trained."""
+        shape = _shape(self.source, self.options)
+        return shape.served if self.form == manifest.HUB else shape
 
 
 def to_hub(source: Source, options: Options = Options()) -> Conversion:
     """Convert to a Hugging Face folder as transformers writes it."""
-    tensors = [source.tensor(described, options.torch_dtype) for described in forms.hub_tensors(source.shape)]
-    tensors += (kept := _head(source, options))
+    shape = _shape(source, options)
+    tensors = [source.tensor(described, options.torch_dtype) for described in forms.hub_tensors(shape)]
+    tensors += _head(source, options)
     groups = forms.split_into_files(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
     files = [safetensors_file(hub.file_name("model", i, len(groups)), group) for i, group in enumerate(groups)]
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
         names = [[tensor.name for tensor in group] for group in groups]
         files.append(TargetFile(INDEX, (hub.index_text(names, total).encode(),)))
-    files += _literal(hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept) if source.head else None))
+    files += _literal(hub.companions(source.hub_folder, options.dtype, multi_token=_keeps(source, options)))
     return Conversion(source, manifest.HUB, None, True, tuple(files), options)
 
 
@@ -93,7 +97,7 @@ def to_ranks(source: Source, mesh: Mesh, fused_norms: bool, options: Options = O
         ValueError: the mesh does not divide the model.
     """
     files = []
-    for stem, parameters in forms.rank_tensors(source.shape, mesh, fused_norms).items():
+    for stem, parameters in forms.rank_tensors(_shape(source, options), mesh, fused_norms).items():
         tensors = [source.tensor(described, options.torch_dtype) for described in parameters]
         groups = forms.split_into_files(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
         files += [safetensors_file(hub.file_name(stem, i, len(groups)), group) for i, group in enumerate(groups)]
@@ -103,7 +107,7 @@ def to_ranks(source: Source, mesh: Mesh, fused_norms: bool, options: Options = O
 
 def to_open(source: Source, options: Options = Options()) -> Conversion:
     """Convert to Megatron-Core's distributed checkpoint."""
-    chunks = forms.open_chunks(source.shape)
+    chunks = forms.open_chunks(_shape(source, options))
     tensors = [source.tensor(chunk.tensor, options.torch_dtype) for chunk in chunks]
     groups = forms.split_into_files(((i, tensor.num_bytes) for i, tensor in enumerate(tensors)), options.max_file_bytes)
     files, entries = [], []
@@ -129,9 +133,19 @@ def to_open(source: Source, options: Options = Options()) -> Conversion:
 
 def _companions(source: Source, options: Options) -> list[TargetFile]:
     kept = _head(source, options)
-    files = hub.companions(source.hub_folder, options.dtype, multi_token=bool(kept) if source.head else None)
+    files = hub.companions(source.hub_folder, options.dtype, multi_token=_keeps(source, options))
     head = [safetensors_file(f"hf/{HEAD}", kept)] if kept else []
     return _literal(files, lambda name: f"hf/{name}") + head
+
+
+def _shape(source: Source, options: Options) -> ModelShape:
+    """The model that is written: without a head that was trained, if it is dropped."""
+    return source.shape if options.multi_token == "keep" else source.shape.served
+
+
+def _keeps(source: Source, options: Options) -> bool | None:
+    """Whether a multi-token head is kept; None if there is none."""
+    return options.multi_token == "keep" if source.head or source.shape.multi_token else None
 
 
 def _head(source: Source, options: Options) -> list[TargetTensor]:

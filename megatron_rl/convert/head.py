@@ -1,8 +1,10 @@
-"""The multi-token head of a model: the layers that predict tokens after the next one (`layout.rule.MultiTokenHead`).
+"""The multi-token head of a model that no run has trained: the layers that predict tokens after the next one
+(`layout.multi_token`).
 
-Nothing here trains it. It is left out, or carried as it is from a folder into a checkpoint and from there into a
-folder, so that an engine can still draft tokens with it. A Hugging Face folder has its tensors among the others; a
-checkpoint has them in a file of their own, next to config.json.
+It is left out, or carried as it is from a folder into a checkpoint and from there into a folder, so that an engine can
+still draft tokens with it, or a run begin with it (`Source.take_head`). A Hugging Face folder has its tensors among the
+others; a checkpoint has them in a file of their own, next to config.json. The tensors of a head that was trained are
+tensors of the model.
 
 Invariant (tests/unit/convert, tests/dist): what is kept has the bits of the folder that it comes from.
 """

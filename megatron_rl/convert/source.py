@@ -89,6 +89,39 @@ class Source:
             dtype = (parts[0].source if parts else next(iter(self.regions.values()))[0].stored).value_dtype
         return TargetTensor(described.name, dtype, described.extents, tuple(parts))
 
+    def take_head(self) -> None:
+        """Make the multi-token head a part of the model, as it is in a checkpoint of a run that trains it.
+
+        Raises:
+            ValueError: there is no head, or it is not the one that the family's table describes.
+        """
+        if self.shape.multi_token:
+            return
+        shape = replace(self.shape, multi_token=True)
+        if not self.head:
+            raise ValueError(
+                f"{self.folder} has no multi-token head, which policy.multi_token is to train; take a folder that has "
+                f"one, or convert with --multi-token keep"
+            )
+        wanted = FAMILIES[shape.family].head_tensors(shape)
+        if unknown := self.head.keys() - wanted.keys() - FAMILIES[shape.family].file_tensors(shape).keys():
+            raise ValueError(
+                f"{self.folder}: tensor {min(unknown)} is no tensor of a multi-token head of one layer with single "
+                f"experts, which is what can be trained; use policy.multi_token: keep"
+            )
+        for name, sizes in wanted.items():
+            row = FAMILIES[shape.family].describe(name)
+            if (stored := self.head.get(name)) is None:
+                raise ValueError(f"{self.folder}: tensor {name} of the multi-token head is missing: {row}")
+            if stored.extents != sizes:
+                raise ValueError(
+                    f"{stored.path}: tensor {name} is {list(stored.extents)}, but config.json asks for {list(sizes)}: "
+                    f"{row}"
+                )
+            box = tuple((0, length) for length in sizes)
+            self._add(Described(name, sizes, (Shard(name, box, name, box),)), stored)
+        self.shape = shape
+
     def _add(self, described: Described, stored: Stored) -> None:
         for shard in described.shards:
             if view := described.views.get(shard.hf_name):
@@ -143,6 +176,8 @@ def open_checkpoint(
                 f"`megatron-rl merge`"
             )
         shape = replace(shape, adapters=held)
+    if fields:
+        shape = replace(shape, multi_token=manifest.saved_shape(fields).multi_token)
     source = Source(folder, form, shape, None, True, fields)
     if fields:
         manifest.check_shape(folder, fields, shape)

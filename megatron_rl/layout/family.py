@@ -17,8 +17,9 @@ from typing import Any, Literal
 
 from megatron_rl.layout import divisions
 from megatron_rl.layout.adapters import adapter_rules
+from megatron_rl.layout.multi_token import HEAD_EMBEDDING, HEAD_LAYER, MultiTokenHead
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
-from megatron_rl.layout.rule import VALUE_HEAD, Ignored, MultiTokenHead, Rule, num_experts
+from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
 from megatron_rl.layout.traits import Traits
@@ -96,6 +97,17 @@ class Family(Traits):
         rules = self.layer_rules(shape, layer)
         return rules + adapter_rules(rules, shape)
 
+    def head_rules(self, shape: ModelShape) -> list[Rule]:
+        """The rows of the multi-token head; none unless it is trained."""
+        if self.multi_token is None or not shape.multi_token:
+            return []
+        return self.multi_token.rules(self.layer_rules(shape, shape.num_layers))
+
+    def head_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """The extents of every HF tensor of the multi-token head, by name; none unless it is trained."""
+        prefix = self.multi_token.hf_prefix(shape) if self.multi_token else ""
+        return {prefix + name: extents for rule in self.head_rules(shape) for name, extents in rule.hf_names(shape)}
+
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
         last = self.last_rule(shape)
@@ -108,7 +120,7 @@ class Family(Traits):
                 rows[kind] = [row for rule in self.trained_rules(shape, layer) for row in rule.hf_names(shape)]
             prefix = self.hf_layer.format(layer)
             tensors.update((prefix + name, extents) for name, extents in rows[kind])
-        return tensors
+        return tensors | self.head_tensors(shape)
 
     def views(self, shape: ModelShape) -> dict[str, View]:
         """The views of the HF tensors that files hold in another form, by name."""
@@ -126,6 +138,9 @@ class Family(Traits):
                 tensors.setdefault(view.name, FileTensor(view.extents, {})).views[name] = view
             else:
                 tensors[name] = FileTensor(extents, {})
+        if self.multi_token and shape.multi_token:
+            ends = {"embedding": self.embedding, "output": self.last_rule(shape) or self.embedding}
+            tensors.update(self.multi_token.copied(shape, ends))
         return tensors
 
     def num_parameters(self, shape: ModelShape) -> int:
@@ -136,9 +151,10 @@ class Family(Traits):
         """A description, for error messages, of the row that the name of an HF tensor, or of a file's tensor, belongs
         to, for any layer and expert. None if there is no such row."""
         pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
-        name = re.sub(rf"^{pattern}", "", hf_name)
+        name = re.sub(rf"^{pattern}", "", self.multi_token.own_name(hf_name) if self.multi_token else hf_name)
         ends = (self.embedding, self.final_norm, self.output, VALUE_HEAD)
-        pairs = ((rule, tensor) for rule in (*self.rules, *ends) for tensor in rule.hf)
+        of_head = self.multi_token.rows if self.multi_token else ()
+        pairs = ((rule, tensor) for rule in (*self.rules, *of_head, *ends) for tensor in rule.hf)
         return next((f"{self.name}'s row {rule.megatron}: {one}" for rule, one in pairs if one.is_named(name)), None)
 
     def check_mesh(self, shape: ModelShape, mesh: Mesh) -> None:
@@ -197,6 +213,11 @@ class Family(Traits):
                     placed.append(Placed(place(rule), "", prefix))
                 elif not first:  # the last stage's own copy of the word embedding
                     placed.append(Placed(place(self.embedding, self.output.megatron), "", prefix))
+                if self.multi_token and shape.multi_token:
+                    names = self.multi_token.hf_prefix(shape), prefix + HEAD_LAYER
+                    placed += [Placed(place(rule), *names) for rule in self.head_rules(shape)]
+                    if not first:
+                        placed.append(Placed(place(self.embedding, HEAD_EMBEDDING), "", prefix))
         return placed
 
     def vllm_shards(

@@ -81,8 +81,10 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
     """
     check_startable(folder)
     FAMILIES[shape.family].check_mesh(shape, mesh)
-    index = scan(folder, shape)
-    for reason, count in Counter(index.ignored.values()).items():
+    ignored = scan(folder, shape.served).ignored
+    if shape.multi_token and (head := FAMILIES[shape.family].multi_token):
+        ignored = {name: reason for name, reason in ignored.items() if reason != head.reason}
+    for reason, count in Counter(ignored.values()).items():
         log.warning("%s: %d tensors are ignored: %s", folder, count, reason)
 
 

@@ -37,6 +37,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "q_and_gate": 2 * shape.num_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
         "hidden": shape.hidden_size,
+        "two_hidden": 2 * shape.hidden_size,
         "ffn": shape.ffn_size,
         "vocab": shape.vocab_size,
         "head": shape.head_dim,
@@ -152,15 +153,6 @@ class Ignored:
 
     def matches(self, name: str, shape: ModelShape) -> bool:
         return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
-
-
-@dataclass(frozen=True, slots=True)
-class MultiTokenHead(Ignored):
-    """The layers that predict tokens after the next one. Nothing trains them; `policy.multi_token` and the converter
-    keep them as they are, or leave them out."""
-
-    key: str
-    """The key of config.json with the number of these layers, as vLLM reads it (config/speculative.py)."""
 
 
 def is_trained(hf_name: str) -> bool:

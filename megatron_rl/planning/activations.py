@@ -213,6 +213,12 @@ def activations(
         hidden = shape.hidden_size * num_own * width
         # The input of the last norm; hidden states of all tokens; two indices and four numbers of each token.
         kept += inputs + hidden + TOKEN_BYTES * num_own
+        if shape.multi_token:
+            # Its layer; the embedding in front of its norm, both normed inputs as one matrix, and the input of the last
+            # norm; the model's hidden states, which its norm keeps, and its own. One micro-batch is in flight.
+            per_token = layer_bytes(shape, parallel, shape.num_layers, width, fused=fused)
+            own = inputs if recompute == "full" else per_token * num_own
+            kept += own + 4 * inputs + 2 * hidden + TOKEN_BYTES * num_own
         if shape.value_head:  # the hidden states again in fp32
             output = hidden + 4 * shape.hidden_size * num_own
         else:  # the gradient of the weight, unless it is frozen, is summed in fp32 and then rounded

@@ -105,7 +105,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
             engine = engine_memory(config, shape, plan, communicators.engine)
             engine = engine.sharing() if cluster.colocate else engine
         if config.algorithm.kl is not None and shape.adapters is None:  # with adapters the base is the reference
-            held = stage_parameters(shape, parallel.mesh, trains_fused(config, shape, parallel.context))
+            held = stage_parameters(shape.served, parallel.mesh, trains_fused(config, shape, parallel.context))
             reference = float(max(one.total for one in held) * BYTES[model.dtype])
         if config.critic is not None:
             critic = _critic_memory(config)

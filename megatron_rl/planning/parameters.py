@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.layout import FAMILIES, is_matrix, padded_vocabulary, volume
 from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.layout.multi_token import HEAD_EMBEDDING
 from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
@@ -42,6 +43,8 @@ class RankParameters:
     """The elements of `expert` that are not in matrices, but in biases."""
     frozen: int = 0
     """The elements of weights that adapters leave as they are. They have neither a gradient nor a state."""
+    copied: int = 0
+    """The elements of the embedding that a multi-token head reads on a last stage that is not the first one."""
 
     @property
     def trained(self) -> int:
@@ -49,10 +52,10 @@ class RankParameters:
 
     @property
     def total(self) -> int:
-        return self.trained + self.frozen + self.constant
+        return self.trained + self.frozen + self.copied + self.constant
 
     def weight_bytes(self, dtype: str) -> int:
-        return (self.trained + self.padding + self.frozen) * BYTES[dtype] + self.constant * 4
+        return (self.trained + self.padding + self.frozen + self.copied) * BYTES[dtype] + self.constant * 4
 
     def kept_bytes(self, dtype: str) -> int:
         """The bytes of the weights that a checkpoint and a mirror hold: of all of them, or without the frozen ones."""
@@ -109,7 +112,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
     """
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-    totals, constant, matrices, expert_vectors, frozen = {False: 0, True: 0}, 0, 0, 0, 0
+    totals, constant, matrices, expert_vectors, frozen, copied = {False: 0, True: 0}, 0, 0, 0, 0, 0
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank, fused):
         in_vocabulary = is_vocabulary(placement.local_name)
@@ -117,6 +120,9 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         number = placement.num_experts
         if placement.float32:
             constant += elements * number
+            continue
+        if placement.local_name == HEAD_EMBEDDING:
+            copied += elements
             continue
         if not trains(shape, placement.local_name):
             frozen += elements * number
@@ -136,7 +142,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         ways = {False: dense_ways, True: expert_ways}
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
-    return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors, frozen)
+    return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors, frozen, copied)
 
 
 def trains(shape: ModelShape, name: str) -> bool:

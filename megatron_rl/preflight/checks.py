@@ -84,7 +84,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning
 
     folder = config.model.path
     elsewhere = planning and not folder.exists()
-    shape: ModelShape | None = attempt(lambda: planned_shape(config).base if planning else read_shape(folder))
+    shape: ModelShape | None = attempt(lambda: planned_shape(config).base.served if planning else read_shape(folder))
     splits = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
@@ -190,16 +190,28 @@ def _check_weights(config: BaseConfig, shape: ModelShape) -> None:
 def _check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
     """
     Raises:
-        ValueError: a multi-token head is to be kept, and there is none.
+        ValueError: a multi-token head is to be kept or trained, and there is none, or another one.
     """
-    head, keeps = find_head(config.model.path, shape), config.policy.multi_token == "keep"
-    if keeps and not head:
+    head, choice = find_head(config.model.path, shape), config.policy.multi_token
+    if choice != "drop" and not head and not (choice == "train" and config.model.weights):
         raise ValueError(
-            f"policy.multi_token is keep, but {config.model.path} has no multi-token head; convert the model with "
+            f"policy.multi_token is {choice}, but {config.model.path} has no multi-token head; convert the model with "
             f"--multi-token keep, or leave the key out"
         )
-    if head:
-        done = "have as they are" if keeps else "leave out"
+    if choice == "train":
+        wanted = FAMILIES[shape.family].head_tensors(config.policy.adapted(shape))
+        absent = [name for name in wanted if name not in head] if head else []
+        if absent:
+            raise ValueError(
+                f"policy.multi_token is train, but {config.model.path} has no {absent[0]} ({len(absent)} of the "
+                f"{len(wanted)} tensors of its multi-token head are missing); copy the checkpoint again, or use keep"
+            )
+        tell(
+            f"the {len(wanted)} tensors of the model's multi-token head are trained, and not sent to the engines "
+            f"(policy.multi_token)"
+        )
+    elif head:
+        done = "have as they are" if choice == "keep" else "leave out"
         tell(
             f"checkpoints and exports {done} the {len(head)} tensors of the model's multi-token head, which is not "
             f"trained (policy.multi_token)"

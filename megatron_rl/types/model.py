@@ -176,6 +176,9 @@ class ModelShape:
     """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
     adapters: Adapters | None = None
     """What is trained in place of the weights; None means the weights themselves."""
+    multi_token: bool = False
+    """Whether the head that predicts the token after the next one is a part of the model, and is trained. Its layer has
+    the parts that a layer after the last one would have."""
 
     @property
     def base(self) -> ModelShape:
@@ -186,6 +189,11 @@ class ModelShape:
     def rotary_dim(self) -> int:
         """The number of dims of a head that are rotated."""
         return self.latent.rope_dim if self.latent else int(self.head_dim * self.rotary_share)
+
+    @property
+    def served(self) -> ModelShape:
+        """The model that an engine has: without a multi-token head."""
+        return replace(self, multi_token=False)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has the mixture of experts instead of the dense MLP."""

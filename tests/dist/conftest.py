@@ -106,3 +106,19 @@ def long_samples() -> list[TrainSample]:
         )
         result.append(TrainSample(f"prompt{i}#0", tokens, float(rng.standard_normal()), 1 / num_actions, index=i))
     return result
+
+
+@pytest.fixture(scope="session")
+def equal_samples() -> list[TrainSample]:
+    """8 samples of 48 tokens: attention pads nothing, and nearly all tokens are actions, as the estimate assumes."""
+    rng = np.random.default_rng(5)
+    tokens = [
+        Tokens(
+            ids=rng.integers(0, VOCAB_SIZE, 48).astype(np.int32),
+            action_mask=np.arange(48) > 0,
+            logp_rollout=np.zeros(48, np.float32),
+            version=np.zeros(48, np.int32),
+        )
+        for _ in range(8)
+    ]
+    return [TrainSample(f"prompt{i}#0", one, 1.0, 1 / 376, index=i) for i, one in enumerate(tokens)]

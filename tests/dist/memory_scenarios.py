@@ -43,10 +43,10 @@ class Saved:
         self.tensor = tensor
 
 
-def saved_activations(rank, world_size, url, *, folder, samples, layout):
+def saved_activations(rank, world_size, url, *, folder, samples, layout, **settings):
     """What autograd holds on this rank after one forward pass over one micro-batch: the bytes of all storages but those
     of the parameters, and the number of tokens of the row."""
-    actor = build(rank, world_size, url, folder, layout)
+    actor = build(rank, world_size, url, folder, layout, **settings)
     [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
     parameters = _storages(p.data for chunk in actor.chunks for p in chunk.parameters())
     saved, outputs = weakref.WeakSet(), []
@@ -61,6 +61,8 @@ def saved_activations(rank, world_size, url, *, folder, samples, layout):
 
     for chunk in actor.chunks:  # the outputs hold the graph
         chunk.register_forward_hook(lambda module, arguments, output: outputs.append(output))
+    of_head = actor.schedule.head_share
+    actor.schedule.head_share = lambda *arguments: outputs.append(of_head(*arguments)) or outputs[-1]
     with platform.running(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
         logps = actor.schedule.run([batch], loss, forward_only=True)
     assert all(tensor.requires_grad for tensor in (*outputs, *logps))

@@ -299,9 +299,9 @@ def balance_routers(rank, world_size, url, *, folder, samples, layout, router_bi
     return error, unchanged, result, load
 
 
-def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint, router_bias_update_rate=0.0):
+def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint, **settings):
     """Two updates, save, two more: the run that was not interrupted."""
-    actor = build(rank, world_size, url, folder, layout, router_bias_update_rate=router_bias_update_rate)
+    actor = build(rank, world_size, url, folder, layout, **settings)
     begin(actor, samples, layout, 2)
     for i in range(2):
         actor.update(i, {})
@@ -309,8 +309,8 @@ def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint
     return _two_more(actor, samples, layout)
 
 
-def resume(rank, world_size, url, *, folder, samples, layout, checkpoint, router_bias_update_rate=0.0):
-    actor = build(rank, world_size, url, folder, layout, router_bias_update_rate=router_bias_update_rate)
+def resume(rank, world_size, url, *, folder, samples, layout, checkpoint, **settings):
+    actor = build(rank, world_size, url, folder, layout, **settings)
     extra = actor.load(checkpoint)
     return (*_two_more(actor, samples, layout), extra)
 

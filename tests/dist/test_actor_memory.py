@@ -6,12 +6,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 import cover
-import numpy as np
 import pytest
 from muon_scenarios import MUON
 from scenarios import Layout
-from shares import TrainSample
-from sizes import VOCAB_SIZE
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 from test_actor_layouts import LAYOUTS
 
@@ -19,7 +16,7 @@ from megatron_rl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.planning.activations import activations
 from megatron_rl.planning.parameters import rank_parameters
-from megatron_rl.types import Mesh, Tokens
+from megatron_rl.types import Mesh
 
 MODULE = "memory_scenarios"
 SHAPES = (
@@ -118,22 +115,6 @@ def test_the_state_of_muon_is_what_the_actor_allocates(trainers, folders, sample
         found[mesh.coordinates(rank)[1]] += state
         expected[mesh.coordinates(rank)[1]] += held.state_bytes(mesh, dtype, MUON)
     assert found == pytest.approx(expected, rel=1e-12)  # sums of halves in float64
-
-
-@pytest.fixture(scope="module")
-def equal_samples() -> list[TrainSample]:
-    """8 samples of 48 tokens: attention pads nothing, and nearly all tokens are actions, as the estimate assumes."""
-    rng = np.random.default_rng(5)
-    tokens = [
-        Tokens(
-            ids=rng.integers(0, VOCAB_SIZE, 48).astype(np.int32),
-            action_mask=np.arange(48) > 0,
-            logp_rollout=np.zeros(48, np.float32),
-            version=np.zeros(48, np.int32),
-        )
-        for _ in range(8)
-    ]
-    return [TrainSample(f"prompt{i}#0", one, 1.0, 1 / 376, index=i) for i, one in enumerate(tokens)]
 
 
 ACTIVATIONS = {

@@ -33,6 +33,7 @@ from torch import Tensor
 from megatron_rl.actor import platform
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.config.policy import PolicyConfig
+from megatron_rl.layout.multi_token import is_of_head
 
 
 class Router(TopKRouter):
@@ -109,8 +110,10 @@ def padding_mask(padding_T: Tensor, gpt: GPTModel) -> Tensor | None:
 
 def keep_biases_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
     """Undo what Megatron's wrapper for bf16 does to buffers, before weights are loaded."""
-    for router in _routers(chunks):
-        router._maintain_float32_expert_bias()
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Router):
+                module._maintain_float32_expert_bias()
 
 
 def start_counting(chunks: Sequence[torch.nn.Module], with_gradients: bool = True) -> None:
@@ -222,4 +225,7 @@ def update_biases(chunks: Sequence[torch.nn.Module], load_RE: Tensor, rate: floa
 
 
 def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
-    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
+    """The routers of the model's layers. The router of a multi-token head is not one of them: its bias stays, and no
+    metric or loss counts its tokens."""
+    modules = (named for chunk in chunks for named in chunk.named_modules())
+    return (module for name, module in modules if isinstance(module, Router) and not is_of_head(name))

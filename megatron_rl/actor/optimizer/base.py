@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megatron_rl import spans
 from megatron_rl.actor.optimizer.intervals import COPY, Interval, IntervalState, intervals
-from megatron_rl.actor.optimizer.norms import LARGEST_NORM, Norms, gradient_square
+from megatron_rl.actor.optimizer.norms import LARGEST_NORM, Norms, belongs_to_head, gradient_square
 from megatron_rl.actor.state import named_parameters
 from megatron_rl.actor.switches import build
 from megatron_rl.config.policy import PolicyConfig
@@ -88,10 +88,18 @@ class Optimizer(ABC):
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Hand the summed gradients to Megatron's optimizers, and return their global L2 norm, which is equal on every
-        rank. Collective: every rank must call it. Megatron itself adds the squares in float32
-        (`norms.sum_of_squares`)."""
+        rank. A multi-token head's gradients are not in it. Collective: every rank must call it. Megatron itself adds
+        the squares in float32 (`norms.sum_of_squares`)."""
         self.megatron.prepare_grads()
-        squares = [gradient_square(inner) for inner in self.megatron.chained_optimizers]
+        return self._gradient_norm(of_head=False)
+
+    @torch.no_grad()
+    def head_gradient_norm(self) -> float:
+        """After `gradient_norm`: the same norm of the multi-token head's gradients; 0 without a head. Collective."""
+        return self._gradient_norm(of_head=True)
+
+    def _gradient_norm(self, of_head: bool) -> float:
+        squares = [gradient_square(inner, of_head) for inner in self.megatron.chained_optimizers]
         return math.sqrt(sum(squares[1:], start=squares[0]))
 
     def gradients(self) -> Iterator[tuple[str, int, Tensor]]:
@@ -104,25 +112,28 @@ class Optimizer(ABC):
                     yield self._names[id(interval.parameter)], interval.start, interval.main.grad.view(-1)
 
     @torch.no_grad()
-    def update(self, grad_norm: float, is_last: bool) -> tuple[float, float]:
+    def update(self, grad_norm: float, is_last: bool, head_norm: float = 0.0) -> tuple[float, float]:
         """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in
         one `step`; here they are separate, so that a gradient that is not finite or too large never reaches the
         weights.
 
         Args:
+            head_norm: the norm that `head_gradient_norm` returned, by which the head's gradients are clipped.
             is_last: the weights are whole on every rank when this returns. Otherwise the next forward pass may gather
                 them from the data-parallel ranks layer by layer (`overlap_param_gather`).
 
         Returns:
             The global L2 norms of the parameters and of the update, which are equal on every rank.
         """
-        assert grad_norm <= LARGEST_NORM
+        assert max(grad_norm, head_norm) <= LARGEST_NORM
         self._scheduler.step(1)
         clip = self.megatron.config.clip_grad
         # Under expert parallelism Megatron has a separate optimizer for the experts.
-        parameters = [p for inner in self.megatron.chained_optimizers for p in inner.get_parameters()]
-        if clip > 0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
+        every = [interval for inner in self.megatron.chained_optimizers for interval in intervals(inner)]
+        for of_head, norm in ((False, grad_norm), (True, head_norm)):
+            clipped = [interval.main for interval in every if belongs_to_head(interval.parameter) == of_head]
+            if clip > 0 and clipped:
+                clip_grad_by_total_norm_fp32(clipped, max_norm=clip, total_norm=norm)
         with spans.span("optimizer"):
             found = self._apply()
         for chunk in self._chunks:

@@ -14,9 +14,10 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_rl.actor import platform
-from megatron_rl.actor.optimizer.intervals import Interval
+from megatron_rl.actor.optimizer.intervals import Interval, intervals
 
 BLOCK_ELEMENTS = 2**18
 """How many elements a CPU converts to float64 at a time: into 2 MiB, which its cache holds."""
@@ -45,25 +46,42 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(blocks, dtype=torch.float64)).square_().sum()
 
 
-def gradient_square(inner: MegatronOptimizer) -> Tensor:
+def gradient_square(inner: MegatronOptimizer, of_head: bool = False) -> Tensor:
     """float64, a scalar: the square of the global L2 norm of the gradients that one of Megatron's optimizers has.
-    Collective: every rank must call it."""
-    square = sum_of_squares(inner.get_main_grads_for_grad_norm())  # what several ranks hold counts once
+    Collective: every rank must call it.
+
+    Args:
+        of_head: see `Norms`.
+    """
+    norms = Norms(inner, of_head)
+    counted = (interval.main.grad for interval in intervals(inner) if norms.counts(interval))
+    square = sum_of_squares(gradient for gradient in counted if gradient is not None)
     dist.all_reduce(square, group=inner.get_grad_stats_parallel_group())
     return square
+
+
+def belongs_to_head(parameter: Parameter) -> bool:
+    """Whether a parameter belongs to the multi-token head (multi_token.py). Its gradient has a norm of its own."""
+    return getattr(parameter, "is_of_head", False)
 
 
 class Norms:
     """The L2 norms of the parameters and of the last update of one of Megatron's optimizers. Each rank adds up the
     parameters whose state it has."""
 
-    def __init__(self, inner: MegatronOptimizer) -> None:
-        self._inner = inner
+    def __init__(self, inner: MegatronOptimizer, of_head: bool = False) -> None:
+        """
+        Args:
+            of_head: whether the norms are of the multi-token head's parameters, and not of the model's without it.
+        """
+        self._inner, self._of_head = inner, of_head
         self._sums = torch.zeros(2, dtype=torch.float64, device=platform.device())
 
     def counts(self, interval: Interval) -> bool:
         """Whether this rank adds up the interval: tied embeddings, and what the tensor-parallel ranks all hold, count
         once."""
+        if belongs_to_head(interval.parameter) != self._of_head:
+            return False
         group = getattr(self._inner, "tp_group", None)
         return bool(param_is_not_shared(interval.main) and param_is_not_tensor_parallel_duplicate(interval.main, group))
 

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.layout.families.rows import mixture_rows
-from megatron_rl.layout.rule import HfTensor, MultiTokenHead, Rule
+from megatron_rl.layout.multi_token import MultiTokenHead, head_rows
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, REPLICATED, ROWS
 from megatron_rl.types import Experts
 
@@ -40,9 +41,14 @@ BIASED_MIXTURE = (
     ),
 )
 TOKEN_AFTER_NEXT = MultiTokenHead(
-    r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction is not trained", "num_nextn_predict_layers"
+    r"model\.layers\.NUM_LAYERS\..*",
+    "they are the multi-token head",
+    "num_nextn_predict_layers",
+    prefix="model.layers.NUM_LAYERS.",
+    rows=head_rows("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"),
+    copies=(("embed_tokens.weight", "embedding"), ("shared_head.head.weight", "output")),
 )
-"""The layer after the last one, which predicts the token after the next one."""
+"""The layer after the last one, which predicts the token after the next one (arXiv:2412.19437, section 2.2)."""
 
 
 def served_in_float32(mixture: Sequence[Rule]) -> tuple[Rule, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, HEAD_NORMS, INPUT_NORM, QKV_WEIGHT
+from megatron_rl.layout.multi_token import MultiTokenHead, head_rows
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, DELTA_SECTIONS, GATED_QKV, REPLICATED, ROWS
 from megatron_rl.types import DeltaNet
@@ -25,6 +26,15 @@ GATED_ATTENTION = (
     *HEAD_NORMS,
     ATTENTION_OUTPUT,
 )
+HEAD = MultiTokenHead(
+    r"mtp\..*",
+    "they are the multi-token head",
+    "mtp_num_hidden_layers",
+    prefix="mtp.",
+    layer="layers.0.",
+    rows=head_rows("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+)
+"""Its layer has softmax attention."""
 IN_PROJ = "self_attention.in_proj.weight"
 """Megatron's one parameter of all projections of the input."""
 DELTA_ROWS = (

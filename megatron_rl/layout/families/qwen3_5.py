@@ -15,13 +15,14 @@ from typing import Any
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
     GATED_ATTENTION,
+    HEAD,
     IN_PROJ,
     SHARED_EXPERT,
     delta_layers,
 )
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_rows
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.rule import HfTensor, MultiTokenHead, Rule
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import DELTA_SECTIONS, DELTA_STRENGTH
 from megatron_rl.types import Experts
 
@@ -45,7 +46,6 @@ _INPUT = (
         vllm="linear_attn.in_proj_ba.weight",
     ),
 )
-_HEAD = MultiTokenHead(r"mtp\..*", "multi-token prediction is not trained", "mtp_num_hidden_layers")
 
 
 def _dense(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ QWEN3_5_TEXT = Family(
     linear=(*DELTA_ROWS, *_INPUT),
     dense=(MLP_NORM, *GATED_MLP),
     read_config=_dense,
-    ignored=(_HEAD,),
+    ignored=(HEAD,),
     absent={"num_key_value_heads": 4, "head_dim": 256},
     rotary_share=0.25,
     vllm_repeats_ends=("embedding",),
@@ -84,7 +84,7 @@ QWEN3_5_MOE_TEXT = Family(
     dense=(),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_mixture,
-    ignored=(_HEAD,),
+    ignored=(HEAD,),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,
     vllm_repeats_ends=("embedding",),

@@ -7,18 +7,20 @@ The rows of the projections of linear attention's input are ordered by key head:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
     GATED_ATTENTION,
+    HEAD,
     IN_PROJ,
     SHARED_EXPERT,
     delta_layers,
 )
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_rows
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.rule import HfTensor, MultiTokenHead, Rule
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import DELTA_STRENGTH, ROWS
 from megatron_rl.types import Experts
 
@@ -64,7 +66,7 @@ QWEN3_NEXT = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_read,
-    ignored=(MultiTokenHead(r"mtp\..*", "multi-token prediction is not trained", "num_nextn_predict_layers"),),
+    ignored=(replace(HEAD, key="num_nextn_predict_layers"),),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,
     vllm_repeats_ends=("embedding", "output"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shares import TrainSample, share_of
 
-from megatron_rl.actor.packing import SHORTEST_SHARED, Microbatch, by_sample, column_of, pack
+from megatron_rl.actor.packing import SHORTEST_SHARED, Microbatch, by_sample, column_of, pack, targets_after_next
 from megatron_rl.types import Tokens
 
 
@@ -37,6 +37,15 @@ def test_columns_belong_to_the_next_token():
     assert columns.weight_T.tolist() == [0.5] * 6
     assert columns.lag_T.tolist() == [2, 2, 0, 0, 2, 0]
     assert (columns.token_T - (7 << 32)).tolist() == [1, 2, 3, 4, 1, 2]
+
+
+def test_a_head_predicts_actions_after_actions_of_the_same_sample():
+    """The first action, what follows a hole, and the next sample's first token are no targets."""
+    whole = sample("a", [5, 6, 31, 1, 7, 8, 9], [0, 0, 1, 1, 0, 1, 1])
+    batch = pack_row([whole, sample("b", [1, 2], [0, 1]), sample("c", [3, 4, 5], [0, 1, 1])], alignment=1)
+    after_T, is_target_T = targets_after_next(batch)
+    found = [(int(batch.ids_T[i]), int(batch.target_T[i]), int(after_T[i])) for i in is_target_T.nonzero()]
+    assert found == [(6, 31, 1), (7, 8, 9), (3, 4, 5)]
 
 
 PROMPT = [*range(100, 100 + SHORTEST_SHARED)]

@@ -59,6 +59,7 @@ def spec(shape: ModelShape, settings: dict | None = None, **parallel) -> ActorSp
             "router_bias_update_rate is 0.1.*mixtral have no bias",
         ),
         (MIXTRAL, dict(settings=dict(multi_token="keep")), "the family mixtral have no multi-token head"),
+        (MIXTRAL, dict(settings=dict(multi_token="train")), "multi_token is train.*mixtral have no multi-token head"),
         (
             replace(DEEPSEEK, experts=replace(SIGMOID, num_active_groups=1)),
             {},

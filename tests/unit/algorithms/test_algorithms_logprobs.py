@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl.algorithms import logprobs
-from megatron_rl.algorithms.logprobs import VocabularyShard, token_logprobs
+from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
 
 ROOT = Path(__file__).parents[3]
 NUM_TOKENS, HIDDEN, VOCAB_SIZE, TEMPERATURE = 23, 6, 29, 0.7
@@ -167,6 +167,32 @@ def test_mask_leaves_rows_out(num_ranks, width):
         close(got, torch.where(mask, x, 0.0), 1e-13)
     close(got_hidden, grad_hidden, 1e-13)
     close(got_weight[:VOCAB_SIZE], grad_weight, 1e-13)
+
+
+def test_a_draft_is_right_where_the_target_has_the_largest_logit():
+    """The target of every other token is the likeliest one, on one rank and on two."""
+    torch.manual_seed(0)
+    hidden_TH, weight_VH = torch.randn(NUM_TOKENS, HIDDEN), torch.randn(VOCAB_SIZE, HIDDEN)
+    best_T = (hidden_TH @ weight_VH.T).argmax(1)
+    is_best_T = torch.arange(NUM_TOKENS) % 2 == 0
+    target_T = torch.where(is_best_T, best_T, (best_T + 1) % VOCAB_SIZE)
+    mask_T = torch.arange(NUM_TOKENS) % 3 > 0
+    ranks, cut = Ranks(2), 17
+
+    def of_rank(rank: int) -> tuple[Tensor, Tensor]:
+        rows = weight_VH[rank * cut : (rank + 1) * cut]
+        reduce = [ranks.collective(rank, combine) for combine in (lambda x: x.amax(0), lambda x: x.sum(0))]
+        shard = VocabularyShard(len(rows), rank * cut, None, *reduce)
+        return draft_logprobs(hidden_TH, rows, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(of_rank, range(2))]
+    shard = VocabularyShard(VOCAB_SIZE)
+    found.append(draft_logprobs(hidden_TH, weight_VH, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T))
+    expected, _ = token_logprobs(hidden_TH, weight_VH, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T)
+    for logp_T, is_largest_T in found:
+        assert torch.equal(is_largest_T, is_best_T & mask_T)
+        torch.testing.assert_close(logp_T, expected)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -42,6 +42,9 @@ def test_golden():
     # Frozen weights have no gradient; attention has both of its own.
     frozen = replace(shape, adapters=Adapters(1, 1.0))
     assert training_flops(lengths, frozen, "full").tolist() == [3 * 4960 + 4 * 2400 + 2 * 560]
+    # A head that is trained: one more layer, a matrix 4x8 in front of it, and the output layer again.
+    with_head = replace(shape, multi_token=True)
+    assert training_flops(lengths, with_head, "full").tolist() == [4 * 1.5 * (4960 + 2400) + 3 * (640 + 2 * 560)]
     # Windows of 4 in one of the layers: 6 of the 10 tokens see 4 each, the first 4 half of 16.
     sliding = replace(shape, sliding_window=4, sliding_layers=(1,))
     assert attention_flops(lengths, sliding).tolist() == [1200 + 24 * (6 * 4 + 8)]

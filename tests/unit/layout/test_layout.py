@@ -163,11 +163,12 @@ def test_what_the_tables_say_of_a_family():
         "olmo2": ("full", False, True, False),
         "olmo3": ("full", False, True, False),
         "deepseek_v3": ("none", False, False, True),
+        "deepseek_v3_head": ("none", False, False, True),
         "deepseek_v3_direct": ("none", False, False, True),
         "kimi_k2": ("none", False, False, True),
         "glm4_moe_lite": ("none", False, False, True),
         "glm4_moe": ("head", True, False, True),
-        **{name: ("head", False, False, False) for name in GATED},
+        **{name: ("head", False, False, False) for name in (*GATED, "qwen3_5_head")},
     }
     assert [name for name, family in FAMILIES.items() if family.sinks] == ["gpt_oss"]
     assert [name for name, family in FAMILIES.items() if family.linear_bias] == ["gpt_oss"]

@@ -247,8 +247,16 @@ def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
     (home / "model/b.safetensors").write_bytes(safetensors({"mtp.fc.weight": (2, 3)}))
     assert preflight(keep, notes.append) == preflight(grpo(), notes.append) == []
     assert ["have as they are the 1 tensors" in notes[0], "leave out the 1 tensors" in notes[1]] == [True, True]
-    with pytest.raises(ValueError, match="nothing computes its loss; use keep"):
-        grpo(policy={"multi_token": "train"})
+    train = grpo(policy={"multi_token": "train"})
+    [fault] = faults(train)
+    assert "model has no mtp.layers.0.input_layernorm.weight (" in fault and "multi-token head are missing" in fault
+    head = FAMILIES["qwen3_next"].head_tensors(replace(read_shape(home / "model"), multi_token=True))
+    (home / "model/b.safetensors").write_bytes(safetensors(head))
+    notes.clear()
+    assert preflight(train, notes.append) == []
+    assert f"the {len(head)} tensors of the model's multi-token head are trained, and not sent" in notes[0]
+    adapted = grpo(policy={"multi_token": "train", "lora": {}})
+    assert any("policy.multi_token is train, but policy.lora freezes" in fault for fault in faults(adapted))
 
 
 def test_context_parallelism_on_gpus_needs_transformer_engines_layers(home):
