@@ -3,7 +3,7 @@
 Parameters, marks and what Megatron does with them are the real ones. The reference is one process with local layers in
 float64, and one in float32 shows what rounding explains (tools/bench/compare_layouts.py).
 
-    python tests/gpu_set/te_numbers.py '{"deepseek_v3": ["tp2", "cp2"]}'
+    python tests/gpu_set/te_numbers.py '{"deepseek_v3": ["tp2", "cp2"], "llama with adapters": ["tp2 unchanged"]}'
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ for room in ("", "dist"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 from sizes import VOCAB_SIZE  # noqa: E402
 
-from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
+from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
 from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
     NUM_MICROBATCHES,
     ONE_PROCESS,
     deal_rows,
     difference,
+    loaded_actor,
     parse_layout,
     random_rows,
     too_far,
@@ -37,6 +39,11 @@ from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
 
 WITHOUT_KERNELS = MegatronConfig(transformer={"moe_permute_fusion": False})
 """This one is not a module's, but a function that Megatron calls."""
+ADAPTED = {
+    " with adapters": LoraConfig(rank=3, alpha=7),
+    " with some": LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj", "down_proj")),
+}
+"""What a model's name ends with, and its adapters. q and v are two of three weights that Megatron fuses."""
 
 
 def models() -> dict[str, Any]:
@@ -64,9 +71,31 @@ def models() -> dict[str, Any]:
 
 
 def layout_of(text: str) -> ParallelConfig:
-    """`tp2-cp2`, `tp2-cp2 recomputed`, or `tp2 whole`: without sequence parallelism."""
+    """`tp2-cp2`, `tp2-cp2 recomputed`, `tp2 whole` (without sequence parallelism) or `tp2 unchanged` (`check_base`)."""
     axes, _, how = text.partition(" ")
-    return parse_layout(axes).model_copy(update={"sequence": how != "whole"})
+    return parse_layout(axes).model_copy(update={"sequence": not how.startswith("whole")})
+
+
+def base_of(name: str) -> tuple[str, LoraConfig | None]:
+    """The model, and the adapters that it has."""
+    ending = next((ending for ending in ADAPTED if name.endswith(ending)), "")
+    return name.removesuffix(ending), ADAPTED.get(ending)
+
+
+def check_base(rank: int, stores: Iterable[Any], folder: Path, model: ModelConfig, policy: Any, shares: Any) -> None:
+    """With B = 0, and with adapters that are off, the log-probs are the base model's, bit for bit."""
+    found = []
+    without = policy.model_copy(update={"lora": None})
+    at_zero = policy.model_copy(update={"lora": policy.lora.model_copy(update={"start": None})})
+    for one, store in zip((without, at_zero, policy), stores, strict=True):
+        actor, share = loaded_actor(rank, store, folder, model, one), shares[one.parallel.mesh.coordinates(rank)[2]]
+        found.append(actor.score(share))
+        if one is policy:
+            with actor.adapting.off():
+                found.append(actor.score(share))
+        actor.close()
+    base, zero, adapted, off = found
+    assert base == zero == off and (not base or base != adapted), found
 
 
 def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -> None:
@@ -83,19 +112,31 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
         parallel = ParallelConfig() if is_one else layout_of(layout)
         if rank >= parallel.mesh.world_size:
             continue
-        store = next(dist.rendezvous(f"file://{folder}/{number}", rank, parallel.mesh.world_size))[0]
+        stores = (
+            next(dist.rendezvous(f"file://{folder}/{number} {part}", rank, parallel.mesh.world_size))[0]
+            for part in range(3)
+        )
+        base, lora = base_of(name)
+        if lora:
+            lora = lora.model_copy(update={"start": folder / name})
         recompute = "full" if layout.endswith(" recomputed") else "none"
         layers = "local" if is_one else "transformer_engine"
-        model = ModelConfig(path=folder / name, dtype="float32", layers=layers, recompute=recompute)
-        policy = PolicyConfig(parallel=parallel, megatron=MegatronConfig() if is_one else WITHOUT_KERNELS)
-        shares = deal_rows(folder / name, parallel, rows, 1 if is_one else NUM_MICROBATCHES)
-        found = train_once(rank, store, folder / name, model, policy, shares, exact=layout == "float64")
+        model = ModelConfig(path=folder / base, dtype="float32", layers=layers, recompute=recompute)
+        megatron = MegatronConfig() if is_one else WITHOUT_KERNELS
+        policy = PolicyConfig(parallel=parallel, megatron=megatron, lora=lora)
+        shares = deal_rows(folder / base, parallel, rows, 1 if is_one else NUM_MICROBATCHES)
+        found = None
+        if layout.endswith("unchanged"):
+            check_base(rank, stores, folder / base, model, policy, shares)
+        else:
+            found = train_once(rank, next(stores), folder / base, model, policy, shares, exact=layout == "float64")
         if rank == 0:
             results.put((name, layout, found))
 
 
 def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
     """What is too far from float64, of each family."""
+    from random_adapters import write_adapters
     from test_actor_families import write_models
 
     cases = [(name, layout) for name, of in layouts.items() for layout in ("float64", "float32", *of)]
@@ -104,7 +145,11 @@ def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
     results = processes.SimpleQueue()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_models(folder, {name: kind for name, kind in models().items() if name in layouts})
+        bases = {base_of(name)[0] for name in layouts}
+        write_models(folder, {name: kind for name, kind in models().items() if name in bases})
+        for base, name, lora in ((base_of(name)[0], name, base_of(name)[1]) for name in layouts):
+            if lora:
+                write_adapters(folder / name, folder / base, lora)
         arguments = folder, cases, results
         ranks = [processes.Process(target=serve, args=(rank, *arguments), daemon=True) for rank in range(max(sizes))]
         for process in ranks:
@@ -116,7 +161,8 @@ def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
                     raise SystemExit("a rank failed; its error is above")
                 ranks[0].join(0.05)
             name, layout, numbers = results.get()
-            found.setdefault(name, {})[layout] = numbers
+            if numbers is not None:
+                found.setdefault(name, {})[layout] = numbers
         for process in ranks:
             process.join()
     faults = {}
