@@ -69,6 +69,10 @@ class Policy(Protocol):
             ValueError: a number is not finite. `num_changes` tells whether an earlier update has changed weights.
         """
 
+    def find_untrained(self) -> Sequence[int]:
+        """The tokens whose embeddings no training had moved when the process began its first step."""
+        ...
+
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write model, optimizer, learning-rate schedule, random state and `extra`. The state is copied when
         this returns; `finish_save` must be called before the next `save`.

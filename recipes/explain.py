@@ -1,9 +1,9 @@
 """Compute a step of a run again, and name the answers and tokens that one of its metrics comes from.
 
 The step's answers must have been kept: `rollout.dump: true` keeps all, `rollout.dump: {last: 20}` the last ones, and a
-run keeps the ones of a step whose gradient norm jumps by itself. The trainers load the newest checkpoint before the
-step and train on the answers of the steps between, if these were kept too. Nothing in the run's folder changes but
-`explained/`.
+run keeps by itself the answers of a step that breaks a health rule about its numbers. The trainers load the newest
+checkpoint before the step and train on the answers of the steps between, if these were kept too. Nothing in the run's
+folder changes but `explained/`.
 
 megatron-rl explain runs/my_run --step 21 [--metric grad_norm | loss | mismatch | reward | entropy | length] [--json]
 """
@@ -67,7 +67,8 @@ class Start:
             f"the checkpoint of step {self.checkpoint}" if self.checkpoint else "the weights that the run began with"
         )
         if self.is_exact:
-            between = f", trained on the {len(self.replayed)} steps between" if self.replayed else ""
+            num = len(self.replayed)
+            between = f", trained on the {f'{num} steps' if num > 1 else 'step'} between" if num else ""
             return f"the state before the step ({origin}{between})"
         return (
             f"{origin}, because there is no older checkpoint from which the answers of all steps between are kept: the "
@@ -142,6 +143,10 @@ def read_rollouts(config: GrpoRunConfig, run: Path, step: int) -> Rollouts:
     if not path_of(folder, step).exists():
         kept = [int(path.stem.removeprefix("step_")) for path in sorted(folder.glob("step_*.groups"))]
         found = f"it has the steps {kept[0]} to {kept[-1]}" if kept else "it has none"
+        done = [s for record in read_metrics(run) if (s := int(record["step"])) < config.run.steps]
+        if step not in done:
+            reached = f"its steps are {done[0]} to {done[-1]}" if done else "it has done no step"
+            raise ValueError(f"{run} has not done step {step}: {reached}")
         raise ValueError(
             f"{run} has not kept the answers of step {step}: {found}. rollout.dump: true keeps the answers of all "
             "steps, and {last: 20} of the last ones"

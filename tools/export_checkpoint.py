@@ -22,7 +22,7 @@ from megatron_rl.convert.command import num_cores
 from megatron_rl.convert.conversion import Options, to_hub
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.work import carry_out, require_new
-from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints
+from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints, read_extra
 from megatron_rl.processes import piped
 
 
@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{checkpoint} is not a checkpoint of a run")
         dtype = source.manifest["training"]["dtype"]
         if source.shape.adapters is not None:
-            num_bytes = write_adapters(source, getattr(torch, dtype), given.target)
+            base = read_extra(checkpoint)["config"]["model"]["path"]
+            num_bytes = write_adapters(source, getattr(torch, dtype), given.target, base)
         else:
             num_bytes = carry_out(to_hub(source, Options(dtype)), given.target, num_cores(), lambda _: None).num_bytes
     except (ValueError, OSError) as error:

@@ -18,12 +18,13 @@ from pathlib import Path
 import torch
 
 from megatron_rl.convert import Options, carry_out, manifest, open_checkpoint, to_hub
+from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.command import num_cores, run
 from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import A, B
-from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters, tensors_of
+from megatron_rl.layout.peft import PREFIX, TENSORS, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.processes import piped
 
 
@@ -42,12 +43,8 @@ def _merge(arguments: Sequence[str] | None) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     source = open_checkpoint(given.base)
     shape = replace(source.shape, adapters=read_adapters(given.adapters))
-    stored = read_safetensors(given.adapters / TENSORS)
-    expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
-    if wrong := sorted({name: tensor.extents for name, tensor in stored.items()}.items() ^ expected.items()):
-        raise ValueError(
-            f"{given.adapters / TENSORS} does not fit {given.base}: {wrong[0][0]}, and {len(wrong)} in all"
-        )
+    require_fitting(given.adapters, shape, given.base)
+    require_base(base_of(given.adapters), given.base, str(given.adapters))
     carry_out(to_hub(source, Options()), unfinished, num_cores(), lambda num_bytes: None)
     num_merged = add_adapters(unfinished, given.adapters)
     (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
@@ -62,13 +59,13 @@ def add_adapters(folder: Path, adapters: Path) -> int:
     scale, regions = read_adapters(adapters).scale, open_checkpoint(folder).regions
     named = [name for name in stored if name.endswith(f".{A}.weight")]
     for name in named:
-        a, b = (maps.tensor(stored[one]).float() for one in (name, name.replace(A, B)))
+        a, b = (maps.tensor(stored[one]) for one in (name, name.replace(A, B)))
         [region] = regions[name.removeprefix(PREFIX).replace(f"{A}.", "")]
         held = region.stored
         whole = torch.from_file(str(held.path), shared=True, size=held.path.stat().st_size, dtype=torch.uint8)
         tensor = whole[held.start : held.start + held.num_bytes].view(held.dtype).view(held.extents)
         weight = rectangle(tensor, held.view, region.box) if held.view else tensor[slices(region.box)]
-        weight.copy_(weight.float() + scale * b @ a)
+        write_merged(weight, weight, a, b, scale)
     return len(named)
 
 

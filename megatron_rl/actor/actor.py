@@ -3,12 +3,12 @@
 Invariants (tests/dist): log-probs, advantages and gradients do not depend on the layout or on the number of
 micro-batches.
 
-Shape letters: T packed tokens of a micro-batch.
+Shape letters: T packed tokens of a micro-batch, U untrained tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,8 +24,9 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
+from megatron_rl.layout import Box
 from megatron_rl.layout.adapters import B, is_adapter
-from megatron_rl.types import Metrics, Share
+from megatron_rl.types import Metrics, ModelShape, Share
 
 
 class MegatronActor(MegatronTrainer):
@@ -36,7 +37,7 @@ class MegatronActor(MegatronTrainer):
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
         self._sent: dict[str, Tensor] = {}
         """The copies of `sent`."""
-        self._untrained: Tensor | None = None
+        self._untrained: list[int] | None = None
         """The tokens that `find_untrained` found; None until the first step."""
 
     def score(self, share: Share) -> dict[int, float]:
@@ -106,16 +107,25 @@ class MegatronActor(MegatronTrainer):
         return found
 
     @torch.no_grad()
-    def sent(self) -> Mapping[str, Tensor]:
+    def sent(self, shape: ModelShape) -> Mapping[str, Tensor]:
         """What a push sends, by the names of the shards: the live parameters. Of adapters it is a copy with the present
-        values, always in the same memory, with B times the scale."""
-        if (adapters := self.spec.shape.adapters) is None:
-            return self.parameters()
+        values, always in the same memory, with B times the scale.
+
+        Args:
+            shape: what the engines get: adapters, or a model without them.
+        """
+        if (adapters := shape.adapters) is None:
+            return {name: parameter for name, parameter in self.parameters().items() if not is_adapter(name)}
         for name, parameter in self.parameters().items():
             if is_adapter(name):
                 copied = self._sent.setdefault(name, torch.empty_like(parameter))
                 torch.mul(parameter, adapters.scale if f".{B}" in name else 1.0, out=copied)
         return self._sent
+
+    def made(self, shape: ModelShape) -> Mapping[str, Callable[[Box, Tensor], None]]:
+        """The weights that a push does not send as they are, and what writes a rectangle of them with the present
+        values: those with adapters, if the engines get a model without them."""
+        return self.adapting.merges if self.adapting is not None and shape.adapters is None else {}
 
     def keep_reference(self) -> None:
         """Keep a copy of the present weights as the reference policy's, if the objective needs a reference. With
@@ -165,7 +175,10 @@ class MegatronActor(MegatronTrainer):
         return self.agreement.reduce(reports)
 
     def find_untrained(self) -> list[int]:
-        """The tokens whose embeddings no training has moved, in ascending order (untrained.py)."""
+        """The tokens whose embeddings no training had moved at the first call, in ascending order (untrained.py).
+        Collective: every rank must call it."""
+        if self._untrained is not None:
+            return self._untrained
         own = np.zeros(0, np.float32)
         tensor, stage, data = self.mesh.coordinates(self.rank)
         if stage == data == 0 and self.mesh.context_rank(self.rank) == 0:
@@ -174,18 +187,18 @@ class MegatronActor(MegatronTrainer):
             num_real = max(0, min(self.spec.shape.vocab_size - first, len(weight_VH)))
             own = row_norms(weight_VH[:num_real])
         # The parts of the tensor ranks are in the order of the ranks.
-        return untrained_rows(np.concatenate(self.agreement.gather(own)))
+        self._untrained = untrained_rows(np.concatenate(self.agreement.gather(own)))
+        return self._untrained
 
     def _describe_untrained(self) -> Metrics:
         """The share of the step's actions whose tokens are untrained, if the model has such tokens."""
-        if self._untrained is None:
-            self._untrained = torch.tensor(self.find_untrained(), dtype=torch.int64, device=platform.device())
-        if not len(self._untrained):
+        if not (untrained := self.find_untrained()):
             return {}
+        untrained_U = torch.tensor(untrained, device=platform.device())
         num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
         reports = []
         for batch in self._all() if self.reports_metrics else []:
-            found_T = torch.isin(batch.target_T, self._untrained) & batch.columns.action_mask_T
+            found_T = torch.isin(batch.target_T, untrained_U) & batch.columns.action_mask_T
             reports.append({"tokens/untrained": Metric(found_T.sum() / num_tokens, "sum")})
         return self.agreement.reduce(reports)
 

@@ -15,7 +15,17 @@ from megatron_rl.actor.weights import HubTensor, find_holders, gather, write_ten
 from megatron_rl.convert.stored import Maps, read_safetensors
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, read_adapters, tensors_of
+from megatron_rl.layout.peft import (
+    BASE,
+    CONFIG,
+    PREFIX,
+    TENSORS,
+    base_digest,
+    config_of,
+    read_adapters,
+    require_fitting,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from megatron_rl.actor.trainer import MegatronTrainer
@@ -39,15 +49,8 @@ def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
                 f"the adapters in {folder} have the rank {found.rank} and the scale {found.scale}, and policy.lora has "
                 f"{mine.rank} and {mine.scale}"
             )
+        require_fitting(folder, shape, actor.spec.model.path)
         stored, maps = read_safetensors(folder / TENSORS), Maps({})
-        expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
-        held = {name: tensor.extents for name, tensor in stored.items()}
-        if held != expected:
-            name = sorted(held.items() ^ expected.items())[0][0]
-            raise ValueError(
-                f"{folder / TENSORS} has {name} as {held.get(name)}, but the adapters of policy.lora for "
-                f"{actor.spec.model.path} have it as {expected.get(name)}"
-            )
         for shard in actor.shards:
             if is_adapter(shard.local_name):
                 part = maps.values(stored[PREFIX + shard.hf_name])(shard.hf_box)
@@ -69,5 +72,7 @@ def export_adapters(actor: MegatronTrainer, folder: Path) -> None:
         gathered = gather(actor, actor.parameters(), tensors, holders)
         with actor.agreement.on_errors():
             if actor.rank == 0:
-                write_tensors(temporary / TENSORS, {PREFIX + name: tensor for name, tensor in gathered.items()})
+                named = {PREFIX + name: tensor for name, tensor in gathered.items()}
+                model = actor.spec.model
+                write_tensors(temporary / TENSORS, named, {BASE: base_digest(model.weights or model.path)})
                 write_text(temporary / CONFIG, config_of(shape, str(actor.spec.model.path)))

@@ -16,9 +16,10 @@ rank, H its inputs.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -34,7 +35,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_m
 from torch import Tensor, nn
 
 from megatron_rl.actor.copied import copied_to_all_ranks
-from megatron_rl.layout import Shard, slices
+from megatron_rl.convert.adapters import write_merged
+from megatron_rl.layout import Box, Shard, slices
 from megatron_rl.layout.adapters import A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.types import Adapters
@@ -65,6 +67,9 @@ class Adapting:
         self._adapters, self._shards, self._seed = adapters, list(shards), seed
         self.is_on = True
         """Whether the adapters add something."""
+        self.merges: dict[str, Callable[[Box, Tensor], None]] = {}
+        """What writes a rectangle of a weight, with scale B A added, into a tensor of the rectangle's extents; by the
+        local names of the weights that have adapters."""
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -85,22 +90,29 @@ class Adapting:
         """
         own = [shard for shard in self._shards if shard.local_name.startswith(prefix)]
         own = [replace(shard, local_name=shard.local_name.removeprefix(prefix)) for shard in own]
-        _add_adapters(gpt, own, self._adapters, self._seed, self)
+        for name, adapter in _add_adapters(gpt, own, self._adapters, self._seed, self).items():
+            for expert in adapter.experts:
+                self.merges[f"{prefix}{name}.weight{expert}"] = partial(adapter.write_merged, expert)
 
 
-def _add_adapters(gpt: GPTModel, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
+def _add_adapters(
+    gpt: GPTModel, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: Adapting
+) -> dict[str, Adapter]:
+    """Returns the adapters by the names of their layers."""
     for name, parameter in gpt.named_parameters():
         parameter.requires_grad_(name.startswith("value_head."))
     by_layer: dict[str, list[Shard]] = {}
     for shard in shards:
         by_layer.setdefault(shard.local_name.rpartition(".")[0], []).append(shard)
     by_layer = {name: parts for name, parts in by_layer.items() if any(is_adapter(part.local_name) for part in parts)}
+    added = {}
     for name, parts in by_layer.items():
-        Adapter(gpt.get_submodule(name), parts, adapters, seed, switch)
+        added[name] = Adapter(gpt.get_submodule(name), parts, adapters, seed, switch)
     if by_layer and gpt.pre_process:
         # Nothing below the first adapter has a gradient, and Megatron's recomputation ends the graph of a layer whose
         # input needs none.
         gpt.embedding.register_forward_hook(lambda module, inputs, output: _with_gradient(output))
+    return added
 
 
 def _with_gradient(output: Tensor) -> Tensor:
@@ -138,18 +150,18 @@ class Adapter:
         Args:
             shards: of A, B and the layer's own parameters.
         """
-        self._scale, self._switch, self._wiring = adapters.scale, switch, _Wiring.of(layer)
+        self._scale, self._switch, self._layer, self._wiring = adapters.scale, switch, layer, _Wiring.of(layer)
         parts: dict[str, list[Shard]] = {}
         for shard in shards:
             parts.setdefault(shard.local_name.rpartition(".")[2], []).append(shard)
-        self._experts = [name.removeprefix(A) for name in parts if name.startswith(A)]
+        self.experts = [name.removeprefix(A) for name in parts if name.startswith(A)]
         """What the names of the parameters end with: nothing, or the number of an expert of a grouped layer."""
-        for expert in self._experts:
-            self._add_parameters(layer, expert, parts[A + expert], parts[B + expert], seed)
+        for expert in self.experts:
+            self._add_parameters(expert, parts[A + expert], parts[B + expert], seed)
         self._returns_norm = hasattr(layer, "return_layernorm_output")
         if self._returns_norm:
             layer.return_layernorm_output = True
-        first = self._experts[0]  # all experts have the same rows
+        first = self.experts[0]  # all experts have the same rows
         of_a, of_b, base = parts[A + first], parts[B + first], getattr(layer, f"weight{first}")
         self._blocks_OR: Tensor | None = None
         """1 where a row of B belongs to the columns of its own A, if the layer fuses several weights."""
@@ -163,17 +175,21 @@ class Adapter:
                 (start, stop), column = shard.local_box[0], names.index(shard.hf_name) * adapters.rank
                 blocks_OR[start:stop, column : column + adapters.rank] = 1
             self._blocks_OR, self._num_fused = blocks_OR, len(names)
+        rows = {(shard.hf_name, shard.hf_box[0]): shard.local_box[0] for shard in parts[f"weight{first}"]}
+        places = [rows[shard.hf_name.replace(f"{B}.", ""), shard.hf_box[0]] for shard in of_b]
+        rows_of_a = {shard.hf_name.replace(f"{A}.", f"{B}."): shard.local_box[0] for shard in of_a}
+        self._products = [
+            (place, shard.local_box[0], rows_of_a[shard.hf_name]) for place, shard in zip(places, of_b, strict=True)
+        ]
+        """Rows of a weight, and the rows of B and of A whose product belongs to them."""
         if num_rows < len(base):  # some of the weights that the layer fuses have no adapters
-            rows = {(shard.hf_name, shard.hf_box[0]): range(*shard.local_box[0]) for shard in parts[f"weight{first}"]}
-            places = [rows[shard.hf_name.replace(f"{B}.", ""), shard.hf_box[0]] for shard in of_b]
-            self._columns = torch.tensor([row for place in places for row in place], device=base.device)
+            outputs = [row for place in places for row in range(*place)]
+            self._columns = torch.tensor(outputs, device=base.device)
         layer.register_forward_hook(self)
 
-    def _add_parameters(
-        self, layer: Linear, expert: str, of_a: Sequence[Shard], of_b: Sequence[Shard], seed: int
-    ) -> None:
+    def _add_parameters(self, expert: str, of_a: Sequence[Shard], of_b: Sequence[Shard], seed: int) -> None:
         """Give the layer A and B of one weight, with the marks by which Megatron sums gradients and norms."""
-        base = getattr(layer, f"weight{expert}")
+        base = getattr(self._layer, f"weight{expert}")
         splits, group, sequence_parallel, is_expert, is_outside = self._wiring
         (a_extents,), (b_extents,) = (local_extents(part).values() for part in (of_a, of_b))
         a_RH: Any = nn.Parameter(torch.empty(a_extents, dtype=base.dtype, device=base.device))
@@ -182,7 +198,7 @@ class Adapter:
         for shard in of_a:
             a_RH.data[slices(shard.local_box)] = _initial(shard, num_inputs, seed)
         for name, parameter, held_in, dim in ((A, a_RH, "inputs", 1), (B, b_OR, "outputs", 0)):
-            layer.register_parameter(name + expert, parameter)
+            self._layer.register_parameter(name + expert, parameter)
             if hasattr(base, "allreduce"):
                 parameter.allreduce = base.allreduce  # Megatron's mark of experts
             if splits == held_in:
@@ -207,13 +223,31 @@ class Adapter:
         if not self._switch.is_on:
             return whole, bias
         parts = input_TH.split(inputs[1]) if len(inputs) > 1 else (input_TH,)
-        sums = [self._added(layer, part, expert) for part, expert in zip(parts, self._experts, strict=True)]
+        sums = [self._added(part, expert) for part, expert in zip(parts, self.experts, strict=True)]
         added = torch.cat(sums) if len(sums) > 1 else sums[0]
         return whole + added if self._columns is None else whole.index_add(-1, self._columns, added), bias
 
-    def _added(self, layer: Linear, input_TH: Tensor, expert: str) -> Tensor:
+    def write_merged(self, expert: str, box: Box, out: Tensor) -> None:
+        """Write a rectangle of a weight of the layer on this rank, with the product of the same rectangle added. Each
+        rank has the rows of B and the columns of A that belong to its part of the weight.
+
+        Args:
+            expert: one of `experts`.
+            out: has the rectangle's extents, and any dtype.
+        """
+        whole, a_RH, b_OR = (getattr(self._layer, name + expert) for name in ("weight", A, B))
+        (first, last), columns = box[0], slice(*box[1])
+        out.copy_(whole[slices(box)])
+        for (start, stop), (b_start, _), rows_of_a in self._products:
+            begin, end = max(start, first), min(stop, last)
+            if begin < end:
+                b_rows = b_OR[b_start + begin - start : b_start + end - start]
+                a_part = a_RH[slice(*rows_of_a), columns]
+                write_merged(out[begin - first : end - first], whole[begin:end, columns], a_part, b_rows, self._scale)
+
+    def _added(self, input_TH: Tensor, expert: str) -> Tensor:
         """`scale B A x`, of the tokens and the outputs that the layer returns on this rank."""
-        a_RH, b_OR = getattr(layer, A + expert), getattr(layer, B + expert)
+        a_RH, b_OR = getattr(self._layer, A + expert), getattr(self._layer, B + expert)
         if self._wiring.is_outside:
             # Each rank has a part of the gradient of what all of them hold.
             if self._wiring.splits == "outputs":

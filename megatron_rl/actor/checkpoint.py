@@ -80,7 +80,7 @@ class Identity(NamedTuple):
     """The kind. A checkpoint that was written when there was one kind does not say it; it is Adam's."""
     mesh: Mesh
     base: str = ""
-    """The digest of the base model of adapters (`convert.adapters.base_digest`), which is not in the checkpoint."""
+    """The digest of the base model of adapters (`layout.peft.base_digest`), which is not in the checkpoint."""
 
 
 class State(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_rl.actor import platform, state
 from megatron_rl.actor.folders import atomic_folder, write_safetensors, write_text
 from megatron_rl.actor.optimizer.fill import Target, fill
+from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.forms import split_into_files
 from megatron_rl.convert.head import head_groups, open_head
 from megatron_rl.convert.hub import MAX_FILE_BYTES, companions, file_name, index_text
@@ -118,7 +119,7 @@ def _merge_adapters(
     tensors: dict[str, HubTensor],
     holders: dict[str, list[tuple[int, Shard]]],
 ) -> None:
-    """Add scale B A, computed in float32, to the weights that `gather` has returned. Collective."""
+    """Add scale B A to the weights that `gather` has returned. Collective."""
     if (adapters := actor.spec.shape.adapters) is None:
         return
     extents = FAMILIES[actor.spec.shape.family].hf_tensors(actor.spec.shape)
@@ -132,12 +133,12 @@ def _merge_adapters(
                 view, whole = tensor.views.get(part), gathered[name]
                 box = tuple((0, length) for length in extents[part])
                 here = rectangle(whole, view, box) if view else whole
-                a, b = (found[one].float() for one in pair)
-                here.copy_(here.float() + adapters.scale * b @ a)
+                a, b = (found[one] for one in pair)
+                write_merged(here, here, a, b, adapters.scale)
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, path, metadata={"format": "pt"})
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
     sync(path)
 
 

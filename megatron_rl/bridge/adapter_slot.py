@@ -2,7 +2,8 @@
 vLLM's kernels for LoRA add their product to the output of the base model.
 
 vLLM reads adapters from folders. Here it gets an empty one, whose slot is then written in place; every request names
-it. B arrives times the scale, as vLLM itself stores it.
+it, or the version of it that was copied into a second slot before an evaluation began. B arrives times the scale, as
+vLLM itself stores it.
 """
 
 from __future__ import annotations
@@ -18,19 +19,31 @@ from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import CopyRecorder
 from megatron_rl.bridge.verification import Sums, short, sums
 from megatron_rl.layout import FAMILIES, Box, Recording, Shard, slices
-from megatron_rl.layout.adapters import SERVED_ID, A, B, is_adapter
+from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID, A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.view import FileTensor
 from megatron_rl.types import ModelShape
 
 
-def open_slot(model_runner: Any) -> None:
-    """Give vLLM an adapter of zeros, which every request may name from now on."""
+def open_slots(model_runner: Any) -> None:
+    """Give vLLM adapters of zeros, one for each of its slots, which every request may name from now on."""
     adapters = model_runner.lora_manager._adapter_manager
     rank = adapters.lora_config.max_lora_rank
-    empty = adapters.create_dummy_lora(SERVED_ID, rank, model_runner.model.embedding_modules)
-    adapters.add_adapter(empty)
-    adapters.activate_adapter(SERVED_ID)
+    for number in (SERVED_ID, PINNED_ID)[: adapters.lora_config.max_loras]:
+        adapters.add_adapter(adapters.create_dummy_lora(number, rank, model_runner.model.embedding_modules))
+        adapters.activate_adapter(number)
+
+
+def pin(adapters: Any) -> None:
+    """Copy the adapter that the last push brought into the slot of the pinned one, where pushes leave it alone.
+
+    Raises:
+        RuntimeError: vLLM's slots hold other adapters.
+    """
+    if (ids := adapters.lora_index_to_id) != [SERVED_ID, PINNED_ID]:
+        raise RuntimeError(f"vLLM's slots hold the adapters {ids}, and not the run's and its pinned version")
+    for tensor in slot_tensors(adapters).values():
+        tensor[1].copy_(tensor[0])
 
 
 def slot_tensors(adapters: Any) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from megatron_rl.bridge.adapter_slot import SlotParameters, open_slot, record_adapters
+from megatron_rl.bridge.adapter_slot import SlotParameters, open_slots, pin, record_adapters
 from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import record_loading
@@ -84,9 +84,13 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     digests: dict[str, str] = {}
     """What the rank holds since the last push, by the modules that were verified."""
 
-    def open_slot(self, model_runner: Any) -> None:
-        """See `adapter_slot.open_slot`."""
-        open_slot(model_runner)
+    def open_slots(self, model_runner: Any) -> None:
+        """See `adapter_slot.open_slots`."""
+        open_slots(model_runner)
+
+    def pin(self) -> None:
+        """See `adapter_slot.pin`."""
+        pin(self._adapters())
 
     def record(self, shape: ModelShape) -> Recording:
         """What this rank holds of a checkpoint, or of the adapters if the model has some; see

@@ -1,7 +1,8 @@
 """The trainer's side of the bridge: each Megatron rank sends its own shards to the engine ranks that need them.
 
 No rank gathers a tensor, and among replicas only the one that the plan names sends a shard. A large contiguous copy is
-sent from where it lies; the others are packed while the message before them travels. Invariants (tests/unit/bridge):
+sent from where it lies; the others are packed, or made of a weight and its adapters, while the message before them
+travels. Invariants (tests/unit/bridge):
 the table of shards covers every parameter of the rank, by name and shape; when a push returns, all its receivers have
 written all of it.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +24,28 @@ from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, He
 from megatron_rl.bridge.memory import Slots, synchronize
 from megatron_rl.bridge.messages import Message, Stretch, aligned, in_place, late_last, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import check_parameters
+from megatron_rl.layout import Box, check_parameters
 from megatron_rl.types import Metrics
 
 
 class BridgeSender:
     """One trainer rank. The parameters are live: each push sends the values that they hold at that time."""
 
-    def __init__(self, setup: BridgeSetup, rank: int, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        setup: BridgeSetup,
+        rank: int,
+        parameters: Mapping[str, Tensor],
+        made: Mapping[str, Callable[[Box, Tensor], None]] | None = None,
+    ) -> None:
         """Join all other trainer ranks and all engines.
 
         Args:
             rank: the global trainer rank, as `Mesh.coordinates` counts it.
             parameters: the rank's own shards, by the local names of its shards (`BridgeSetup.trainer_shards`).
+            made: for each parameter that is not sent as it is, what writes a rectangle of what is sent. Its message is
+                made in the buffer that it is sent from, in every push again. Ranks that hold the same rectangle must
+                make the same bits of each part of it, because the plan cuts it anywhere.
 
         Raises:
             ValueError: a parameter that the plan does not know, one that is missing or of another shape; or
@@ -45,6 +55,7 @@ class BridgeSender:
         live = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_parameters(shards, live, f"trainer rank {rank}")
         self._parameters, self._rank, self._timeout_s = parameters, rank, setup.timeout_s
+        self._made = made or {}
         self._engines = setup.engines
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         routes = setup.transfer_plan.sent_by(rank)
@@ -78,7 +89,13 @@ class BridgeSender:
     def _packs(self, message: Message) -> bool:
         """Whether the message cannot be sent from where it lies."""
         line = self._line(message)
-        return line.near or line.memory != self._device or in_place(message, message.sources(self._parameters)) is None
+        return line.near or line.memory != self._device or self._in_place(message) is None
+
+    def _in_place(self, message: Message) -> Tensor | None:
+        """The message's bytes where they lie, or None if they must be packed or made."""
+        if any(one.source_name in self._made for one in message.copies):
+            return None
+        return in_place(message, message.sources(self._parameters))
 
     def _most_packed(self, turns: Mapping[int, Sequence[Message]], always: set[int], bucket_bytes: int) -> int:
         """No stretch needs a larger buffer for any receiver. Every message to `always` must be packed."""
@@ -87,7 +104,7 @@ class BridgeSender:
             needed = [
                 aligned(message.num_bytes)
                 for message in turn
-                if message.destination in always or in_place(message, message.sources(self._parameters)) is None
+                if message.destination in always or self._in_place(message) is None
             ]
             most = max(most, *needed, min(bucket_bytes, sum(needed)))
         return most
@@ -157,14 +174,19 @@ class BridgeSender:
             yield Header(version, message.number, slot, sums), content
 
     def _content(self, message: Message, slot: int, start: int | None) -> Tensor:
-        """The message's bytes (uint8), where they lie or packed."""
-        views = message.sources(self._parameters)
+        """The message's bytes (uint8), where they lie, packed or made."""
         if start is None:
-            content = in_place(message, views)
+            content = self._in_place(message)
             assert content is not None, "a parameter has been laid out again since the bridge was joined"
             return content
         content = self._slots.tensors[slot][start : start + message.num_bytes]
-        torch._foreach_copy_(message.parts(content), views)
+        parts, views = message.parts(content), message.sources(self._parameters)
+        for one, part in zip(message.copies, parts, strict=True):
+            if one.source_name in self._made:
+                self._made[one.source_name](one.source_box, part)
+        lying = [i for i, one in enumerate(message.copies) if one.source_name not in self._made]
+        if lying:
+            torch._foreach_copy_([parts[i] for i in lying], [views[i] for i in lying])
         if self._line(message).near:
             synchronize(self._device)  # the receiver reads as soon as the headers arrive
         return content

@@ -30,7 +30,7 @@ class PolicyWithCritic:
     def __init__(self, policy: PolicyGroup, critic: CriticGroup, warmup_steps: int) -> None:
         self._policy, self._critic, self._warmup_steps = policy, critic, warmup_steps
         self.mesh = policy.mesh
-        self.score, self.export_hf = policy.score, policy.export_hf
+        self.score, self.export_hf, self.find_untrained = policy.score, policy.export_hf, policy.find_untrained
 
     @property
     def num_changes(self) -> int:

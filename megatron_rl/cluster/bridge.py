@@ -79,13 +79,13 @@ class RayBridge:
 
     def _join(self) -> None:
         self._policy.before("pushing")
-        rollout, bridge = self._config.rollout, self._config.bridge
+        rollout, bridge, shape = self._config.rollout, self._config.bridge, self._config.pushed(self._spec.shape)
         if not self._recorded:  # engines are equal, so the first one tells for all
             process, timeout_s = self._engines.processes[0], self._config.cluster.start_timeout_s
-            call = process.actor.record_loading.remote(self._spec.shape)
+            call = process.actor.record_loading.remote(shape)
             (self._recorded,) = gather([call], [process], "to show how it loads weights", timeout_s)
         setup = BridgeSetup(
-            shape=self._spec.shape,
+            shape=shape,
             mesh=self._policy.mesh,
             fused_norms=self._policy.fused_norms,
             engines=Engines(

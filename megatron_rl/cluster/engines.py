@@ -86,7 +86,7 @@ class EngineRank(TracedProcess):
                 shares_gpus=config.cluster.colocate,
                 loads_weights=self.loads_weights,
                 make_answers=self._make_answers(),
-                adapters=config.policy.adapters,
+                adapters=config.served_adapters,
                 keeps_statistics=self._endpoint is not None,
             )
             self.engine = backend_of(config.rollout)(spec)

@@ -109,12 +109,13 @@ class TrainerRank(ProfiledRank, MegatronRank):
     def connect(self, setup: BridgeSetup) -> None:
         if self.sender is not None:
             self.sender.close()
-        self.sender = BridgeSender(setup, self.rank, self.actor.sent())
+        self.pushed = setup.shape
+        self.sender = BridgeSender(setup, self.rank, self.actor.sent(self.pushed), self.actor.made(self.pushed))
 
     def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
         self.actor.require("pushing")
         assert self.sender is not None, "`connect` comes first"
-        self.actor.sent()
+        self.actor.sent(self.pushed)
         with spans.span("push", version):
             return self.sender.push(version, verify, late)
 

@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 import yaml
@@ -21,6 +22,16 @@ from megatron_rl.config.schema import BaseConfig
 from megatron_rl.config.shipped import find_shipped
 
 Config = TypeVar("Config", bound=BaseConfig)
+DEMANDS = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a section of keys",
+    "list_type": "must be a list",
+    "model_type": "must be a section of keys",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+}
+"""What a value must be, by pydantic's names of faults."""
 
 
 def load_config(kind: type[Config], arguments: Sequence[str]) -> Config:
@@ -106,13 +117,29 @@ def validate(kind: type[Config], merged: Mapping[str, Any]) -> Config:
         # A list all of whose items are refused is also "too short".
         inside = {fault["loc"][:size] for fault in told for size in range(len(fault["loc"]))}
         told = [fault for fault in told if fault["type"] != "too_short" or fault["loc"] not in inside]
-        faults = [_explain(kind, fault) for fault in told]
+        faults = [_explain(kind, together) for together in _by_key(kind, told)]
         raise ValueError("the configuration is refused:\n" + "\n".join(f"  {fault}" for fault in faults)) from error
 
 
-def _explain(kind: type[BaseModel], fault: Any) -> str:
+def _by_key(kind: type[BaseModel], told: Sequence[Any]) -> list[list[Any]]:
+    """The faults of each key. A key that may have values of several types has a fault for each of them, unless the
+    fault is a key inside one."""
+    by_key: dict[tuple[str, ...], list[Any]] = {}
+    for number, fault in enumerate(told):
+        keys, _, is_choice = _locate(kind, fault["loc"])
+        by_key.setdefault((*keys, "") if is_choice else (*keys, str(number)), []).append(fault)
+    inner = {keys[:size] for keys in by_key for size in range(len(keys) - 1)}
+    return [faults for keys, faults in by_key.items() if keys[-1] or keys[:-1] not in inner]
+
+
+def _explain(kind: type[BaseModel], faults: Sequence[Any]) -> str:
+    """
+    Args:
+        faults: of one key; if there are several, the one for each type that it may have.
+    """
+    fault, *others = faults
     unknown = fault["type"] == "extra_forbidden"
-    inside, model = _locate(kind, fault["loc"][:-1] if unknown else fault["loc"])
+    inside, model, _ = _locate(kind, fault["loc"][:-1] if unknown else fault["loc"])
     path = ".".join(inside)
     if unknown:
         key = str(fault["loc"][-1])
@@ -132,28 +159,52 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     if fault["type"] == "missing":
         keys = [".".join([*inside, *key]) for key in (_required(model) if model else [()])]
         return "\n  ".join(f"{key}: this key is required, but no file and no override sets it" for key in keys)
-    message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     if fault["type"] == "value_error":
+        message = fault["msg"].removeprefix("Value error, ")
         return f"{path}: {message}" if path else message
-    return f"{path}: {message} (got {fault['input']!r})"
+    return f"{path}: {', or '.join(dict.fromkeys(map(_demand, faults)))} (got {fault['input']!r})"
 
 
-def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys that lead to a fault, as a user writes them, and the model at that place. In pydantic's location the
-    `kind` of a union is a step of its own, but it is no key."""
+def _demand(fault: Any) -> str:
+    """What a value must be, without pydantic's names of types."""
+    if (known := DEMANDS.get(fault["type"])) is not None:
+        return known
+    if fault["type"] == "too_short":
+        return f"must be a list of at least {fault['ctx']['min_length']}"
+    message: str = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return message
+
+
+def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None, bool]:
+    """The keys that lead to a fault, as a user writes them, the model at that place, and whether the fault is one of
+    several, for each type that the last key's value may have. In pydantic's location such a type is a step of its own,
+    and so is the `kind` of a union, but they are no keys."""
     here: Any = kind
-    keys = []
+    keys: list[str] = []
+    is_choice = False
     for step in location:
+        is_choice = False
         candidates = _models(here)
         inside = [m.model_fields[step].annotation for m in candidates if step in m.model_fields]
         chosen = [m for m in candidates if "kind" in m.model_fields and m.model_fields["kind"].default == step]
         if chosen and len(candidates) > 1:  # a kind may have the name of a key
             here = Union[tuple(chosen)]  # noqa: UP007
             continue
+        if isinstance(step, str) and not inside and _is_choice(here):
+            here = next((model for model in candidates if model.__name__ == step), None)
+            is_choice = True
+            continue
         keys.append(str(step))
         here = inside[0] if inside else here
     models = _models(here)
-    return keys, models[0] if models else None
+    return keys, models[0] if models else None, is_choice
+
+
+def _is_choice(annotation: Any) -> bool:
+    """Whether a value may have several types, and none of them is a mapping with keys of the user's own."""
+    arms = [arm for arm in get_args(annotation) if arm is not NoneType]
+    origins = {get_origin(arm) for arm in arms}
+    return get_origin(annotation) in (Union, UnionType) and len(arms) > 1 and not origins & {dict, Mapping}
 
 
 def _required(model: type[BaseModel]) -> list[tuple[str, ...]]:

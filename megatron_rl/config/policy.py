@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -126,6 +127,14 @@ class LoraConfig(Section):
     """Whether the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: Path | None = None
     """A folder of adapters in PEFT's form that the run begins with. null: B is zero and A random."""
+
+    @field_validator("targets")
+    @classmethod
+    def _each_once(cls, targets: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        twice = [] if isinstance(targets, str) else [name for name, count in Counter(targets).items() if count > 1]
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is there twice; name each layer once")
+        return targets
 
     @property
     def adapters(self) -> Adapters:

@@ -41,7 +41,7 @@ class SamplingConfig(Section):
 
 class LastSteps(Section):
     last: PositiveInt
-    """The number of last steps that are kept. A step whose gradient norm jumps is kept, too."""
+    """The number of last steps that are kept. A step that breaks a health rule about its numbers is kept, too."""
 
 
 class RolloutConfig(Section):
@@ -117,6 +117,11 @@ class RolloutConfig(Section):
     """The name of one of vLLM's online quantisations (`fp8`, `fp8_per_channel`), which the engine applies to the
     weights of each push; null means none. The engine's policy then differs from the trainer's by more than rounding:
     see `algorithm.correction` and `algorithm.max_mismatch`."""
+    lora: Literal["served", "merged"] = "served"
+    """How engines get the adapters of `policy.lora`. `served`: a push has A and B alone, and vLLM computes with them
+    next to the base model, which it loads from `model.path`. `merged`: trainers add the product of B and A to the
+    weights while they send them, so a push has the size of the model, and engines know of no adapters. It works for
+    every family, also where vLLM cannot serve adapters: experts, latent attention, `quantization`."""
     max_sequences: PositiveInt = 1024
     """The largest number of answers that an engine decodes at the same time. Further ones wait in a queue, the oldest
     first. On a GPU it also sets the sizes of vLLM's CUDA graphs. In an asynchronous run, choose the number where the
@@ -129,6 +134,12 @@ class RolloutConfig(Section):
     def is_asynchronous(self) -> bool:
         """Whether engines answer prompts of later steps while the trainer trains. Otherwise they take turns with it."""
         return self.max_lag > 0 or bool(self.active_sampling)
+
+    @property
+    def num_adapters(self) -> int:
+        """The number of versions of a run's adapters that an engine holds. While engines answer and the trainer trains,
+        an evaluation keeps the version that it began with, next to the newest one."""
+        return 2 if self.is_asynchronous else 1
 
     @property
     def engine_ranks(self) -> int:
@@ -186,6 +197,8 @@ class RolloutConfig(Section):
                 "some stages would always wait, because each works on other answers; raise max_sequences or lower "
                 "pipeline"
             )
+        if self.lora == "merged" and run.policy.lora is None:
+            yield "rollout.lora: merged has no effect without policy.lora; remove it"
         if self.replay is not None:
             engines_for = {
                 "data.eval": run.data.eval,

@@ -34,6 +34,7 @@ from megatron_rl.config.rewards import (
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.slurm import SlurmConfig
+from megatron_rl.types import Adapters, ModelShape
 
 
 class SftConfig(Section):
@@ -182,6 +183,16 @@ class GrpoRunConfig(BaseConfig):
         """The number of Megatron ranks of policy and critic together."""
         critic = self.critic.parallel.mesh.world_size if self.critic else 0
         return self.policy.parallel.mesh.world_size + critic
+
+    @property
+    def served_adapters(self) -> Adapters | None:
+        """The adapters that engines compute with; None: engines have plain weights, merged with adapters if there are
+        any."""
+        return self.policy.adapters if self.rollout.lora == "served" else None
+
+    def pushed(self, shape: ModelShape) -> ModelShape:
+        """What a push brings of the policy's model: of a shape with adapters them alone, otherwise all weights."""
+        return shape if self.rollout.lora == "served" else shape.base
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         labels = [reward.label for reward in self.rewards]

@@ -51,8 +51,10 @@ class Section(BaseModel):
 
 
 def _allows_flag(annotation: Any) -> bool:
-    """Whether true and false are among a key's values."""
-    return annotation in (bool, Any, True, False) or any(_allows_flag(inner) for inner in get_args(annotation))
+    """Whether true and false are among a key's values, or are refused in the place of a section anyway."""
+    if annotation in (bool, Any, True, False) or isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return True
+    return any(_allows_flag(inner) for inner in get_args(annotation))
 
 
 def import_paths(value: Any) -> list[ImportPath]:

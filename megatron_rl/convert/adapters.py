@@ -1,25 +1,55 @@
-"""What a run's adapters need of files: the digest of their base model, and a folder made of a checkpoint."""
+"""What a run's adapters become: merged weights, and a folder in PEFT's form that is made of a checkpoint.
+
+Invariant (tests/unit/convert): every rectangle of a merged weight has the bits that it has in the whole one.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from megatron_rl.convert import manifest
 from megatron_rl.convert.source import Source
-from megatron_rl.convert.stored import Maps, read_safetensors
+from megatron_rl.convert.stored import Maps
 from megatron_rl.layout import slices
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
+from megatron_rl.layout.peft import BASE, CONFIG, PREFIX, TENSORS, config_of, tensors_of
 
-SAMPLE = 64
-"""The bytes of each tensor that a digest of a base model reads."""
+MERGED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
+"""The numbers of a weight that are merged at once, by the type of the device: two float32 numbers for each, in a
+processor's cache."""
 
 
-def write_adapters(source: Source, dtype: torch.dtype, folder: Path) -> int:
+@torch.no_grad()
+def write_merged(out_OH: Tensor, weight_OH: Tensor, a_RH: Tensor, b_OR: Tensor, scale: float) -> None:
+    """Write W + scale B A (LoRA, arXiv:2106.09685), computed in float32 and rounded once to the weight's dtype.
+
+    The terms of each element are added in the order of the rank, and no operation is a matrix product, whose order of
+    addition depends on the extents. So a rectangle of a weight has the bits that it has in the whole one, on every
+    device: an export, and pushes by ranks that hold or send different parts, are equal.
+
+    Shape letters: O outputs, H inputs, R the rank.
+
+    Args:
+        out_OH: may be the weight, and of another dtype.
+    """
+    scaled_OR, a_RH = b_OR.float() * scale, a_RH.float()
+    num_rows = max(1, MERGED_ELEMENTS[weight_OH.device.type] // max(1, weight_OH.shape[1]))
+    for start in range(0, len(weight_OH), num_rows):
+        out, weight, scaled = (one[start : start + num_rows] for one in (out_OH, weight_OH, scaled_OR))
+        product = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        term = torch.empty_like(product)
+        for column, row in zip(scaled.unbind(1), a_RH, strict=True):
+            product += torch.mul(column[:, None], row, out=term)
+        out.copy_((weight.float() + product).to(weight.dtype))
+
+
+def write_adapters(source: Source, dtype: torch.dtype, folder: Path, base: str) -> int:
     """Write the adapters of a run's checkpoint as a new folder. Returns the bytes of the tensors.
+
+    Args:
+        base: the path of the base model, for PEFT; empty if it is not known.
 
     Raises:
         ValueError: a tensor has other bytes than the manifest says.
@@ -31,30 +61,9 @@ def write_adapters(source: Source, dtype: torch.dtype, folder: Path) -> int:
             whole[slices(region.hf_box)] = maps.values(region.stored)(region.box)
     unfinished = folder.with_name(f"{folder.name}.partial")
     unfinished.mkdir(parents=True, exist_ok=True)
-    save_file({PREFIX + name: t for name, t in tensors.items()}, unfinished / TENSORS, metadata={"format": "pt"})
-    (unfinished / CONFIG).write_text(config_of(source.shape, ""), encoding="utf-8")
+    assert source.manifest is not None, "a checkpoint of a run has one"
+    metadata = {"format": "pt", BASE: source.manifest["training"]["base"]}
+    save_file({PREFIX + name: t for name, t in tensors.items()}, unfinished / TENSORS, metadata=metadata)
+    (unfinished / CONFIG).write_text(config_of(source.shape, base), encoding="utf-8")
     unfinished.rename(folder)
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def base_digest(folder: Path) -> str:
-    """A digest of a model's weights that reads little of them: of the names, dtypes and extents of all tensors, and of
-    the first SAMPLE bytes of each; or of the manifest, which has a checksum of every tensor.
-
-    Raises:
-        ValueError: the folder has no weights, or a file is damaged.
-    """
-    digest = hashlib.sha256()
-    if (folder / manifest.NAME).is_file():
-        digest.update((folder / manifest.NAME).read_bytes())
-        return digest.hexdigest()[:16]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has neither safetensors files nor a {manifest.NAME}")
-    stored = {name: tensor for path in files for name, tensor in read_safetensors(path).items()}
-    for name, tensor in sorted(stored.items()):
-        with tensor.path.open("rb") as file:
-            file.seek(tensor.start)
-            sample = file.read(min(SAMPLE, tensor.num_bytes))
-        digest.update(repr((name, tensor.dtype, tensor.extents, sample)).encode())
-    return digest.hexdigest()[:16]

@@ -24,11 +24,12 @@ from pydantic import TypeAdapter
 from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
 from megatron_rl.layout import FAMILIES, is_matrix
 from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.layout.hub import MANIFEST
 from megatron_rl.layout.rule import VALUE_HEAD, is_trained
 from megatron_rl.types import Mesh, ModelShape
 
 FORMAT = 1
-NAME = "manifest.json"
+NAME = MANIFEST
 HUB, OPEN, RANKS = "hub", "open", "ranks"
 WEIGHTS = "weights"
 """The kind of a tensor that is a part of the model. The other kinds are the parts of the optimizer's state, by

@@ -24,6 +24,7 @@ from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_fil
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
 from megatron_rl.layout.composite import read_config
 from megatron_rl.layout.hub import HEAD, weight_files
+from megatron_rl.layout.peft import CONFIG
 from megatron_rl.layout.quantised import Form, Mxfp4, Packed
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
@@ -123,6 +124,11 @@ def open_checkpoint(
         )
     fields = fields or manifest.read(folder)
     form = fields["form"] if fields else manifest.HUB
+    if (folder / CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds adapters, and no base model; `megatron-rl merge BASE {folder} TARGET` makes a model of "
+            "them"
+        )
     if fields is None and not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} has neither config.json nor {manifest.NAME}, so it is not a checkpoint of a known form"

@@ -139,12 +139,14 @@ def _untrained_tokens(step: ExplainedStep) -> Iterator[str]:
     found = [(answer, ids) for answer, ids in found if len(ids)]
     if not found:
         return
-    answers, token = [answer for answer, _ in found], Counter(int(i) for _, ids in found for i in ids).most_common(1)
+    answers, counted = [answer for answer, _ in found], Counter(int(i) for _, ids in found for i in ids)
     sampled = f"{len(found)} of {len(places)} answers sampled" if len(found) > 1 else f"{answers[0].name} sampled"
+    most = [f"{token} ({count} times)" if count > 1 else str(token) for token, count in counted.most_common(5)]
+    rest = f" and {len(counted) - 5} others" if len(counted) > 5 else ""
     yield (
-        f"a token that training has never moved: {sampled} the token {token[0][0]}, whose embedding is almost 0, so "
-        "that the gradient of the first norm is nearly unbounded there; forbid it with rollout.sampling.forbid"
-        + (f" ({_names(answers)})" if len(found) > 1 else "")
+        f"a token that training has never moved: {sampled} the token {', '.join(most)}{rest}, whose embedding is "
+        "almost 0, so that the gradient of the first norm is nearly unbounded there; forbid it with "
+        "rollout.sampling.forbid" + (f" ({_names(answers)})" if len(found) > 1 else "")
     )
 
 

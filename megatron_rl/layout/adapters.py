@@ -14,6 +14,7 @@ weight that the rank has.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from megatron_rl.types import ModelShape
 A, B = "lora_A", "lora_B"
 SERVED_ID = 1
 """vLLM's number of the adapter that a run trains; 0 means the base model."""
+PINNED_ID = 2
+"""vLLM's number of an older version of the same adapter (`RolloutConfig.num_adapters`)."""
 RANK = "adapter_rank"
 """The dim of A and B that is no dim of the weight, as a key of `rule.sizes`."""
 
@@ -43,6 +46,12 @@ def adapter_rules(rules: Sequence[Rule], shape: ModelShape) -> list[Rule]:
 def linear_names(rules: Sequence[Rule]) -> list[str]:
     """The names that `Adapters.targets` may have, in the order of the rows."""
     return list(dict.fromkeys(_target(tensor) for rule in rules if _is_linear(rule) for tensor in rule.hf))
+
+
+def inseparable_names(rules: Sequence[Rule]) -> list[str]:
+    """The linear layers without adapters among the rows of one layer: several rows are one parameter of Megatron."""
+    rows = Counter(rule.megatron for rule in rules)
+    return linear_names([rule for rule in rules if rows[rule.megatron] > 1])
 
 
 def _is_linear(rule: Rule) -> bool:

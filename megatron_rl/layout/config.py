@@ -39,6 +39,8 @@ def read_shape(folder: Path) -> ModelShape:
     if not path.is_file():
         found = "has no config.json" if folder.is_dir() else "has no config.json, because it does not exist"
         needed = "give the folder of a Hugging Face checkpoint"
+        if (folder / "adapter_config.json").is_file():
+            needed = "it holds adapters: give their base model, and the adapters as policy.lora.start, or merge the two"
         raise ValueError(f"model.path: {folder} {found}; {needed}{hub_hint(folder)}")
     try:
         config = json.loads(path.read_text())

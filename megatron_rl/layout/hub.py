@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 HEAD = "multi_token.safetensors"
 """The file of a multi-token head that is kept, in the folder `hf` of a checkpoint."""
+MANIFEST = "manifest.json"
+"""The file that says what a converted folder holds; `convert/manifest.py` describes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,22 +294,43 @@ def read_header(path: Path) -> Header:
     Raises:
         ValueError: the file is truncated, or its header is damaged or does not fit the file's size.
     """
+    header, start = _read_json(path)
+    header.pop("__metadata__", None)
+    try:
+        read = {name: _entry(values) for name, values in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a flipped bit may spoil a key or a value
+        raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
+    end, size = max((end for _, _, _, end in read.values()), default=0), path.stat().st_size
+    if start + end != size:
+        raise ValueError(f"{path} has {size} bytes, but its header promises {start + end}; copy it again")
+    return {name: (dtype, extents, start + begin) for name, (dtype, extents, begin, _) in read.items()}
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """The metadata in the header of a safetensors file.
+
+    Raises:
+        ValueError: the file is truncated, or its header is damaged.
+    """
+    metadata: dict[str, str] = _read_json(path)[0].get("__metadata__") or {}
+    return metadata
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the offset of what follows it."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        first = file.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
         if 8 + length > size:
             raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes); copy it again")
         try:
             header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
-            header.pop("__metadata__", None)
-            read = {name: _entry(values) for name, values in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a flipped bit may spoil a key or a value
+        except ValueError as error:
             raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
-    end = max((end for _, _, _, end in read.values()), default=0)
-    if 8 + length + end != size:
-        raise ValueError(f"{path} has {size} bytes, but its header promises {8 + length + end}; copy it again")
-    return {name: (dtype, extents, 8 + length + begin) for name, (dtype, extents, begin, _) in read.items()}
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: the safetensors header is no JSON object; copy the file again")
+    return header, 8 + length
 
 
 def _entry(values: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:

@@ -37,6 +37,7 @@ MAY_CHANGE = re.compile(
 stay the same: otherwise the stream of the checkpoint refuses them."""
 
 ABSENT = object()
+MERGED = ". Of adapters the export is a folder without their base model: `megatron-rl merge` adds them to it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
         raise ValueError(
             "a resumed run cannot change these (checkpoint -> now):\n"
             + "\n".join(f"  {change}" for change in refused)
-            + "\nUndo them, or export the checkpoint (tools/export_checkpoint.py) and start a new run from its weights"
+            + "\nUndo them, or export the checkpoint (megatron-rl export) and start a new run from its weights"
+            + MERGED * any(".lora" in change.path for change in refused)
         )
     return changes
 

@@ -51,11 +51,11 @@ class Health:
         self._told: dict[HealthRule, int] = {}
         """The number of steps since each rule that was told was broken last."""
 
-    def look(self, step: int, metrics: Metrics, on_jump: Callable[[str], str] = str) -> None:
+    def look(self, step: int, metrics: Metrics, tell: Callable[[HealthRule, str], str] | None = None) -> None:
         """Look at the metrics of the newest step, and warn.
 
         Args:
-            on_jump: is called if the gradient norm jumps, with what to say, and returns what to say.
+            tell: is called with a rule that is told, and what to say, and returns what to say.
 
         Raises:
             ValueError: a rule of `run.stop_on` is broken.
@@ -69,7 +69,7 @@ class Health:
         self._told |= dict.fromkeys(broken, 0)
         for rule, message in broken.items():
             if rule not in silent:
-                self._sink.warn(on_jump(message) if rule == "jump" else message, rule, step)
+                self._sink.warn(tell(rule, message) if tell else message, rule, step)
 
     def _broken(self) -> Iterator[tuple[HealthRule, str]]:
         for rule, find in self._rules.items():
@@ -201,9 +201,8 @@ def untrained_tokens(history: History) -> str:
     if not share:
         return ""
     return (
-        f"{share:.2g} of the sampled tokens have embeddings that no training has moved, such as a padding token: one "
-        "of them may make a gradient of any size. `megatron-rl explain` names them; forbid them with "
-        "rollout.sampling.forbid"
+        f"{share:.2g} of the sampled tokens have embeddings that no training has moved, so that one of them may make a "
+        "gradient of any size"
     )
 
 

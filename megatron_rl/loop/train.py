@@ -61,7 +61,7 @@ def train(
     coefficients = Coefficients(config.algorithm, is_exact)
     source = rollout_source(config, shape, ports, prompts, sink, stopping)
     updates = Updates(config, ports.policy, coefficients, sink)
-    health = RunHealth(config, ports.stream, sink, checkpoints)
+    health = RunHealth(config, ports, sink, checkpoints)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
 
     def train_from(step: int) -> None:

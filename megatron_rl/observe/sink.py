@@ -196,12 +196,13 @@ class RunSink:
         """
         if message != self._warned:
             self._warned = message
-            self._show(message, self._step if step is None else step)
+            self._write(message, self._step if step is None else step)
+            if rule not in self._stop_on:  # the screen shows the error
+                self._view.warn(message)
         if rule in self._stop_on:
             raise ValueError(f"{message}. The run stops here, because run.stop_on has {rule}")
 
-    def _show(self, message: str, step: int) -> None:
-        self._view.warn(message)
+    def _write(self, message: str, step: int) -> None:
         path = self.run_folder / WARNINGS
         path.parent.mkdir(exist_ok=True)
         with open_text(path, "a") as file:

@@ -42,7 +42,7 @@ def print_summary(run_folder: Path, console: Console) -> None:
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
     names = reward_names(metrics)
-    own = [int(record["step"]) for record in metrics if any(key.startswith(("reward/", "rollout/")) for key in record)]
+    own = [int(record["step"]) for record in metrics if any(key.startswith(("reward/", "length/")) for key in record)]
     abstaining = [name for name in names if any(series(metrics, f"reward/{name}/abstained")[1])]
     for label, name, form in (
         (*heldout(metrics), "{:.3f}"),

@@ -135,7 +135,7 @@ KNOWN = {
     "slowest_rank/ratio": ("slowest trainer rank by the median", "times"),
     "balance/bubble": ("trainer's pipeline idle, as planned", "share"),
     "balance/fill": ("micro-batches filled", "share"),
-    "machine/waiting": ("core time that nobody used", "share"),
+    "machine/waiting": ("CPU cores idle", "share"),
 }
 """What the table says besides the phases, by metric: its name there and its unit."""
 

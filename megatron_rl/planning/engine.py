@@ -70,14 +70,15 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     sequences decides, and the other stages have unused room. vLLM repacks experts on GPUs, so a rank holds a layer's
     experts until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes their bytes. Each
     verified layer is built a second time. Weights that vLLM quantises are counted as if they were not. With adapters
-    no weights arrive, and vLLM has a slot for the adapters.
+    that vLLM serves no weights arrive, and it has one or two slots for them (`RolloutConfig.num_adapters`).
     """
+    shape = config.pushed(shape)
     rollout, width = config.rollout, BYTES[config.model.dtype]
     longest, stages = rollout.max_model_tokens, range(rollout.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.pipeline, stage) for stage in stages]
     whole = plan if shape.adapters is None else planned_transfer(config, shape.base, config.policy.parallel.mesh)
     weights = whole.engine_bytes.reshape(rollout.pipeline, rollout.tensor).max(1)
-    slots = np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
+    slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
     caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - slots - ENGINE_WORK_BYTES)
     numbers = (
         min(int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, width, layers[stage])) for stage in stages)

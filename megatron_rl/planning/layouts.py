@@ -21,7 +21,7 @@ from megatron_rl.planning.gpu import GpuMemory
 from megatron_rl.planning.memory import run_memory, trainer_limit
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.planning.trainer import trainer_memory
-from megatron_rl.planning.transfer import bridge_communicators, planned_transfer
+from megatron_rl.planning.transfer import TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
 
 MAX_SHOWN = 10
@@ -127,7 +127,6 @@ def _fitting(
 ) -> tuple[OptimizerConfig, GpuMemory] | None:
     """The trainer's memory in a layout, if it fits, with an offloaded optimizer state where it must be."""
     model = config.model.model_copy(update={"recompute": recompute})
-    bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
     configured = config.policy.optimizer
     optimizers: list[OptimizerConfig] = [configured]
     if isinstance(configured, AdamConfig) and not configured.offload:
@@ -140,8 +139,7 @@ def _fitting(
             config.balance.max_tokens_per_microbatch,
             on_gpus=True,
             optimizer=optimizer,
-            bucket_bytes=bucket_bytes,
-            bridge_bytes=bridge_bytes,
+            push=TrainersPush.of(config, bridge_bytes),
         )
         if max(memory.totals) <= limit:
             return optimizer, memory

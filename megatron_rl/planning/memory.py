@@ -18,7 +18,7 @@ from megatron_rl.planning.gpu import PHASES, GpuMemory, always
 from megatron_rl.planning.parameters import BYTES, stage_parameters
 from megatron_rl.planning.shapes import planned_critic_shape
 from megatron_rl.planning.trainer import sharing, trainer_memory
-from megatron_rl.planning.transfer import BridgeBytes, bridge_communicators, planned_transfer
+from megatron_rl.planning.transfer import BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
 
 
@@ -96,9 +96,8 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     """
     cluster, parallel, model = config.cluster, config.policy.parallel, config.model
     on_gpus = cluster.gpus_per_trainer > 0
-    communicators, engine, critic, bucket_bytes, reference = BridgeBytes(), None, None, 0.0, 0.0
+    communicators, engine, critic, reference = BridgeBytes(), None, None, 0.0
     if isinstance(config, GrpoRunConfig):
-        bucket_bytes = config.bridge.bucket_mib * 2**20
         plan = planned_transfer(config, shape, parallel.mesh)
         if on_gpus:
             communicators = bridge_communicators(plan, cluster.colocate)
@@ -120,8 +119,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
             config.balance.max_tokens_per_microbatch,
             on_gpus=on_gpus,
             optimizer=config.policy.optimizer,
-            bucket_bytes=bucket_bytes,
-            bridge_bytes=communicators.trainer,
+            push=TrainersPush.of(config, communicators.trainer),
             num_mirrors=count_mirrors(config, parallel),
         )
         if reference:

@@ -20,9 +20,11 @@ from megatron_rl.planning.parameters import (
     stage_parameters,
     state_width,
 )
-from megatron_rl.planning.transfer import COMMUNICATOR_BYTES
+from megatron_rl.planning.transfer import COMMUNICATOR_BYTES, NO_PUSH, TrainersPush
 from megatron_rl.types import HOLDS, Mesh, ModelShape
 
+MERGED_BYTES = 2 * 4 * 2**22
+"""Two numbers for each of a GPU's `convert.adapters.MERGED_ELEMENTS` (which needs torch)."""
 PARTS = {"weights": "weights", "gradients": "gradients (fp32)", "optimizer": "optimizer state"}
 """The rows of what trainers that share their GPUs give up, by its names in HOLDS."""
 
@@ -45,8 +47,7 @@ def trainer_memory(
     *,
     on_gpus: bool,
     optimizer: OptimizerConfig = AdamConfig(),
-    bucket_bytes: float = 0.0,
-    bridge_bytes: float = 0.0,
+    push: TrainersPush = NO_PUSH,
     num_mirrors: int = 0,
     section: str = "policy",
 ) -> GpuMemory:
@@ -55,8 +56,6 @@ def trainer_memory(
     Args:
         num_tokens: the largest number of tokens of a micro-batch.
         on_gpus: whether the trainers run on GPUs. On CPUs they have local layers and no NCCL.
-        bucket_bytes: the largest size of one of the bridge's messages.
-        bridge_bytes: the memory of the bridge's NCCL communicators.
         num_mirrors: the number of states that the nodes keep for each rank.
         section: the trainer's section of the configuration, `policy` or `critic`, for the remedies.
     """
@@ -98,11 +97,15 @@ def trainer_memory(
                 f"set one of the sizes of {section}.parallel to 1",
             ),
             "NCCL communicators of the bridge": MemoryPart(
-                always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
+                always(push.communicator_bytes), "set bridge.chains, so that trainers send to fewer engines"
             ),
-            "two buffers of the bridge": MemoryPart(always(2 * bucket_bytes), "lower bridge.bucket_mib"),
+            "two buffers of the bridge": MemoryPart(always(2 * push.bucket_bytes), "lower bridge.bucket_mib"),
             "the adapters as a push sends them": MemoryPart(
-                always(held.trained * width if shape.adapters and bucket_bytes else 0.0), "lower policy.lora.rank"
+                always(held.trained * width if shape.adapters and push.bucket_bytes and not push.merges else 0.0),
+                "lower policy.lora.rank",
+            ),
+            "rows that a push merges (fp32)": MemoryPart(
+                (0.0, MERGED_BYTES if push.merges and on_gpus else 0.0, 0.0), "set rollout.lora to served"
             ),
         }
         host = {"optimizer state": state} if optimizer.is_offloaded else {}

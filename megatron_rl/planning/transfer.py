@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import Engines, Links, TransferPlan, plan_weights
 from megatron_rl.planning.activations import trains_fused
 from megatron_rl.planning.adapters import served_adapters
@@ -20,6 +20,26 @@ PEER_BYTES = 16 * 2**20
 channels, in both directions. This is an estimate from NCCL's defaults; nobody has measured it here."""
 
 
+class TrainersPush(NamedTuple):
+    """What the memory of a trainer rank in a push follows from."""
+
+    bucket_bytes: float = 0.0
+    """The largest size of one of the bridge's messages."""
+    communicator_bytes: float = 0.0
+    """The memory of the bridge's NCCL communicators."""
+    merges: bool = False
+    """Whether it merges adapters into the weights that it sends (`rollout.lora`)."""
+
+    @classmethod
+    def of(cls, config: BaseConfig, communicator_bytes: float) -> TrainersPush:
+        if not isinstance(config, GrpoRunConfig):
+            return cls()
+        return cls(config.bridge.bucket_mib * 2**20, communicator_bytes, config.rollout.lora == "merged")
+
+
+NO_PUSH = TrainersPush()
+
+
 class BridgeBytes(NamedTuple):
     """The memory of the bridge's NCCL communicators on the fullest trainer rank, and on the fullest engine's rank."""
 
@@ -28,14 +48,14 @@ class BridgeBytes(NamedTuple):
 
 
 def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> TransferPlan:
-    """The bridge's plan for this mesh of the trainer. Of a shape with adapters it has the adapters alone."""
-    engines = planned_engines(config)
+    """The bridge's plan for this mesh of the trainer, of what a push brings (`GrpoRunConfig.pushed`)."""
+    engines, pushed = planned_engines(config), config.pushed(shape)
     colocated = config.cluster.colocate
     links = Links(config.cluster.gpus_per_node or 1, colocated=True) if colocated else Links()
-    recorded = served_adapters(shape, engines) if shape.adapters else ()
+    recorded = served_adapters(pushed, engines) if pushed.adapters else ()
     fused = trains_fused(config, shape, mesh.context)
     return plan_weights(
-        shape, mesh, engines, fused_norms=fused, dtype=config.model.dtype, links=links, recorded=recorded
+        pushed, mesh, engines, fused_norms=fused, dtype=config.model.dtype, links=links, recorded=recorded
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_rl.config.policy import LoraConfig, PolicyConfig
+from megatron_rl.config.policy import LoraConfig, ModelConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, linear_layers
-from megatron_rl.layout.adapters import linear_names
-from megatron_rl.layout.hub import read_header
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, read_adapters, tensors_of
+from megatron_rl.layout.adapters import inseparable_names, linear_names
+from megatron_rl.layout.hub import MANIFEST
+from megatron_rl.layout.peft import base_of, read_adapters, require_base, require_fitting
+from megatron_rl.loop.checkpoints import Resume, find_checkpoints
 from megatron_rl.planning.adapters import SLOT_RANKS
 from megatron_rl.types import ModelShape
 
@@ -22,19 +24,37 @@ def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
     """
     found: list[str] = []
     if config.policy.lora is not None:
-        found += _faults(config.policy, config.policy.lora, shape)
-        if isinstance(config, GrpoRunConfig) and config.rollout.replay is None:
-            found += _faults_of_engines(config, config.policy.lora, shape)
+        found += _faults(config.policy, config.policy.lora, shape, config.model)
+        if isinstance(config, GrpoRunConfig) and config.rollout.replay is None and config.served_adapters:
+            found += [f"{fault}, or set rollout.lora: merged" for fault in _unserved(config, config.policy.lora, shape)]
     if isinstance(config, GrpoRunConfig) and config.critic and config.critic.lora:
-        of_critic = _faults(config.critic.trainer, config.critic.lora, shape)
+        of_critic = _faults(config.critic.trainer, config.critic.lora, shape, config.critic.model or config.model)
         found += [fault.replace("policy.", "critic.") for fault in of_critic]
     return found
 
 
-def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
-    if shape.delta:
-        yield f"policy.lora: there are no adapters for the linear attention of {shape.family}; leave policy.lora out"
+def faults_of_resumed_base(config: BaseConfig, resume: Resume) -> list[str]:
+    """Compare the base model with the one that the adapters of the checkpoint to resume from were trained on."""
+    saved = find_checkpoints(config.run_folder / "checkpoints")
+    if config.policy.lora is None or resume is None or not saved:
+        return []
+    folder = saved[max(saved) if resume == "auto" else resume]
+    try:
+        told = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["training"].get("base", "")
+        require_base(told, config.model.weights or config.model.path, f"the adapters of {folder}")
+    except (ValueError, OSError, LookupError, AttributeError) as error:
+        return [f"model.path: {error}"]
+    return []
+
+
+def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape, model: ModelConfig) -> Iterator[str]:
     known = linear_layers(shape)
+    fixed = inseparable_names(FAMILIES[shape.family].layer_rules(shape, shape.linear_layers[0])) if shape.delta else []
+    if left := [name for name in lora.adapters.targets or known if name in fixed]:
+        yield (
+            f"policy.lora.targets means {', '.join(left)}, too: the projections into linear attention have no "
+            f"adapters; choose {', '.join(name for name in known if name not in fixed)}"
+        )
     if unknown := [name for name in lora.adapters.targets if name not in known]:
         yield (
             f"policy.lora.targets has {', '.join(unknown)}, but the linear layers of {shape.family} are "
@@ -55,19 +75,14 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterat
     for key, has, wanted in (("rank", found.rank, mine.rank), ("alpha", found.alpha, mine.alpha)):
         if has != wanted:
             yield f"policy.lora.{key} is {wanted:g}, but the adapters in {lora.start} have {has:g}; set it to {has:g}"
-    tensors = lora.start / TENSORS
     try:
-        held = {name: tuple(extents) for name, (_, extents, _) in read_header(tensors).items()}
+        weights = model.weights or model.path
+        require_fitting(lora.start, replace(shape, adapters=found), weights)
+        if weights.is_dir():
+            require_base(base_of(lora.start), weights, f"the adapters in {lora.start}")
     except (ValueError, OSError) as error:
         yield f"policy.lora.start: {error}"
         return
-    mine_of = tensors_of(replace(shape, adapters=found))
-    if wrong := sorted(held.items() ^ {PREFIX + name: extents for name, extents in mine_of.items()}.items()):
-        named = wrong[0][0].removeprefix(PREFIX)
-        yield (
-            f"policy.lora.start: {tensors} does not fit {lora.start / CONFIG} and the model: {named} is missing, of "
-            f"other extents, or not among the targets"
-        )
     if set(found.targets or known) != set(mine.targets or known):
         yield (
             f"policy.lora.start: the adapters in {lora.start} are for {', '.join(found.targets)}; set "
@@ -75,17 +90,19 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterat
         )
 
 
-def _faults_of_engines(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
-    """What vLLM cannot serve, or has not been tried with."""
+def _unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+    """Adapters that vLLM cannot serve, or has not been tried with."""
     targets = lora.adapters.targets or linear_layers(shape)
+    if shape.delta:
+        yield f"policy.lora: vLLM's adapters have not been tried in a model with linear attention, {shape.family}"
     if shape.latent:
         yield (
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
-            f"to them, so {shape.family} is trained with adapters by recipes/sft.py alone"
+            f"to them; train the adapters of {shape.family} with recipes/sft.py"
         )
     if shape.experts and (left := [name for name in targets if name not in _attention(shape)]):
         yield (
-            f"policy.lora.targets means {', '.join(left)}, too: adapters of experts reach no engine; choose "
+            f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
             f"{', '.join(_attention(shape))}"
         )
     if shape.experts and not config.cluster.gpus_per_engine_rank:
@@ -96,7 +113,10 @@ def _faults_of_engines(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShap
     if lora.rank > SLOT_RANKS[-1]:
         yield f"policy.lora.rank is {lora.rank}, and vLLM serves at most {SLOT_RANKS[-1]}; lower it"
     if config.rollout.quantization:
-        yield f"rollout.quantization is {config.rollout.quantization}: it has not been tried with policy.lora"
+        yield (
+            f"rollout.quantization is {config.rollout.quantization}: it has not been tried with adapters that vLLM "
+            "serves; leave it out"
+        )
     if config.model.weights is not None:
         yield (
             "model.weights: with policy.lora the engines load the base model from model.path; convert the weights to a "

@@ -24,14 +24,14 @@ from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.layout import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
-from megatron_rl.layout.hub import find_head
+from megatron_rl.layout.hub import MANIFEST, find_head
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.preflight.adapters import faults_of_adapters
+from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base
 from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
@@ -128,7 +128,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning
     if not named:
         usable = attempt(lambda: _check_folder(config, resume))
         if usable and splits and not elsewhere and shape is not None:
-            faults += _disk(config, shape)
+            faults += _disk(config, shape) + faults_of_resumed_base(config, resume)
     return faults + missing_packages(config) + _packages(config, planning)
 
 
@@ -208,10 +208,10 @@ def _check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
 
 def _check_manifest(folder: Path, shape: ModelShape) -> None:
     """Check the folder of `model.weights`, as far as its files need not be read."""
-    path = folder / "manifest.json"
+    path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(
-            f"model.weights: {folder} has no manifest.json; give a folder that tools/hf_to_megatron.py has written, or "
+            f"model.weights: {folder} has no {MANIFEST}; give a folder that tools/hf_to_megatron.py has written, or "
             f"a checkpoint of a run"
         )
     try:

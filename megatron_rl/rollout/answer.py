@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_rl.layout.adapters import PINNED_ID
 from megatron_rl.rollout.program import Completion
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ def completion_of(output: RequestOutput, stop_ids: Collection[int]) -> Completio
     given = answer.logprobs
     logp = [given.logprobs[i] for i in given.start_indices]  # the sampled token's is the first one of each
     versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
+    if output.lora_request is not None and output.lora_request.lora_int_id == PINNED_ID:
+        versions = [int(output.lora_request.lora_name)] * len(versions)
     assert len(logp) == len(versions) == len(answer.token_ids)
     routes = answer.routed_experts
     if routes is not None:  # the newest ones are at the end; the last token is never computed

@@ -98,6 +98,7 @@ class VllmEngine:
         self._batches: dict[int | None, list[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
         """The calls of each batch that wait for its last one; see `answer`."""
         self._num_requests = 0
+        self._pins = spec.adapters is not None and rollout.num_adapters > 1
         self._progress = Progress(record) if record else None
         self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus, spec.adapters is not None)
 
@@ -129,14 +130,18 @@ class VllmEngine:
     ) -> tuple[Samples, Samples]:
         """See `EngineBackend`."""
         prompt, first_seed, is_rewarded = asked.prompt, request_seed(self._spec.seed, *asked.seed), asked.number >= 0
+        # Nobody trains on the group, so it may keep the weights of its beginning.
+        pinned = [(ticket, i) for i in samples] if self._pins and asked.number < 0 else []
 
         def started(requests: Sequence[Request], is_first: bool) -> list[Future[RequestOutput]]:
-            self._check(prompt)
+            check_prompt(prompt, self._rollout.max_prompt_tokens, self._vocab_size)
             self._require(version, is_first)
+            if pinned:
+                self.weights.pin(pinned)
             return self._ask(requests)
 
         def begun() -> Future[tuple[Samples, Samples]]:
-            self._check(prompt)
+            check_prompt(prompt, self._rollout.max_prompt_tokens, self._vocab_size)
             programs = {i: self._budgets.of(prompt, i) for i in samples}
             sampled = {i: sampled_before(recorded(earlier, ticket, i)) for i in samples}
             answers = [
@@ -144,16 +149,21 @@ class VllmEngine:
                 for i in samples
             ]
             self._require(version, is_first=True)
+            if pinned:
+                self.weights.pin(pinned)
             return begin(self._group(prompt, answers, is_rewarded))
 
-        if self._episodes is not None:
-            played = await self._episodes.answers(
-                EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy),
-                lambda requests, is_first: self._together(batch, partial(started, requests, is_first)),
-            )
-            found = await self._carry_out(self._valued(prompt, played, is_rewarded))
-        else:
-            found = await asyncio.wrap_future(await self._together(batch, begun))
+        try:
+            if self._episodes is not None:
+                played = await self._episodes.answers(
+                    EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy),
+                    lambda requests, is_first: self._together(batch, partial(started, requests, is_first)),
+                )
+                found = await self._carry_out(self._valued(prompt, played, is_rewarded))
+            else:
+                found = await asyncio.wrap_future(await self._together(batch, begun))
+        finally:
+            self.weights.unpin(pinned)
         if self._progress is not None:
             self._progress.done(ticket)
         return found
@@ -283,20 +293,6 @@ class VllmEngine:
     def close(self) -> None:
         self._thread.close(CLOSE_S)
 
-    def _check(self, prompt: Prompt) -> None:
-        size, longest = len(prompt.token_ids), self._rollout.max_prompt_tokens
-        if not 0 < size <= longest:
-            raise ValueError(
-                f"prompt {prompt.uid} has {size} tokens, but rollout.max_prompt_tokens is {longest}: raise it, or drop "
-                "the row with data.on_bad_row=skip"
-            )
-        alien = next((token for token in prompt.token_ids if not 0 <= token < self._vocab_size), None)
-        if alien is not None:
-            raise ValueError(
-                f"prompt {prompt.uid} holds the id {alien}, outside the model's vocabulary of {self._vocab_size}: "
-                "tokenise it with this model's tokenizer"
-            )
-
     async def _go_on_asking(self, request: Request) -> Completion:
         """See `episodes.Ask`."""
         [future] = await self._thread.call(partial(self._ask, [request]))
@@ -337,10 +333,11 @@ class VllmEngine:
             params |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": not call.reads_cache}
             params["extra_args"] = {"num_scored": call.num_scored}  # for RolloutWorker.score_together
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
-        adapter = served_adapter(self._spec.adapters)
+        pinned = self.weights.pinned(request.answer)
+        adapter = served_adapter(self._spec.adapters, pinned)
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params), lora_request=adapter)
         # Nobody reads tokens of an answer with an environment, and what is sampled after a beam is no token of one.
-        is_read = self._episodes is None and not call.num_candidates
+        is_read = self._episodes is None and not call.num_candidates and pinned is None
         if self._progress is not None and request.answer is not None and is_read:
             self._progress.begin(internal_name, *request.answer)
         return name
@@ -363,6 +360,25 @@ class VllmEngine:
 
     def _completion(self, output: RequestOutput) -> Completion:
         return completion_of(output, self._stop_ids)
+
+
+def check_prompt(prompt: Prompt, longest: int, vocab_size: int) -> None:
+    """
+    Raises:
+        ValueError: the prompt is empty, has more than `longest` tokens, or one that the model does not have.
+    """
+    size = len(prompt.token_ids)
+    if not 0 < size <= longest:
+        raise ValueError(
+            f"prompt {prompt.uid} has {size} tokens, but rollout.max_prompt_tokens is {longest}: raise it, or drop "
+            "the row with data.on_bad_row=skip"
+        )
+    alien = next((token for token in prompt.token_ids if not 0 <= token < vocab_size), None)
+    if alien is not None:
+        raise ValueError(
+            f"prompt {prompt.uid} holds the id {alien}, outside the model's vocabulary of {vocab_size}: "
+            "tokenise it with this model's tokenizer"
+        )
 
 
 def _outcome(start: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ engine that refuses to answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,9 @@ class EngineWeights:
         """None: the engine holds no whole set of weights."""
         self._failure = ""
         """Why the engine holds no version; empty before the first push."""
+        self._pinned: set[tuple[int, int]] = set()
+        """The answers of the pinned version, by ticket and number."""
+        self._pinned_version: int | None = None
         self._taken: tuple[int, float] | None = None
         """The version that was taken and waits for `commit`, and when the requests were paused for it; 0 if none
         ran."""
@@ -134,6 +137,26 @@ class EngineWeights:
                 raise ValueError(str(error)) from error
 
         await self._call(join_bridge)
+
+    def pin(self, answers: Iterable[tuple[int, int]]) -> None:
+        """Let answers have the adapter of one version, also if others are pushed while they are generated: the version
+        that the engine holds, or an older one that other answers still need.
+
+        Args:
+            answers: the ticket of the group and the number of each; see `Request.answer`.
+        """
+        if not self._pinned:
+            self._thread.engine.collective_rpc("pin_adapter")
+            self._pinned_version = self.version
+        self._pinned.update(answers)
+
+    def unpin(self, answers: Iterable[tuple[int, int]]) -> None:
+        """End what `pin` began; it may be called from any thread."""
+        self._pinned.difference_update(answers)
+
+    def pinned(self, answer: tuple[int, int] | None) -> int | None:
+        """The version that an answer is pinned to; None: it has the newest one."""
+        return self._pinned_version if answer in self._pinned else None
 
     async def loaded(self) -> None:
         """Call the weights that vLLM has loaded version 0."""

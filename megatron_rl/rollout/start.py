@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import linear_layers, read_shape
-from megatron_rl.layout.adapters import SERVED_ID
+from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
@@ -61,7 +61,8 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     if budgets.beams is not None:
         options["max_logprobs"] = budgets.beams.call.num_candidates
     if spec.adapters is not None:
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": slot_rank(spec.adapters.rank)}
+        options |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
+        options["max_loras"] = rollout.num_adapters
         options["lora_target_modules"] = list(spec.adapters.targets or linear_layers(shape))
     if spec.spans_nodes:
         options["distributed_executor_backend"] = "ray"
@@ -97,12 +98,12 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     if forbidden := forbidden_ids(model.path, shape.vocab_size, rollout):
         engine.collective_rpc("forbid", args=(forbidden,))
     if spec.adapters is not None:
-        engine.collective_rpc("open_adapter_slot")
+        engine.collective_rpc("open_adapter_slots")
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
         engine.collective_rpc("score_together")
         if spec.adapters is not None:
-            engine.collective_rpc("serve_adapter_on_a_cpu")
+            engine.collective_rpc("serve_adapters_on_a_cpu")
         if rollout.pipeline > 1:
             engine.collective_rpc("receive_stages_on_a_cpu")
         if shares_gpus:
@@ -130,13 +131,20 @@ def slot_rank(rank: int) -> int:
     return int(min(fitting))
 
 
-def served_adapter(adapters: Adapters | None) -> LoRARequest | None:
-    """What names the run's adapter in a request. Its folder is never read, because vLLM has the adapter already."""
+def served_adapter(adapters: Adapters | None, pinned: int | None) -> LoRARequest | None:
+    """What names the run's adapter in a request. Its folder is never read, because vLLM has the adapter already.
+
+    Args:
+        pinned: the version that was copied into the second slot, if that one shall answer. It is part of the name,
+            because vLLM keeps the keys and values of prefixes by the names of adapters.
+    """
     if adapters is None:
         return None
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("policy", SERVED_ID, "the bridge brings it")
+    if pinned is None:
+        return LoRARequest("policy", SERVED_ID, "the bridge brings it")
+    return LoRARequest(str(pinned), PINNED_ID, "it is a copy")
 
 
 def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -129,29 +130,20 @@ class RolloutWorker:
 
         model.compute_logits = without_forbidden
 
-    def open_adapter_slot(self) -> None:
+    def open_adapter_slots(self) -> None:
         """Make the run's adapter known to vLLM, as zeros; a push brings its weights."""
-        self.weight_transfer_engine.open_slot(self.model_runner)
+        self.weight_transfer_engine.open_slots(self.model_runner)
 
-    def serve_adapter_on_a_cpu(self) -> None:
-        """Multiply all tokens of a step with the run's adapter at once, which every request names. On a CPU vLLM would
-        copy the adapter for each token."""
+    def pin_adapter(self) -> None:
+        """Keep the run's adapter, as the last push has brought it, next to what later pushes bring."""
+        self.weight_transfer_engine.pin()
 
-        def add(
-            output_TO: torch.Tensor,
-            input_TH: torch.Tensor,
-            a_of_slots: Sequence[torch.Tensor],
-            b_of_slots: Sequence[torch.Tensor],
-            scale: float,
-            widths: Sequence[int],
-            **options: Any,
-        ) -> torch.Tensor:
-            for part_TO, a, b in zip(torch.split(output_TO, list(widths), -1), a_of_slots, b_of_slots, strict=True):
-                part_TO += scale * (input_TH @ a[0, 0].t()) @ b[0, 0].t()
-            return output_TO
-
-        for punica in self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping.values():
-            punica.add_lora_linear = add
+    def serve_adapters_on_a_cpu(self) -> None:
+        """Multiply all tokens of a step that have the same adapter with it at once. On a CPU vLLM would copy the
+        adapter for each token."""
+        wrappers = self.model_runner.lora_manager._adapter_manager.punica_wrapper_mapping
+        for punica in wrappers.values():
+            punica.add_lora_linear = partial(add_by_adapter, punica)
 
     def receive_stages_on_a_cpu(self) -> None:
         """Give a later pipeline stage the buffer where its model runner keeps the hidden states of the previous stage.
@@ -247,6 +239,35 @@ class RolloutWorker:
         except Exception as error:
             self._weight_update_active = False  # otherwise vLLM refuses the next update
             return str(error) or repr(error)
+
+
+def add_by_adapter(
+    punica: Any,
+    output_TO: torch.Tensor,
+    input_TH: torch.Tensor,
+    a_of_slots: Sequence[torch.Tensor],
+    b_of_slots: Sequence[torch.Tensor],
+    scale: float,
+    widths: Sequence[int],
+    **options: Any,
+) -> torch.Tensor:
+    """Add `scale B A x` to the outputs of a layer, with the A and B of each token's slot.
+
+    Args:
+        punica: vLLM's wrapper, which knows the slot of each token; -1 means none.
+        a_of_slots: [slots, 1, rank, H] for each weight that the layer fuses.
+        b_of_slots: the same, [slots, 1, outputs, rank].
+        widths: the outputs of each weight.
+    """
+    slot_T = punica.token_lora_indices
+    parts = list(zip(torch.split(output_TO, list(widths), -1), a_of_slots, b_of_slots, strict=True))
+    for slot in slot_T.unique().tolist():
+        if slot < 0:
+            continue
+        tokens = slice(None) if (slot_T == slot).all() else slot_T == slot
+        for part_TO, a, b in parts:
+            part_TO[tokens] += scale * (input_TH[tokens] @ a[slot, 0].t()) @ b[slot, 0].t()
+    return output_TO
 
 
 def noise_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:

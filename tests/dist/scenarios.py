@@ -541,16 +541,16 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
 
 
 def push_adapters(rank, world_size, url, *, folder, layout, setup, version, lora, export):
-    """Push the adapters, score the engines' samples, which arrive over the store, and export the merged model and the
-    adapters.
+    """Push the adapters, or the model that they are merged into if the setup's shape has none, score the engines'
+    samples, which arrive over the store, and export the merged model and the adapters.
 
     Returns:
         (what the push says of itself, the mismatch, the mismatch of the base model)
     """
     actor = build(rank, world_size, url, folder, layout, lora=lora)
     load_adapters(actor, lora.start)
-    sender = BridgeSender(setup, rank, actor.sent())
-    actor.sent()
+    sender = BridgeSender(setup, rank, actor.sent(setup.shape), actor.made(setup.shape))
+    actor.sent(setup.shape)
     pushed = sender.push(version)
     sender.close()
     samples = pickle.loads(dist.TCPStore(setup.host, setup.port).get(f"samples {version}"))

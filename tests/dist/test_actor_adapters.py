@@ -46,9 +46,12 @@ LAYOUTS = {
     "qwen3_moe": ("tp2", "dp2-ep2", "tp2-ep2-etp1", "tp2-dp2-ep2", "tp2-dp2-ep2-etp1"),
     "deepseek_v3": ("tp2", "pp2"),
     "gpt_oss": ("tp2-dp2-ep2",),
+    "qwen3_next": ("tp2", "tp2-dp2-ep2", "cp2"),
 }
+BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "down_proj"))
+"""All kinds of layers but the projections into linear attention."""
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
-FORMULA = [("qwen3", SOME), ("qwen2", LORA), ("qwen3_moe", LORA), ("deepseek_v3", LORA)]
+FORMULA = [("qwen3", SOME), ("qwen2", LORA), ("qwen3_moe", LORA), ("deepseek_v3", LORA), ("qwen3_next", BESIDE_DELTA)]
 RECOMPUTED = [("qwen3", "tp2-pp2"), ("qwen2", "pp2"), ("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "tp2")]
 
 
@@ -73,7 +76,8 @@ def start_of(folders, model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def numbers(trainers, start_of, rows):
-    def of(name: str, parallel, num_microbatches, recompute="none", exact=False, lora=LORA) -> list:
+    def of(name: str, parallel, num_microbatches, recompute="none", exact=False, lora=None) -> list:
+        lora = lora or (BESIDE_DELTA if name == "qwen3_next" else LORA)
         folder, lora = start_of(name, lora)
         model = ModelConfig(path=folder, dtype="float32", recompute=recompute)
         given = dict(folder=folder, model=model, policy=PolicyConfig(parallel=parallel, lora=lora), exact=exact)

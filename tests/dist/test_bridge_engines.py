@@ -197,31 +197,36 @@ CASES = [
 PROMPTS = [Prompt(f"prompt{i}", ids, "") for i, ids in enumerate([(5, 59, 6), (2,), (33, 32, 31, 30, 7), (58, 8)])]
 
 
+def write_model(name: str, folder: Path) -> Path:
+    """A model of MODELS with random weights, norms and biases."""
+    family, more = MODELS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**(SIZES | more))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("A_log"):
+            parameter.data.uniform_(-3.0, 0.0)  # so that states remember
+        elif "norm" in parameter_name:
+            parameter.data.uniform_(0.5, 1.5)
+            if family == "Qwen3Next" and "linear_attn" not in parameter_name:
+                parameter.data.sub_(1.0)  # it is zero-centred
+        elif parameter_name.endswith("bias"):
+            parameter.data.uniform_(-0.3, 0.3)
+        elif parameter_name.endswith("gate.weight"):
+            parameter.data.normal_(0, 0.2)
+        elif parameter_name.endswith("sinks"):
+            parameter.data.uniform_(-0.5, 0.5)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            buffer.uniform_(-0.2, 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    for name, (family, more) in MODELS.items():
-        torch.manual_seed(0)
-        config = getattr(transformers, f"{family}Config")(**(SIZES | more))
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("A_log"):
-                parameter.data.uniform_(-3.0, 0.0)  # so that states remember
-            elif "norm" in parameter_name:
-                parameter.data.uniform_(0.5, 1.5)
-                if family == "Qwen3Next" and "linear_attn" not in parameter_name:
-                    parameter.data.sub_(1.0)  # it is zero-centred
-            elif parameter_name.endswith("bias"):
-                parameter.data.uniform_(-0.3, 0.3)
-            elif parameter_name.endswith("gate.weight"):
-                parameter.data.normal_(0, 0.2)
-            elif parameter_name.endswith("sinks"):
-                parameter.data.uniform_(-0.5, 0.5)
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.2, 0.2)
-        model.save_pretrained(root / name)
-    return {name: root / name for name in MODELS}
+    return {name: write_model(name, root / name) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -263,6 +268,21 @@ def held_by_engine(folder: Path, shape: ModelShape, engines: Engines, rank: int)
     for shard in vllm_shards(shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline):
         parts[shard.local_name, shard.local_box] = weights[shard.hf_name][slices(shard.hf_box)]
     return parts
+
+
+def check_held(fleet: Fleet, folder: Path, shape: ModelShape, engines: Engines) -> int:
+    """Each rank of the engines holds its part of an HF folder, bit for bit. Returns the bytes that all ranks hold."""
+    needed = 0
+    for i, live_parameters in enumerate(fleet.weights(engines.num)):
+        expected = held_by_engine(folder, shape, engines, i % engines.world_size)
+        zeros = are_zeros(live_parameters, [name for name, _ in expected])
+        assert not any(live_parameters.pop(name).any() for name in zeros), "the first rank has these biases"
+        parameters = described(live_parameters, [name for name, _ in expected])
+        assert parameters.keys() == {name for name, _ in expected}
+        needed += sum(value.nbytes for value in expected.values())
+        for (name, box), value in expected.items():
+            assert torch.equal(parameters[name][slices(box)].view(value.shape), value), (i, name)
+    return needed
 
 
 def as_checkpoint(folder: Path, base: Path, mesh: Mesh, live: list[dict[str, Tensor]]) -> Path:
@@ -346,16 +366,7 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
 
     checkpoint = as_checkpoint(tmp_path / "ranks", fleet.folder, mesh, live)
     carry_out(to_hub(open_checkpoint(checkpoint), Options()), tmp_path / "hub", 1, lambda num_bytes: None)
-    needed = 0
-    for i, live_parameters in enumerate(fleet.weights(num)):
-        expected = held_by_engine(tmp_path / "hub", shape, engines, i % engines.world_size)
-        zeros = are_zeros(live_parameters, [name for name, _ in expected])
-        assert not any(live_parameters.pop(name).any() for name in zeros), "the first rank has these biases"
-        parameters = described(live_parameters, [name for name, _ in expected])
-        assert parameters.keys() == {name for name, _ in expected}
-        needed += sum(value.nbytes for value in expected.values())
-        for (name, box), value in expected.items():
-            assert torch.equal(parameters[name][slices(box)].view(value.shape), value), (i, name)
+    needed = check_held(fleet, tmp_path / "hub", shape, engines)
     assert sum(push["bytes"] for push in pushed) == needed, "each byte once, to whom it belongs"
     before = load_file(fleet.folder / "model.safetensors")
     after = load_file(tmp_path / "hub" / "model.safetensors")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +29,22 @@ def task(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("task")
     write_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mixture(task, tmp_path_factory) -> Path:
+    """The demo's model with experts, and its tokenizer."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    dense = json.loads((folder / "config.json").read_text())
+    sizes = {key: value for key, value in dense.items() if key not in ("architectures", "model_type")}
+    torch.manual_seed(0)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | experts))).save_pretrained(folder)
     return folder
 
 

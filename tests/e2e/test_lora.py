@@ -1,9 +1,10 @@
 """A run of adapters: it begins as the base model, keeps megabytes, survives deaths bit for bit, and its exports are
-what `merge` makes."""
+what `merge` makes; with adapters that engines serve, and with a mixture's that each push merges into the weights."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from recipe_runs import Recipe
 from safetensors.torch import load_file
 from test_resume import arguments, lines
+from transformers import AutoModelForCausalLM
 
 from megatron_rl.layout.peft import CONFIG, TENSORS, read_adapters
 
@@ -50,6 +52,20 @@ def test_a_resumed_run_whose_trainer_dies_has_the_same_numbers(task, recipe, who
     assert lines(folder) == lines(whole)
 
 
+def test_peft_loads_what_a_run_exports_and_saves_the_same_bits(task, recipe, whole):
+    """`pip install peft accelerate` runs it."""
+    peft = pytest.importorskip("peft")
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for folder in (task / "model", whole / "hf"))
+    model = peft.PeftModel.from_pretrained(base, whole / "hf" / "adapters")
+    ids = torch.arange(2, 18)[None]
+    assert (model(ids).logits.log_softmax(-1) - merged(ids).logits.log_softmax(-1)).abs().max() < 1e-5
+    model.save_pretrained(recipe.folder / "saved")
+    given, again = (load_file(folder / TENSORS) for folder in (whole / "hf" / "adapters", recipe.folder / "saved"))
+    assert given.keys() == again.keys() and all(torch.equal(given[key], again[key]) for key in given)
+    mine, theirs = (read_adapters(folder) for folder in (whole / "hf" / "adapters", recipe.folder / "saved"))
+    assert (mine.rank, mine.alpha, set(mine.targets)) == (theirs.rank, theirs.alpha, set(theirs.targets))
+
+
 def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
     model, hf = task / "model", whole / "hf"
     adapters = load_file(hf / "adapters" / TENSORS)
@@ -72,5 +88,48 @@ def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
     ours, theirs = load_file(recipe.folder / "merged/model.safetensors"), load_file(hf / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
+    twice = run_here("tools/merge.py", str(hf), "exported", "twice")
+    assert twice.returncode == 1 and "is not the base model that exported were trained on" in twice.stderr
+    assert not (recipe.folder / "twice").exists()
+    assert json.loads((recipe.folder / "exported" / CONFIG).read_text())["base_model_name_or_path"] == str(model)
+    other = recipe.run(
+        *arguments(task, "lora"), LORA, f"model.path={hf}", f"run.folder={whole.parent}", "--resume", "auto"
+    )
+    assert "error: model.path: " in other.stdout and "is not the base model that the adapters of" in other.stdout
+
     pushed = run_here("tools/push_checkpoint.py", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
     assert pushed.returncode != 0
+
+
+@pytest.mark.deadline(1200)
+def test_a_push_that_merges_the_adapters_of_experts_is_repeated_and_a_run_resumes(task, mixture, recipe, run_here):
+    """The engine dies while it waits for a push. Both runs have the same numbers, so the repeated push brings the same
+    weights to the engine that takes its place."""
+    given = [*arguments(task, "merged"), LORA, "rollout.lora=merged", "checkpoint.every=2", f"model.path={mixture}"]
+    given += ["policy.parallel={tensor: 2, expert: 2, expert_tensor: 1, sequence: true}"]
+    done, folder = recipe.run(*given), recipe.folder / "runs" / "merged"
+    assert done.returncode == 0, done.stdout + done.stderr
+    undisturbed = first, second, *_ = lines(folder)
+    assert first["kl"] == 0 and second["kl"] > 0 and first["on_policy/ratio_error"] == 0
+    assert all(record["mismatch/max_abs"] < 1e-5 for record in undisturbed[:4])
+    weights = load_file(mixture / "model.safetensors")
+    assert first["sync/bytes"] == sum(tensor.nbytes for tensor in weights.values()), "each weight once"
+
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    (recipe.folder / "gate").touch()
+    run = recipe.start(*given, "--resume", "auto")
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)
+    recipe.process(run, "ray::EngineRank").kill()
+    (recipe.folder / "gate").unlink()
+    assert run.wait(recipe.deadline_s) == 0, (recipe.folder / "out.txt").read_text()
+    assert lines(folder) == list(undisturbed)
+    assert re.search(r"version \d: engine 0 .*died", (folder / "logs" / "bridge.log").read_text()), (
+        "a push was repeated"
+    )
+
+    merged = run_here("tools/merge.py", str(mixture), str(folder / "hf/adapters"), "by_hand")
+    assert merged.returncode == 0, merged.stderr
+    by_hand, exported = (load_file(one / "model.safetensors") for one in (recipe.folder / "by_hand", folder / "hf"))
+    assert by_hand.keys() == exported.keys() and all(torch.equal(by_hand[key], exported[key]) for key in exported)
+    changed = [key for key in weights if (exported[key] != weights[key]).any()]
+    assert len(changed) == 2 * (4 + 8 * 3), "attention and 8 experts in each of two layers"

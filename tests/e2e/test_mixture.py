@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +12,6 @@ from megatron_rl.data.journal import read_journal
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.processes import descendants
-
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-
-
-@pytest.fixture(scope="module")
-def mixture(task, tmp_path_factory) -> Path:
-    """The demo's model with experts, and its tokenizer."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    folder = tmp_path_factory.mktemp("mixture") / "model"
-    shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    dense = json.loads((folder / "config.json").read_text())
-    sizes = {key: value for key, value in dense.items() if key not in ("architectures", "model_type")}
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | EXPERTS))).save_pretrained(folder)
-    return folder
 
 
 def arguments(task: Path, mixture: Path, steps: int) -> list[str]:

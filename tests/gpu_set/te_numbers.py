@@ -20,11 +20,17 @@ from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused activations are the same formulas without a compiler
 
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
 for room in ("", "dist"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 from sizes import VOCAB_SIZE  # noqa: E402
 
 from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
+from megatron_rl.layout import slices  # noqa: E402
+from megatron_rl.layout.adapters import A, B  # noqa: E402
+from megatron_rl.layout.peft import PREFIX, TENSORS  # noqa: E402
 from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
     NUM_MICROBATCHES,
     ONE_PROCESS,
@@ -83,7 +89,8 @@ def base_of(name: str) -> tuple[str, LoraConfig | None]:
 
 
 def check_base(rank: int, stores: Iterable[Any], folder: Path, model: ModelConfig, policy: Any, shares: Any) -> None:
-    """With B = 0, and with adapters that are off, the log-probs are the base model's, bit for bit."""
+    """With B = 0, and with adapters that are off, the log-probs are the base model's, bit for bit. The weights that are
+    merged for a push are W + scale B A of the folders."""
     found = []
     without = policy.model_copy(update={"lora": None})
     at_zero = policy.model_copy(update={"lora": policy.lora.model_copy(update={"start": None})})
@@ -93,19 +100,41 @@ def check_base(rank: int, stores: Iterable[Any], folder: Path, model: ModelConfi
         if one is policy:
             with actor.adapting.off():
                 found.append(actor.score(share))
+            check_merged(actor, folder, policy.lora)
         actor.close()
     base, zero, adapted, off = found
     assert base == zero == off and (not base or base != adapted), found
 
 
+def check_merged(actor: Any, folder: Path, lora: LoraConfig) -> None:
+    weights, adapters = load_file(folder / "model.safetensors"), load_file(lora.start / TENSORS)
+    expected = {
+        name: torch.addmm(
+            weights[name].double(),
+            adapters[PREFIX + name.replace(".weight", f".{B}.weight")].double(),
+            adapters[PREFIX + name.replace(".weight", f".{A}.weight")].double(),
+            alpha=lora.adapters.scale,
+        )
+        for name in weights
+        if PREFIX + name.replace(".weight", f".{A}.weight") in adapters
+    }
+    shards = [shard for shard in actor.shards if shard.hf_name in expected]
+    assert {shard.local_name for shard in shards} == actor.adapting.merges.keys()
+    for shard in shards:
+        part = expected[shard.hf_name][slices(shard.hf_box)]
+        merged = torch.empty(part.shape)
+        with torch.no_grad():
+            actor.adapting.merges[shard.local_name](shard.local_box, merged)
+        torch.testing.assert_close(merged, part.float(), atol=1e-6, rtol=1e-5)
+
+
 def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -> None:
     """Do the part of a rank in each case."""
-    import kernels
-    import torch
+    import stand_ins
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    kernels.install()
+    stand_ins.install()
     rows = random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=3)
     for number, (name, layout) in enumerate(cases):
         is_one = layout in ("float32", "float64")

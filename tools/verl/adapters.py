@@ -2,7 +2,8 @@
 
 verl's FSDP trainer reads `model.lora_rank`, `lora_alpha`, `target_modules` and `lora_adapter_path`, and makes adapters
 with PEFT. Its Megatron trainer reads `model.lora.*`, and makes them with Megatron-Bridge. Neither reads these keys of
-the other (verl's docs/advance/ppo_lora.rst and trainer/config/model/hf_model.yaml).
+the other (verl's docs/advance/ppo_lora.rst and trainer/config/model/hf_model.yaml). Both read `model.lora.merge`: the
+engines then get merged weights (`get_per_tensor_param` of its workers/engine/fsdp and workers/engine/megatron).
 """
 
 from __future__ import annotations
@@ -45,11 +46,6 @@ SHARED_A = "every layer has its own A; in verl q, k and v have one together, and
 LEFT_OUT = "without policy.lora.targets all linear layers have adapters"
 CHOSEN = "the project chooses how adapters are split and computed"
 OTHERS = {
-    "merge": (
-        (False,),
-        "engines get the adapters alone",
-        "engines get the adapters alone, and apply them beside the base weights; hf/ at the end is merged",
-    ),
     "type": (
         ("lora", "canonical_lora"),
         "adapters are plain LoRA",
@@ -96,6 +92,12 @@ def lora(settings: Settings, key: str, value: Any) -> Meaning:
     if name in read.values():
         return _of_section(settings, prefix, section, _key_of(read, name), value)
     plain = name.removeprefix("lora.")
+    if plain == "merge":
+        if of_critic:
+            return Meaning("implied", {}, "no engine has the critic")
+        if is_off:
+            return Meaning("implied", {}, "engines get the adapters alone")
+        return Meaning("mapped", {"rollout.lora": "merged"}, "trainers merge the adapters while they send the weights")
     if is_off and plain not in OTHERS:
         return Meaning("implied", {}, "it is off")
     if plain in OTHERS:

@@ -27,7 +27,7 @@ from megatron_rl.bridge.line import Deadline
 from megatron_rl.bridge.messages import ALIGNMENT_BYTES
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, megatron_shards, vllm_shards
+from megatron_rl.layout import Engines, megatron_shards, slices, vllm_shards
 from megatron_rl.types import Mesh
 
 SHAPE = SHAPES["qwen3"]
@@ -38,8 +38,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Joined:
     """All ranks of a setup, joined, and a thread for each."""
 
-    def __init__(self, setup: BridgeSetup) -> None:
-        self.setup, self.pool = setup, ThreadPoolExecutor(setup.world_size)
+    def __init__(self, setup: BridgeSetup, made=lambda live: {}) -> None:
+        """made: from the parameters of a trainer rank to what BridgeSender makes of them."""
+        self.setup, self.pool, self.made = setup, ThreadPoolExecutor(setup.world_size), made
         self.trainers = [
             cut(megatron_shards(setup.shape, setup.mesh, rank), hf_weights(setup.shape, 0))
             for rank in range(setup.mesh.world_size)
@@ -62,7 +63,7 @@ class Joined:
 
     def join(self):
         setup, world = self.setup, self.setup.engines.world_size
-        senders = [self.pool.submit(BridgeSender, setup, r, p) for r, p in enumerate(self.trainers)]
+        senders = [self.pool.submit(BridgeSender, setup, r, p, self.made(p)) for r, p in enumerate(self.trainers)]
         intakes = [
             self.pool.submit(Intake, setup, i // world, i % world, Parameters(p), CPU)
             for i, p in enumerate(self.engines)
@@ -84,9 +85,10 @@ class Joined:
             for name, value in cut(shards, hf_weights(self.setup.shape, seed)).items():
                 live[name].copy_(value)
 
-    def check(self, seed: int):
+    def check(self, seed: int, made=lambda name, weight: weight):
         for rank, (shards, live) in enumerate(zip(self.shards, self.engines, strict=True)):
-            expected = cut(shards, hf_weights(self.setup.shape, seed))
+            weights = {name: made(name, weight) for name, weight in hf_weights(self.setup.shape, seed).items()}
+            expected = cut(shards, weights)
             assert live.keys() == expected.keys()
             for name, value in expected.items():
                 assert torch.equal(live[name], value.to(live[name].dtype)), (rank, name)
@@ -98,10 +100,10 @@ class Joined:
 
 
 @contextmanager
-def joined(mesh=Mesh(), engines=Engines(), shape=SHAPE, **options):
+def joined(mesh=Mesh(), engines=Engines(), shape=SHAPE, made=lambda live: {}, **options):
     store = host_store("127.0.0.1")
     setup = BridgeSetup(shape, mesh, False, engines, "float32", "127.0.0.1", store.port, timeout_s=deadline(30))
-    ranks = Joined(replace(setup, **options))
+    ranks = Joined(replace(setup, **options), made)
     yield ranks
     ranks.close()
 
@@ -138,6 +140,37 @@ def test_every_engine_rank_holds_its_shards(mesh, engines, bucket_bytes, share_m
         each = sum(t.nbytes for rank in ranks.engines[: engines.world_size] for t in rank.values())
         assert sum(m["bytes"] for m in metrics) == engines.heads * each
         assert [i.num_bytes for i in ranks.intakes] == [sum(t.nbytes for t in p.values()) for p in ranks.engines]
+
+
+@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+def test_weights_are_made_when_they_are_sent(share_memory):
+    """Some layers are sent as their threefold. What is in the trainers' memory stays as it is, and a push after another
+    joining brings the same."""
+
+    def threefold(live):
+        def of(name):
+            return lambda box, out: out.copy_(3 * live[name][slices(box)])
+
+        return {name: of(name) for name in live if "linear_fc" in name and name.endswith("weight")}
+
+    def expected(name, weight):
+        return 3 * weight if ".mlp." in name and name.endswith("proj.weight") else weight
+
+    sizes = dict(share_memory=share_memory, bucket_bytes=5000)  # so that weights are cut
+    with joined(Mesh(tensor=2, data=2), Engines(2, 1), made=threefold, **sizes) as ranks:
+        for version in (0, 1, 1):
+            ranks.learn(version)
+            sent, received = ranks.push(version)
+            for done in [*sent, *received]:
+                done.result()
+            ranks.check(version, expected)
+            if version:
+                for end in [*ranks.senders, *ranks.intakes]:
+                    end.close()
+                ranks.setup = replace(ranks.setup, epoch=ranks.setup.epoch + 1)
+                ranks.join()
+        mine = cut(megatron_shards(SHAPE, ranks.setup.mesh, 0), hf_weights(SHAPE, 1))
+        assert all(torch.equal(ranks.trainers[0][name], value) for name, value in mine.items())
 
 
 def test_the_form_of_files_changes_nothing_in_a_push():

@@ -143,6 +143,15 @@ def thinks(tokens, **others) -> dict:
             {"rewards": [{"kind": "text", "weight": float("nan")}]},
             "refused:\n  rewards.0.weight: must be a finite number (got nan)",
         ),
+        ({"run": {"stop_on": "jump"}}, "run.stop_on: must be a list (got 'jump')"),
+        ({"policy": {"lora": True}}, "refused:\n  policy.lora: must be a section of keys (got True)"),
+        (
+            {"policy": {"lora": {"targets": []}}},
+            "refused:\n  policy.lora.targets: must be 'all-linear', or must be a list of at least 1 (got [])",
+        ),
+        ({"rollout": {"dump": "last"}}, "rollout.dump: must be true or false, or must be a section of keys (got 'last"),
+        ({"rollout": {"dump": {"last": 0}}}, "refused:\n  rollout.dump.last: must be greater than 0 (got 0)"),
+        ({"rollout": {"dump": {"last": 2, "lats": 1}}}, "rollout.dump.lats: unknown key; did you mean rollout.dump.la"),
     ],
 )
 def test_faults_name_their_path_and_the_remedy(change, message):
@@ -224,7 +233,7 @@ def test_the_keys_that_the_remedies_for_foreign_names_point_to_exist():
     named = {name for hint in KEYS.values() for name in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", hint)}
     assert len(named) > 15
     for name in named:
-        _, section = _locate(GrpoRunConfig, name.split(".")[:-1])
+        _, section, _ = _locate(GrpoRunConfig, name.split(".")[:-1])
         assert name.split(".")[-1] in section.model_fields, name
 
 

@@ -228,12 +228,17 @@ def test_each_reward_and_its_abstentions_are_told(tmp_path):
 
 
 def test_a_last_step_without_a_score_has_none_in_the_summary(tmp_path):
-    first = {"rollout/num_samples": 4.0, "reward/mean": 0.5, "eval/accuracy": 0.25}
-    write_run(tmp_path, first, {"rollout/num_samples": 4.0})
+    first, push = {"length/response_mean": 4.0, "reward/mean": 0.5, "eval/accuracy": 0.25}, {"rollout/preempted": 0.0}
+    write_run(tmp_path, first, {"length/response_mean": 4.0}, push)
     screen = io.StringIO()
     print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
     text = " ".join(screen.getvalue().split())
     assert "reward 0.500 no score" in text and "held-out accuracy 0.250 0.250" in text
+    (tmp_path / "metrics.jsonl").unlink()
+    write_run(tmp_path, first, push)
+    screen = io.StringIO()
+    print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
+    assert "reward 0.500 0.500" in " ".join(screen.getvalue().split()), "the last record has only the last push"
 
 
 def test_without_a_verifier_of_record_the_evaluation_is_a_reward(tmp_path):

@@ -245,6 +245,8 @@ def test_a_rule_that_the_configuration_names_ends_the_run(tmp_path):
         with pytest.raises(ValueError, match="it jumps. The run stops here, because run.stop_on has jump"):
             sink.warn("it jumps", "jump")
     assert "the disk is nearly full" in screen.getvalue()
+    assert "it jumps" not in screen.getvalue(), "the error that ends the run shows it"
+    assert "it jumps" in (tmp_path / "logs" / "warnings.log").read_text()
 
 
 def test_a_warning_is_told_once_in_a_row_and_kept_with_its_step(tmp_path):

@@ -46,7 +46,7 @@ def test_the_table_has_each_resource():
     assert rows["engines idle"] == (0.25, "share", None)
     assert rows["push: pause of the engines"] == (0.5, "s", approx(0.05))
     assert rows["push: transfer of the weights"] == (0.2, "s", approx(0.02))
-    assert rows["core time that nobody used"] == (0.4, "share", None)
+    assert rows["CPU cores idle"] == (0.4, "share", None)
     assert rows["reward x, all processes"] == (2.0, "s", None)
 
 

@@ -106,6 +106,9 @@ def test_the_memory_of_a_run(colocate):
     slot = slot_bytes(SHAPE, Engines(tensor=4), 2, 0)
     assert parts["slot of the adapters"][2] == slot
     assert parts["KV cache"][2] == base_parts["KV cache"][2] - slot
+    if not colocate:  # an evaluation keeps its version
+        of_two = run_memory(config(policy={"lora": LORA}, rollout={"max_lag": 1}, **given), SHAPE).engine.gpu.parts
+        assert of_two["slot of the adapters"][2] == 2 * slot
     sent = 2 * held.trained
     assert memory.trainer.parts["the adapters as a push sends them"] == (sent, sent, sent)
     if colocate:
@@ -113,6 +116,28 @@ def test_the_memory_of_a_run(colocate):
         assert not of_base.engine.gpu.host
     else:
         assert memory.trainer.host["4 mirrors"] == 4 * (2 * held.trained + 12 * held.trained / 2)
+
+
+@pytest.mark.parametrize("lora", [{"rank": 20, "targets": list(ATTENTION)}, {"rank": 8}], ids=["some", "experts too"])
+def test_a_push_of_merged_weights_has_the_size_of_the_model(lora):
+    """Engines and the plan are a run's that trains all weights, with Megatron's local layers; the trainer's memory is
+    the adapters', but for the copy that a push sends."""
+    sizes = {"parallel": {"tensor": 4, "data": 2, "expert": 8, "expert_tensor": 1}}
+    local = {"layers": "local"}
+    run = config(policy=sizes | {"lora": lora}, rollout={"lora": "merged"}, model=local)
+    full, served = config(policy=sizes, model=local), config(policy=sizes | {"lora": lora}, model=local)
+    shape, mesh = replace(MIXTURE, adapters=LoraConfig(**lora).adapters), run.policy.parallel.mesh
+    plan = planned_transfer(run, shape, mesh)
+    assert plan.digest == planned_transfer(full, shape.base, mesh).digest
+    memory = run_memory(run, shape)
+    assert memory.engine == run_memory(full, shape.base).engine
+    ours, theirs = memory.trainer.parts, run_memory(served, shape).trainer.parts
+    push = {"the adapters as a push sends them", "rows that a push merges (fp32)"}
+    assert ours.keys() & push == {"rows that a push merges (fp32)"}
+    assert theirs.keys() & push == {"the adapters as a push sends them"}
+    assert ours["rows that a push merges (fp32)"] == (0.0, 2**25, 0.0)
+    of_both = ("weights", "gradients (fp32)", "optimizer state")
+    assert [ours[part] for part in of_both] == [theirs[part] for part in of_both]
 
 
 def test_experts_that_no_push_brings_are_not_repacked():

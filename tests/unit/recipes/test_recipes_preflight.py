@@ -19,11 +19,14 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.layout.peft import base_digest
 from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import rows as rows_module
+from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
 from megatron_rl.types import Adapters
 
+CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 CONFIG = {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
@@ -45,8 +48,8 @@ TEMPLATE = (
 )
 
 
-def safetensors(tensors: dict[str, tuple[int, ...]]) -> bytes:
-    header, at = {}, 0
+def safetensors(tensors: dict[str, tuple[int, ...]], metadata: dict[str, str] | None = None) -> bytes:
+    header, at = {"__metadata__": metadata} if metadata else {}, 0
     for name, extents in tensors.items():
         size = 4
         for extent in extents:
@@ -145,7 +148,14 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == []
     held.write_bytes(safetensors(dict(list(tensors.items())[1:])))
     [unfit] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
-    assert "model.layers.0.self_attn.q_proj.lora_A.weight is missing" in unfit
+    assert unfit.endswith("does not fit model: it lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
+    held.write_bytes(safetensors(tensors, {"base_digest": "tensors:0123456789abcdef"}))
+    [foreign] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
+    assert foreign.startswith(
+        "policy.lora.start: model is not the base model that the adapters in started were trained"
+    )
+    held.write_bytes(safetensors(tensors, {"base_digest": base_digest(home / "model")}))
+    assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == []
     held.write_bytes(safetensors(tensors)[:-3])
     [truncated] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
     assert truncated.startswith("policy.lora.start: ") and "adapter_model.safetensors" in truncated
@@ -158,15 +168,65 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     held.write_bytes(safetensors({f"base_model.model.{k}": v for k, v in everything.items() if ".lora_" in k}))
     (home / "started/adapter_config.json").write_text(json.dumps(given | {"target_modules": "all-linear"}))
     assert faults(lora(start="started", rank=4, alpha=8)) == []
-    assert faults(lora(rank=513)) == ["policy.lora.rank is 513, and vLLM serves at most 512; lower it"]
+    assert faults(lora(rank=513)) == [
+        "policy.lora.rank is 513, and vLLM serves at most 512; lower it, or set rollout.lora: merged"
+    ]
+    merged = {"rollout__lora": "merged"}
+    assert faults(grpo(policy={"lora": {"rank": 513}}, **merged)) == []
     (home / "started/adapter_config.json").write_text(json.dumps(given | {"use_dora": True}))
     [other] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
     assert "has use_dora: True, and only False is supported" in other
     (home / "base").mkdir()
     weights = grpo(policy={"lora": {}}, model={"path": "model", "weights": "base", "dtype": "float32"})
     assert any("the engines load the base model from model.path" in fault for fault in faults(weights))
+    weights = grpo(policy={"lora": {}}, model={"path": "model", "weights": "base", "dtype": "float32"}, **merged)
+    assert not any("the engines load" in fault for fault in faults(weights))
     muon = grpo(policy={"lora": {}, "optimizer": {"kind": "muon"}})
     assert [fault for fault in faults(muon) if "Muon" in fault]
+
+
+OF_SHAPES = {
+    "Qwen3-30B-A3B": {
+        "lora": {},
+        "served": ["adapters of experts; choose q_proj, k_proj, v_proj, o_proj", "a kernel for GPUs alone"],
+    },
+    "DeepSeek-V3": {"lora": {}, "served": ["adds no adapter to them", "adapters of experts", "for GPUs alone"]},
+    "Qwen3-8B": {"lora": {}, "quantization": "fp8", "served": ["quantization is fp8: it has not been tried"]},
+    "Qwen3-Next-80B-A3B-Instruct": {
+        "lora": {"targets": ["q_proj", "o_proj", "out_proj"]},
+        "served": ["not been tried in a model with linear attention", "means out_proj, too", "for GPUs alone"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", OF_SHAPES)
+def test_what_vllm_cannot_serve_can_be_merged(name):
+    """Every refusal says so, and merged there is none."""
+    given, shape = OF_SHAPES[name], read_shape(CONFIGS / f"{name}.json")
+
+    def found(how: str) -> list[str]:
+        rollout = {"rollout__lora": how, "rollout__quantization": given.get("quantization")}
+        return faults_of_adapters(grpo(policy={"lora": given["lora"]}, **rollout), shape)
+
+    served = found("served")
+    assert all(fault.endswith(", or set rollout.lora: merged") for fault in served)
+    assert len(served) == len(given["served"])
+    assert all(part in fault for part, fault in zip(given["served"], served, strict=True)), served
+    assert found("merged") == []
+
+
+def test_projections_into_linear_attention_have_no_adapters():
+    shape = read_shape(CONFIGS / "Qwen3-Next-80B-A3B-Instruct.json")
+    [fault] = faults_of_adapters(grpo(policy={"lora": {}}, rollout__lora="merged"), shape)
+    assert fault == (
+        "policy.lora.targets means in_proj_qkvz, in_proj_ba, too: the projections into linear attention have no "
+        "adapters; choose out_proj, gate_proj, up_proj, down_proj, q_proj, k_proj, v_proj, o_proj"
+    )
+
+
+def test_merged_weights_need_adapters():
+    with pytest.raises(ValueError, match="rollout.lora: merged has no effect without policy.lora"):
+        grpo(rollout__lora="merged")
 
 
 def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):

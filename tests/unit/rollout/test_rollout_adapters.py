@@ -1,24 +1,32 @@
-"""An adapter that is damaged in the engine, or that never gets there, ends the push before a token is sampled."""
+"""An adapter that is damaged in the engine, or that never gets there, ends the push before a token is sampled. An
+evaluation keeps the version that it began with."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from corruptions import PROMPT
-from safetensors.torch import save_file
+from pushes import moment, sampled
+from safetensors.torch import load_file, save_file
+from test_rollout_in_flight import endless
+from tiny_references import reference_logp
+from transformers import AutoModelForCausalLM
 from vllm_workers import called_in_workers
 
 from megatron_rl.layout import read_shape
 from megatron_rl.layout.adapters import SERVED_ID
 from megatron_rl.layout.peft import tensors_of
-from megatron_rl.types import Adapters, Mesh
+from megatron_rl.types import Adapters, GroupRequest, Mesh
 
 pytestmark = pytest.mark.deep
 ADAPTERS = Adapters(rank=3, alpha=3.0)
+LONG = 100
 A, B = (f"model.layers.{{}}.self_attn.qkv_proj.lora_{part}_stacked.{{}}" for part in "ab")
 
 
@@ -45,8 +53,9 @@ def stage(make_stage, folders):
         tensor=1,
         adapters=ADAPTERS,
         max_prompt_tokens=8,
-        max_response_tokens=12,
+        max_response_tokens=LONG,
         delimiter="",
+        max_lag=1,
     )
 
 
@@ -95,8 +104,8 @@ DAMAGES = {
         partial(fill_padding, A.format(0, 1)),
         r"lora_a_stacked.1 has numbers in rows that belong",
     ),
-    "no adapter": (forget, "vLLM's slots hold the adapters .None., and not the run's"),
-    "another adapter": (take_the_slot, "vLLM's slots hold the adapters .2., and not the run's"),
+    "no adapter": (forget, "vLLM's slots hold the adapters .None, None., and not the run's"),
+    "another adapter": (take_the_slot, "vLLM's slots hold the adapters .2, 2., and not the run's"),
 }
 
 
@@ -119,7 +128,7 @@ def damage(worker, how: Callable) -> None:
 def reopen(worker) -> None:
     manager = worker.model_runner.lora_manager
     manager.remove_all_adapters()
-    worker.open_adapter_slot()
+    worker.open_adapter_slots()
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -136,3 +145,53 @@ def test_a_damaged_adapter_is_named_and_no_token_is_sampled(stage, pushed, name)
         stage.run(stage.generate([PROMPT], 1, version=1, seed=0))
     stage.run(called_in_workers(stage.engine, reopen))
     stage.rejoin()
+
+
+def merged(folder, adapters):
+    """transformers' model with W + B A; the scale is 1."""
+    model, stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load_file(adapters)
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, a in stored.items():
+            if ".lora_A." in name:
+                weights[name.replace(".lora_A", "")] += stored[name.replace("lora_A", "lora_B")] @ a
+    return model
+
+
+@pytest.fixture
+def long_answers(stage, monkeypatch):
+    """No token ends an answer."""
+    monkeypatch.setattr(stage.engine, "_params", stage.engine._params)
+    monkeypatch.setattr(stage.engine, "_stop_ids", ())
+    return endless(stage)
+
+
+def test_an_evaluation_keeps_its_version_while_others_take_the_newest_one(long_answers, folders, pushed):
+    stage = long_answers
+    models = [merged(folders[0], folder / "model.safetensors") for folder in pushed]
+
+    async def asked(ticket: int, number: int, version: int):
+        request = GroupRequest(number, PROMPT, 2, (7,))
+        own, _ = await stage.engine.answer(ticket, request, range(2), version)
+        return [tokens for _, tokens in own]
+
+    async def crossed():
+        event = moment(stage.engine, sampled(6))
+        answers = asyncio.gather(asked(1, -1, 5), asked(2, 0, 5))
+        await event.wait()
+        await stage.engine.weights.receive(6)
+        return *await answers, await asked(3, -2, 6)
+
+    stage.push(pushed[0], 5)
+    stage.trainers.begin_push(pushed[1], 6)
+    evaluated, trained, later = stage.run(crossed())
+    stage.trainers.end_push()
+    worst = 0.0
+    for tokens, versions in [(t, {5}) for t in evaluated] + [(t, {5, 6}) for t in trained] + [(t, {6}) for t in later]:
+        own = tokens.version[tokens.action_mask]
+        assert set(own.tolist()) == versions and len(own) == LONG
+        expected = np.stack([reference_logp(model, tokens.ids, 1.0) for model in models])
+        expected = np.take_along_axis(expected, (tokens.version[None] - 5).clip(0), 0)[0]
+        worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
+    assert worst < 5e-5
+    assert evaluated[0].ids.tolist() != trained[0].ids.tolist(), "of one seed, and other weights after the push"

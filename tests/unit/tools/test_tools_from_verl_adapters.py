@@ -97,8 +97,10 @@ def test_the_critic_has_its_own():
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.exclude_modules=lm_head", "not expressible", "into policy.lora.targets"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.exclude_modules=null", "implied", "it is off"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.modules_to_save=[lm_head]", "not expressible", "frozen"),
-        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora.merge=True", "not expressible", "the adapters alone"),
+        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora.merge=True", "mapped", "trainers merge the adapters"),
+        (MEGATRON, f"{MODEL}.lora.merge=True", "mapped", "trainers merge the adapters"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora.merge=False", "implied", "the adapters alone"),
+        (("critic.model.lora_rank=8",), "critic.model.lora.merge=True", "implied", "no engine has the critic"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora_adapter_path=old", "mapped", "adapter_config.json"),
         ((f"{MODEL}.lora_rank=8",), "actor_rollout_ref.rollout.layered_summon=True", "implied", "bridge"),
         (MEGATRON, f"{MODEL}.lora_rank=4", "not expressible", f"does not read it, but {MODEL}.lora.rank"),
@@ -149,6 +151,7 @@ def test_a_rank_is_a_whole_number():
 
 def test_the_configuration_is_valid():
     words = [*PPO, f"{MODEL}.path=models/unknown-7B", f"{MODEL}.lora_rank=8", "critic.model.lora_rank=4"]
+    words.append(f"{MODEL}.lora.merge=True")
     config = validate(GrpoRunConfig, converted(Settings(read_overrides(words)))[0].configuration)
     assert (config.policy.lora.rank, config.policy.lora.alpha, config.policy.lora.targets) == (8, 16.0, "all-linear")
-    assert config.critic.lora.rank == 4
+    assert config.critic.lora.rank == 4 and config.rollout.lora == "merged"

@@ -105,6 +105,9 @@ def test_what_cannot_be_shown_is_told(tmp_path):
 def test_a_wrong_folder_and_a_busy_port_are_told(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 1
     assert "none is no folder; give the folder of a run" in capsys.readouterr().err
+    assert main([str(tmp_path)]) == 1
+    assert "has no config.json and no metrics.jsonl, so it is no run's folder" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
     with ReportServer(tmp_path, "127.0.0.1", 0) as busy:
         assert main([str(tmp_path), "--port", str(busy.server_port)]) == 1
     told = f"127.0.0.1:{busy.server_port} is in use; choose another port with --port"

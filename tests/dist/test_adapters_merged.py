@@ -1,0 +1,97 @@
+"""With `rollout.lora: merged` trainers merge adapters into weights while they send them: engines hold the bits of an
+export, whatever the layouts of both sides are, and say what the trainers say."""
+
+from __future__ import annotations
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import cover
+import pytest
+import torch
+from bridge_engines import Fleet
+from patience import deadline
+from safetensors.torch import load_file
+from scenarios import TEMPERATURE, Layout
+from shares import TrainSample
+from test_actor_adapters import LORA, SOME, merge, write_adapters
+from test_bridge_engines import (
+    EP2_TP2,
+    EP2_TP2_WHOLE,
+    PROMPTS,
+    TP2_PP2,
+    check_held,
+    largest_mismatch,
+    made_up,
+    write_model,
+)
+
+from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.config.policy import LoraConfig
+from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout.peft import TENSORS
+from megatron_rl.types import Mesh
+
+BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj", "o_proj", "out_proj", "down_proj"))
+SMALL = LoraConfig(rank=3, alpha=2)
+"""With LORA's 7 fp32 rounds the log-probs of gpt-oss's random model to 1.1e-5."""
+CASES = {
+    "dense": ("dense", TP2_PP2, Engines(2, 1), SOME),
+    "dense, TP2": ("dense", Mesh(tensor=2, data=2), Engines(1, 2), LORA),
+    "moe": ("moe", EP2_TP2, Engines(1, 1), LORA),
+    "moe, whole experts, TP2": ("moe", EP2_TP2_WHOLE, Engines(1, 2), LORA),
+    "moe, TP2 and expert parallel": ("moe", EP2_TP2, Engines(1, 2, expert_parallel=True), LORA),
+    "latent": ("latent", TP2_PP2, Engines(1, 1), LORA),
+    "latent, TP2 and expert parallel": ("latent", EP2_TP2, Engines(1, 2, expert_parallel=True), LORA),
+    "sinks": ("sinks", EP2_TP2, Engines(1, 1), SMALL),
+    "linear, TP2": ("linear", EP2_TP2, Engines(1, 2), BESIDE_DELTA),
+}
+"""(model, trainer, engines, adapters). vLLM serves adapters in none of them but the first two."""
+
+
+@pytest.mark.parametrize("case", cover.essential(CASES))
+def test_engines_hold_what_an_export_has_and_say_what_the_trainers_say(trainers, tmp_path, case):
+    name, mesh, engines, lora = CASES[case]
+    folder, store = write_model(name, tmp_path / "model"), host_store("127.0.0.1")
+    shape, start = read_shape(folder), write_adapters(tmp_path / "start", folder, lora)
+    started, speaks = lora.model_copy(update={"start": start}), name != "linear"
+    fleet = Fleet(folder, engines, TEMPERATURE)
+    try:
+        setup = BridgeSetup(
+            shape,
+            mesh,
+            False,
+            engines,
+            "float32",
+            "127.0.0.1",
+            store.port,
+            bucket_bytes=2000,  # so that weights are cut into several messages
+            timeout_s=deadline(60),
+            recorded=fleet.record(shape),
+        )
+        with ThreadPoolExecutor(1) as pool:
+            given = dict(folder=folder, layout=Layout(mesh), setup=setup, version=1, lora=started, export=tmp_path)
+            training = pool.submit(trainers.run, "push_adapters", mesh.world_size, **given)
+            fleet.join(setup)
+            fleet.receive(engines.num, 1)
+            answers = fleet.generate(engines.num, PROMPTS, 1) if speaks else made_up()
+            samples = [TrainSample(f"answer{i}", tokens, 1.0, 1.0) for i, tokens in enumerate(answers)]
+            store.set("samples 1", pickle.dumps(samples))
+            pushed, mismatch, of_base = zip(*training.result(), strict=True)
+        needed = check_held(fleet, tmp_path / "merged", shape, engines)
+    finally:
+        fleet.close()
+    assert sum(push["bytes"] for push in pushed) == needed
+    if speaks:
+        assert max(ranks["mismatch/max_abs"] for ranks in mismatch) < 1e-5
+        assert max(ranks["mismatch/max_abs"] for ranks in of_base) > 0.1, "the base model is another one"
+        assert largest_mismatch(tmp_path / "merged", answers) < 1e-5
+    if name == "sinks":  # its files hold all experts of a layer in one tensor
+        return
+    by_hand = merge(tmp_path / "by_hand", folder, started)
+    exact, merged, base = (load_file(one / "model.safetensors") for one in (by_hand, tmp_path / "merged", folder))
+    for weight in base:
+        torch.testing.assert_close(merged[weight], exact[weight], rtol=0, atol=2e-7)
+    changed = {weight for weight in base if (merged[weight] != base[weight]).any()}
+    assert len(changed) == len(load_file(start / TENSORS)) // 2

@@ -1,0 +1,63 @@
+"""PEFT itself is the reference of adapters, where it is installed (`pip install peft accelerate`): the gradients of a
+folder that it has written, and the folder that a run would export."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from sizes import VOCAB_SIZE
+from test_actor_gradients import relative
+from transformers_models import open_model
+
+from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters
+from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
+
+pytestmark = pytest.mark.deep
+CASES = {
+    "qwen3": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "qwen2": ("v_proj", "up_proj"),
+    "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    "gpt_oss": ("q_proj", "o_proj"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_pefts(name, trainers, folders, model_folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, targets = model_folder if name == "qwen3" else folders[name], CASES[name]
+    rows = random_rows(VOCAB_SIZE, num_rows=4, longest=24, seed=3)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=3, lora_alpha=7, target_modules=list(targets), use_rslora=name == "qwen2", init_lora_weights=False
+    )
+    peft.get_peft_model(open_model(folder, torch.float32), config).save_pretrained(tmp_path / "start")
+    adapters = read_adapters(tmp_path / "start")
+    assert set(adapters.targets) == set(targets)
+
+    scaled = adapters.rank_stabilised
+    lora = LoraConfig(rank=3, alpha=7, targets=targets, rank_stabilised=scaled, start=tmp_path / "start")
+    given = dict(folder=folder, model=ModelConfig(path=folder, dtype="float32"), exact=False)
+    shares = deal_rows(folder, ParallelConfig(), rows, 1)
+    ((_, _, found),) = trainers.run("one_update", 1, shares=shares, policy=PolicyConfig(lora=lora), **given)
+
+    base = open_model(folder, torch.float64, experts_implementation="eager")
+    given = dict(is_trainable=True, autocast_adapter_dtype=False)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "start", **given).double()
+    loss, num_tokens = 0.0, sum(int(row.action_mask.sum()) for row in rows)
+    for row in rows:
+        ids = torch.from_numpy(row.ids.astype(np.int64))
+        logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+        loss = loss - logp[torch.from_numpy(row.action_mask[1:])].sum() / num_tokens
+    loss.backward()
+    expected = {
+        name.replace(".default", "").removeprefix(PREFIX): parameter.grad.numpy()
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    stored = load_file(tmp_path / "start" / TENSORS)
+    assert found.keys() == expected.keys() == {key.removeprefix(PREFIX) for key in stored}
+    assert all(relative(found[key], expected[key]) < 1e-5 for key in found)
