@@ -106,6 +106,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     transfer = planned_transfer(config, shape, parallel.mesh)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
     share = received.max() / (BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape.base))
+    of_model = f"{share:.2%}" if config.pushed(shape).adapters else f"{share:.2f}"
 
     table = Table(title="a step", show_header=False, title_justify="left")
     stages = f" x PP{rollout.pipeline}" if rollout.pipeline > 1 else ""
@@ -123,7 +124,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     table.add_row("bridge", f"{transfer.num_routes} routes, plan {transfer.digest}")
     table.add_row(
         "  bytes into the fullest engine rank",
-        f"{gigabytes(received.max())} ({f'{share:.2%}' if shape.adapters else f'{share:.2f}'} of the model)",
+        f"{gigabytes(received.max())} ({of_model} of the model)",
     )
     table.add_row("  bytes out of the busiest trainer rank", gigabytes(sent.max()))
     console.print(table)

@@ -364,6 +364,8 @@ def quiet_environment() -> None:
     """Set environment variables so that libraries do not write to the terminal. It must be called before torch and Ray
     are imported."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    # Otherwise an engine that fails prints its traceback once for each of its objects; `cluster` tells every error.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -192,7 +192,8 @@ class MegatronActor(MegatronTrainer):
 
     def _describe_untrained(self) -> Metrics:
         """The share of the step's actions whose tokens are untrained, if the model has such tokens."""
-        if not (untrained := self.find_untrained()):
+        # With adapters no embedding has a gradient.
+        if self.spec.shape.adapters is not None or not (untrained := self.find_untrained()):
             return {}
         untrained_U = torch.tensor(untrained, device=platform.device())
         num_tokens = sum(denominators.num_tokens for denominators in self.denominators)

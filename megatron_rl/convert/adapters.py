@@ -26,8 +26,9 @@ def write_merged(out_OH: Tensor, weight_OH: Tensor, a_RH: Tensor, b_OR: Tensor, 
     """Write W + scale B A (LoRA, arXiv:2106.09685), computed in float32 and rounded once to the weight's dtype.
 
     The terms of each element are added in the order of the rank, and no operation is a matrix product, whose order of
-    addition depends on the extents. So a rectangle of a weight has the bits that it has in the whole one, on every
-    device: an export, and pushes by ranks that hold or send different parts, are equal.
+    addition depends on the extents. So a rectangle of a weight has the bits that it has in the whole one: an export,
+    and pushes by ranks that hold or send different parts, are equal. Each operation is rounded by itself, so a GPU
+    should have the same bits (not run).
 
     Shape letters: O outputs, H inputs, R the rank.
 

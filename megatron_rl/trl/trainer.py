@@ -91,6 +91,12 @@ class GRPOTrainer:
             raise ValueError("GRPOTrainer takes one eval_dataset; a column `dataset` in its rows separates the metrics")
         if train_dataset is None:
             raise ValueError("GRPOTrainer needs a train_dataset")
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                f"model is a {type(model).__name__} of PEFT: give its base model as model and its LoraConfig as "
+                "peft_config; trained adapters begin a run with GRPOConfig(sections={'policy': {'lora': {'start': "
+                "FOLDER}}}), where FOLDER is what save_pretrained has written"
+            )
         self.args: Any = args or GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
         self.state, self.control = TrainerState(), TrainerControl()
         self.run: Run | None = None

@@ -46,7 +46,10 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
                 method, *arguments = pipe.recv()
             except EOFError:
                 break
-            call = called_in_workers(engine, held) if method == "held" else of(engine, method)(*arguments)
+            if method in ("held", "compute_weight_checksums"):
+                call = called_in_workers(engine, held if method == "held" else method)
+            else:
+                call = of(engine, method)(*arguments)
             try:
                 pipe.send(runner.run(call))
             except (RuntimeError, ValueError) as error:
@@ -66,6 +69,7 @@ class Fleet:
         max_response_tokens: int = 16,
         returns_routes: bool = False,
         adapters: Adapters | None = None,
+        quantization: str | None = None,
     ) -> None:
         config = RolloutConfig(
             num_engines=engines.num,
@@ -77,6 +81,7 @@ class Fleet:
             max_prompt_tokens=16,
             max_response_tokens=max_response_tokens,
             delimiter="",
+            quantization=quantization,
             sampling=SamplingConfig(temperature=temperature),
         )
         self.folder, self.kind = folder, engines
@@ -108,6 +113,10 @@ class Fleet:
     def weights(self, num: int) -> list[dict[str, Tensor]]:
         """Of every rank, engine by engine."""
         return [rank for engine in self._all([("held",)] * num) for rank in engine]
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Of every rank of the first engine, the digest of every tensor that it computes with."""
+        return self._all([("compute_weight_checksums",)])[0]
 
     def generate(self, num: int, prompts: Sequence[Prompt], version: int) -> list[Tokens]:
         answers = self._all([("generate", prompts, 2, version, version)] * num)

@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import cover
 import pytest
 import torch
+import warm
 from bridge_engines import Fleet
+from loaded_engine import checksums
 from patience import deadline
 from safetensors.torch import load_file
 from scenarios import TEMPERATURE, Layout
@@ -95,3 +97,35 @@ def test_engines_hold_what_an_export_has_and_say_what_the_trainers_say(trainers,
         torch.testing.assert_close(merged[weight], exact[weight], rtol=0, atol=2e-7)
     changed = {weight for weight in base if (merged[weight] != base[weight]).any()}
     assert len(changed) == len(load_file(start / TENSORS)) // 2
+
+
+@pytest.mark.deep
+def test_a_quantised_engine_has_the_numbers_of_one_that_loads_the_export(trainers, tmp_path):
+    """In bfloat16, every layer and its scales, after vLLM has quantised them to fp8."""
+    folder, store = write_model("dense", tmp_path / "model"), host_store("127.0.0.1")
+    start, engines, mesh = write_adapters(tmp_path / "start", folder, LORA), Engines(), Mesh(tensor=2)
+    fleet = Fleet(folder, engines, TEMPERATURE, dtype="bfloat16", quantization="fp8_per_channel")
+    try:
+        address, shape = ("bfloat16", "127.0.0.1", store.port), read_shape(folder)
+        recorded = fleet.record(shape)
+        setup = BridgeSetup(shape, mesh, False, engines, *address, timeout_s=deadline(60), recorded=recorded)
+        lora = LORA.model_copy(update={"start": start})
+        layout = Layout(mesh, dtype="bfloat16")
+        with ThreadPoolExecutor(1) as pool:
+            given = dict(folder=folder, layout=layout, setup=setup, version=1, lora=lora, export=tmp_path)
+            training = pool.submit(trainers.run, "push_adapters", mesh.world_size, **given)
+            fleet.join(setup)
+            fleet.receive(1, 1)
+            samples = [TrainSample(f"answer{i}", tokens, 1.0, 1.0) for i, tokens in enumerate(made_up())]
+            store.set("samples 1", pickle.dumps(samples))
+            training.result()
+        (held,) = fleet.checksums()
+    finally:
+        fleet.close()
+    (merged,), (base,) = warm.together(
+        checksums, [(tmp_path / "merged", "fp8_per_channel", 1), (folder, "fp8_per_channel", 1)], deadline(240)
+    )
+    layers = [name for name in merged if "layers." in name]  # vLLM keeps the others packed on a CPU
+    assert {name: held[name] for name in layers} == {name: merged[name] for name in layers}
+    linear = [name for name in layers if name.endswith("proj.weight")]
+    assert len(linear) == 4 * 4 and all(held[name] != base[name] for name in linear)

@@ -271,21 +271,20 @@ def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here):
         line for line in (path.parent / "RECORD.md").read_text().splitlines() if line.startswith(f"| `{path.name}`")
     ]
     total = next(value for key, value in cells.items() if key.endswith("such steps"))
-    held = {
-        side: f"{max(phases, key=float)} GB {side}"
+    peaks = {
+        side: [max(map(float, phases)) for first, *phases in rows if len(phases) == 3 and re.fullmatch(name, first)]
         for side, name in {
             "a shared GPU": r"trainer, stage \d, and engine",
             "a trainer": r"trainer, stage \d",
             "an engine": r"engine(, stage \d)?",
         }.items()
-        for first, *phases in rows
-        if len(phases) == 3 and re.fullmatch(name, first)
     }
+    held = [f"{max(of_stages):.2f} GB {side}" for side, of_stages in peaks.items() if of_stages]
     received = cells["bytes into the fullest engine rank"].partition(" (")[0]
     assert row.split(" | ")[1:] == [
         cells["trainer"],
         cells["engines"],
-        ", ".join(held.values()),
+        ", ".join(held),
         received,
         f"{cells['GPU-hours']}, {total} |",
     ]

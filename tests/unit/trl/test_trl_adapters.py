@@ -94,5 +94,7 @@ def test_the_trainers_run_has_the_adapters_and_sections_have_the_last_word(tmp_p
     changed = GRPOTrainer(**given, args=GRPOConfig(sections=own))._sections(tmp_path / "run")
     assert plain["policy"]["lora"] == adapters_of(peft())
     assert changed["policy"]["lora"] == adapters_of(peft()) | {"rank": 2}
+    with pytest.raises(ValueError, match="model is a SimpleNamespace of PEFT: give its base model as"):
+        GRPOTrainer(**given | {"model": SimpleNamespace(peft_config={"default": peft()})})
     without = GRPOTrainer(**given | {"peft_config": None})._sections(tmp_path / "run")
     assert "lora" not in without["policy"]
