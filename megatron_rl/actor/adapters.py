@@ -3,8 +3,11 @@
 An adapter adds `scale B A x` to the output of its layer; `layout/adapters.py` says which parts of A and B a rank has.
 Its collectives carry A x, of `rank` numbers a token, in place of the layer's input or output: where the layer gathers
 the tokens of sequence parallelism, A x is gathered, and where the layer sums its output over TP, A x is summed.
-Invariants (tests/dist): the gradients of A and B do not depend on the layout; with B = 0 all numbers are the base
-model's, bit for bit; so they are while adapters are off.
+Of Transformer Engine's layers that begin with a norm, x is the norm's output, which they return on request. They can
+gather it, too, but then Transformer Engine 2.11 adds nothing of its gradient to the input's.
+
+Invariants (tests/dist, tests/gpu_set): the gradients of A and B do not depend on the layout nor on the kind of layers;
+with B = 0 all numbers are the base model's, bit for bit; so they are while adapters are off.
 
 Shape letters: T tokens, R rows of A (the rank, for each weight that the layer fuses), O outputs of the layer on this
 rank, H its inputs.
@@ -16,9 +19,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -37,7 +42,18 @@ from megatron_rl.layout.shards import local_extents
 from megatron_rl.types import Adapters
 
 Linear: TypeAlias = Any
-"""A ColumnParallelLinear or a RowParallelLinear of Megatron, which has no types."""
+"""A linear layer of Megatron, its own one or Transformer Engine's, which has no types."""
+SPLITS: dict[str, Literal["outputs", "inputs", "nothing"]] = {
+    "ColumnParallelLinear": "outputs",
+    "RowParallelLinear": "inputs",
+    "TEColumnParallelLinear": "outputs",
+    "TELayerNormColumnParallelLinear": "outputs",
+    "TERowParallelLinear": "inputs",
+    "TEColumnParallelGroupedLinear": "outputs",
+    "TERowParallelGroupedLinear": "inputs",
+    "TELinear": "nothing",
+}
+"""What TP splits of a layer, by the name of its class: most of these classes exist only with Transformer Engine."""
 
 
 class Adapting:
@@ -75,7 +91,8 @@ class Adapting:
         own = [shard for shard in self._shards if shard.local_name.startswith(prefix)]
         own = [replace(shard, local_name=shard.local_name.removeprefix(prefix)) for shard in own]
         for name, adapter in _add_adapters(gpt, own, self._adapters, self._seed, self).items():
-            self.merges[f"{prefix}{name}.weight"] = adapter.write_merged
+            for expert in adapter.experts:
+                self.merges[f"{prefix}{name}.weight{expert}"] = partial(adapter.write_merged, expert)
 
 
 def _add_adapters(
@@ -90,9 +107,7 @@ def _add_adapters(
     by_layer = {name: parts for name, parts in by_layer.items() if any(is_adapter(part.local_name) for part in parts)}
     added = {}
     for name, parts in by_layer.items():
-        layer = gpt.get_submodule(name)
-        assert isinstance(layer, ColumnParallelLinear | RowParallelLinear), f"{name} is {type(layer).__name__}"
-        added[name] = Adapter(layer, parts, adapters, seed, switch)
+        added[name] = Adapter(gpt.get_submodule(name), parts, adapters, seed, switch)
     if by_layer and gpt.pre_process:
         # Nothing below the first adapter has a gradient, and Megatron's recomputation ends the graph of a layer whose
         # input needs none.
@@ -104,111 +119,159 @@ def _with_gradient(output: Tensor) -> Tensor:
     return output if output.requires_grad or not torch.is_grad_enabled() else output.detach().requires_grad_()
 
 
-class Adapter:
-    """The adapter of one layer. Its parameters are the layer's, and a hook of the layer adds their product."""
+class _Wiring(NamedTuple):
+    """How a layer is distributed over the ranks of a group, and who communicates."""
 
-    def __init__(self, layer: Linear, shards: Sequence[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
+    splits: Literal["outputs", "inputs", "nothing"]
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    is_expert: bool
+    is_outside: bool
+    """Tokens are gathered and outputs summed around the layer, by the dispatcher of experts for example."""
+
+    @classmethod
+    def of(cls, layer: Linear) -> _Wiring:
+        known = [SPLITS[kind.__name__] for kind in type(layer).__mro__ if kind.__name__ in SPLITS]
+        assert known, f"{type(layer).__name__} is none of {', '.join(SPLITS)}"
+        splits = known[0]
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            return cls(splits, layer.tp_group, layer.sequence_parallel, layer.is_expert, layer.explicit_expert_comm)
+        # Megatron takes the mode from layers of Transformer Engine that do not communicate.
+        is_outside = splits != "nothing" and layer.parallel_mode is None
+        return cls(splits, layer._tp_group, layer.config.sequence_parallel, hasattr(layer, "num_gemms"), is_outside)
+
+
+class Adapter:
+    """The adapters of one layer: one, or one for each expert of a grouped layer. Their parameters are the layer's, and
+    a hook of the layer adds their product."""
+
+    def __init__(self, layer: Linear, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
         """
         Args:
-            shards: of A, B and the layer's weight.
+            shards: of A, B and the layer's own parameters.
         """
-        self._scale, self._switch, self._layer = adapters.scale, switch, layer
-        of_a = [shard for shard in shards if shard.local_name.endswith(A)]
-        of_b = [shard for shard in shards if shard.local_name.endswith(B)]
-        base = layer.weight
-        (a_extents,), (b_extents,) = (local_extents(part).values() for part in (of_a, of_b))
-        a_RH: Any = nn.Parameter(torch.empty(a_extents, dtype=base.dtype, device=base.device))
-        b_OR: Any = nn.Parameter(torch.zeros(b_extents, dtype=base.dtype, device=base.device))
-        for shard in of_a:
-            a_RH.data[slices(shard.local_box)] = _initial(shard, layer.input_size, seed)
-        self._splits_output = isinstance(layer, ColumnParallelLinear)
-        layer.register_parameter(A, a_RH)
-        layer.register_parameter(B, b_OR)
-        split, whole = (b_OR, a_RH) if self._splits_output else (a_RH, b_OR)
-        set_tensor_model_parallel_attributes(split, True, 0 if self._splits_output else 1, 1)
-        for parameter in (a_RH, b_OR):
-            if hasattr(base, "allreduce"):
-                parameter.allreduce = base.allreduce  # Megatron's mark of experts
-        if layer.is_expert:
-            # Megatron counts a parameter in norms if it has this mark, or is on the first rank of the model's TP.
-            whole.tensor_model_parallel = layer.tp_group.rank() == 0
-        # Megatron sums the gradients of such parameters over TP: with sequence parallelism each rank has other tokens.
-        whole.sequence_parallel = layer.sequence_parallel and not layer.explicit_expert_comm
+        self._scale, self._switch, self._layer, self._wiring = adapters.scale, switch, layer, _Wiring.of(layer)
+        parts: dict[str, list[Shard]] = {}
+        for shard in shards:
+            parts.setdefault(shard.local_name.rpartition(".")[2], []).append(shard)
+        self.experts = [name.removeprefix(A) for name in parts if name.startswith(A)]
+        """What the names of the parameters end with: nothing, or the number of an expert of a grouped layer."""
+        for expert in self.experts:
+            self._add_parameters(expert, parts[A + expert], parts[B + expert], seed)
+        self._returns_norm = hasattr(layer, "return_layernorm_output")
+        if self._returns_norm:
+            layer.return_layernorm_output = True
+        first = self.experts[0]  # all experts have the same rows
+        of_a, of_b, base = parts[A + first], parts[B + first], getattr(layer, f"weight{first}")
         self._blocks_OR: Tensor | None = None
         """1 where a row of B belongs to the columns of its own A, if the layer fuses several weights."""
         self._columns: Tensor | None = None
         """The layer's outputs that the rows of B belong to; None: all, in their order."""
         names = [shard.hf_name.replace(f".{A}.", f".{B}.") for shard in of_a]
+        num_rows = len(getattr(layer, B + first))
         if len(names) > 1:
-            blocks_OR = torch.zeros(b_extents[0], len(names) * adapters.rank, dtype=base.dtype, device=base.device)
+            blocks_OR = torch.zeros(num_rows, len(names) * adapters.rank, dtype=base.dtype, device=base.device)
             for shard in of_b:
-                (start, stop), first = shard.local_box[0], names.index(shard.hf_name) * adapters.rank
-                blocks_OR[start:stop, first : first + adapters.rank] = 1
+                (start, stop), column = shard.local_box[0], names.index(shard.hf_name) * adapters.rank
+                blocks_OR[start:stop, column : column + adapters.rank] = 1
             self._blocks_OR, self._num_fused = blocks_OR, len(names)
-        rows = {(shard.hf_name, shard.hf_box[0]): shard.local_box[0] for shard in shards}
+        rows = {(shard.hf_name, shard.hf_box[0]): shard.local_box[0] for shard in parts[f"weight{first}"]}
         places = [rows[shard.hf_name.replace(f"{B}.", ""), shard.hf_box[0]] for shard in of_b]
         rows_of_a = {shard.hf_name.replace(f"{A}.", f"{B}."): shard.local_box[0] for shard in of_a}
         self._products = [
             (place, shard.local_box[0], rows_of_a[shard.hf_name]) for place, shard in zip(places, of_b, strict=True)
         ]
-        """Rows of the layer's weight, and the rows of B and of A whose product belongs to them."""
-        if b_extents[0] < len(base):  # some of the weights that the layer fuses have no adapters
+        """Rows of a weight, and the rows of B and of A whose product belongs to them."""
+        if num_rows < len(base):  # some of the weights that the layer fuses have no adapters
             outputs = [row for place in places for row in range(*place)]
             self._columns = torch.tensor(outputs, device=base.device)
         layer.register_forward_hook(self)
 
-    def __call__(
-        self, layer: Linear, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None]:
-        if not self._switch.is_on:
-            return output
+    def _add_parameters(self, expert: str, of_a: Sequence[Shard], of_b: Sequence[Shard], seed: int) -> None:
+        """Give the layer A and B of one weight, with the marks by which Megatron sums gradients and norms."""
+        base = getattr(self._layer, f"weight{expert}")
+        splits, group, sequence_parallel, is_expert, is_outside = self._wiring
+        (a_extents,), (b_extents,) = (local_extents(part).values() for part in (of_a, of_b))
+        a_RH: Any = nn.Parameter(torch.empty(a_extents, dtype=base.dtype, device=base.device))
+        b_OR: Any = nn.Parameter(torch.zeros(b_extents, dtype=base.dtype, device=base.device))
+        num_inputs = a_extents[1] * (group.size() if splits == "inputs" else 1)
+        for shard in of_a:
+            a_RH.data[slices(shard.local_box)] = _initial(shard, num_inputs, seed)
+        for name, parameter, held_in, dim in ((A, a_RH, "inputs", 1), (B, b_OR, "outputs", 0)):
+            self._layer.register_parameter(name + expert, parameter)
+            if hasattr(base, "allreduce"):
+                parameter.allreduce = base.allreduce  # Megatron's mark of experts
+            if splits == held_in:
+                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+                continue
+            if is_expert:
+                # Megatron counts a parameter in norms if it has this mark, or is on the first rank of the model's TP.
+                parameter.tensor_model_parallel = group.rank() == 0
+            # Megatron sums the gradients of such parameters over TP: with sequence parallelism each rank has other
+            # tokens.
+            parameter.sequence_parallel = sequence_parallel and not is_outside
+
+    def __call__(self, layer: Linear, inputs: tuple[Any, ...], output: tuple[Any, Tensor | None]) -> tuple[Any, ...]:
+        """
+        Args:
+            inputs: the layer's; of a grouped layer its tokens, and how many of them each expert has.
+        """
         whole, bias = output
-        added = self._added(layer, inputs[0])
+        input_TH = inputs[0]
+        if self._returns_norm:
+            whole, input_TH = whole
+        if not self._switch.is_on:
+            return whole, bias
+        parts = input_TH.split(inputs[1]) if len(inputs) > 1 else (input_TH,)
+        sums = [self._added(part, expert) for part, expert in zip(parts, self.experts, strict=True)]
+        added = torch.cat(sums) if len(sums) > 1 else sums[0]
         return whole + added if self._columns is None else whole.index_add(-1, self._columns, added), bias
 
-    def write_merged(self, box: Box, out: Tensor) -> None:
-        """Write a rectangle of the layer's weight on this rank, with the product of the same rectangle added. Each rank
-        has the rows of B and the columns of A that belong to its part of the weight.
+    def write_merged(self, expert: str, box: Box, out: Tensor) -> None:
+        """Write a rectangle of a weight of the layer on this rank, with the product of the same rectangle added. Each
+        rank has the rows of B and the columns of A that belong to its part of the weight.
 
         Args:
+            expert: one of `experts`.
             out: has the rectangle's extents, and any dtype.
         """
-        layer, (first, last), columns = self._layer, box[0], slice(*box[1])
-        out.copy_(layer.weight[slices(box)])
+        whole, a_RH, b_OR = (getattr(self._layer, name + expert) for name in ("weight", A, B))
+        (first, last), columns = box[0], slice(*box[1])
+        out.copy_(whole[slices(box)])
         for (start, stop), (b_start, _), rows_of_a in self._products:
             begin, end = max(start, first), min(stop, last)
             if begin < end:
-                b_OR = layer.lora_B[b_start + begin - start : b_start + end - start]
-                a_RH = layer.lora_A[slice(*rows_of_a), columns]
-                weight_OH = layer.weight[begin:end, columns]
-                write_merged(out[begin - first : end - first], weight_OH, a_RH, b_OR, self._scale)
+                b_rows = b_OR[b_start + begin - start : b_start + end - start]
+                a_part = a_RH[slice(*rows_of_a), columns]
+                write_merged(out[begin - first : end - first], whole[begin:end, columns], a_part, b_rows, self._scale)
 
-    def _added(self, layer: Linear, input_TH: Tensor) -> Tensor:
+    def _added(self, input_TH: Tensor, expert: str) -> Tensor:
         """`scale B A x`, of the tokens and the outputs that the layer returns on this rank."""
-        a_RH, b_OR, group = layer.lora_A, layer.lora_B, layer.tp_group
-        if layer.explicit_expert_comm:
-            # The dispatcher gathers an expert's tokens and sums its outputs over the ranks that split it. Each rank
-            # has a part of the gradient of what all of them hold.
-            if self._splits_output:
-                a_RH = copied_to_all_ranks(a_RH, group)
+        a_RH, b_OR = getattr(self._layer, A + expert), getattr(self._layer, B + expert)
+        if self._wiring.is_outside:
+            # Each rank has a part of the gradient of what all of them hold.
+            if self._wiring.splits == "outputs":
+                a_RH = copied_to_all_ranks(a_RH, self._wiring.group)
             else:
-                b_OR = copied_to_all_ranks(b_OR, group)
+                b_OR = copied_to_all_ranks(b_OR, self._wiring.group)
             middle_TR = input_TH @ a_RH.t()
         else:
-            middle_TR = self._shared(layer, input_TH @ a_RH.t())
+            middle_TR = self._shared(input_TH @ a_RH.t())
         if self._blocks_OR is not None:  # each output's row of B, in the columns of its own A
             b_OR = b_OR.repeat(1, self._num_fused) * self._blocks_OR
         added: Tensor = (self._scale * middle_TR) @ b_OR.t()
         return added
 
-    def _shared(self, layer: Linear, middle_TR: Tensor) -> Tensor:
+    def _shared(self, middle_TR: Tensor) -> Tensor:
         """A x of the tokens of the layer's output, over all inputs."""
-        group = layer.tp_group
-        if self._splits_output and layer.sequence_parallel:
+        splits, group, sequence_parallel, *_ = self._wiring
+        if splits == "nothing":
+            return middle_TR
+        if splits == "outputs" and sequence_parallel:
             shared = gather_from_sequence_parallel_region(middle_TR, tensor_parallel_output_grad=True, group=group)
-        elif self._splits_output:
+        elif splits == "outputs":
             shared = copied_to_all_ranks(middle_TR, group)
-        elif layer.sequence_parallel:
+        elif sequence_parallel:
             shared = reduce_scatter_to_sequence_parallel_region(middle_TR, group=group)
         else:
             shared = reduce_from_tensor_model_parallel_region(middle_TR, group=group)

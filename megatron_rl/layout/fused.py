@@ -13,8 +13,6 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
         context: the context-parallel size.
     """
     family, rope, latent = FAMILIES[shape.family], shape.rope_scaling, shape.latent
-    if shape.adapters:
-        return "low-rank adapters have not been built for its layers"
     if family.sinks:
         return f"its attention takes no sinks in packed rows, and {shape.family} has them"
     if family.post_norm:

@@ -178,7 +178,7 @@ def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) ->
                     except ValueError:  # the mesh does not divide the model
                         continue
                     # On GPUs context.py needs Transformer Engine's kernels (preflight/checks.py).
-                    if context > 1 and shape.adapters and not has_fused_layers(shape, config.model, context):
+                    if context > 1 and not has_fused_layers(shape, config.model, context):
                         continue
                     if parallel != present:
                         yield parallel

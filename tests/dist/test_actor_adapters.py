@@ -18,6 +18,7 @@ import torch
 import transformers
 from bridge_engines import Fleet
 from patience import deadline
+from random_adapters import write_adapters
 from safetensors.torch import load_file, save_file
 from scenarios import TEMPERATURE, Layout
 from shares import TrainSample
@@ -31,7 +32,7 @@ from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import Engines, Recording, read_shape
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
+from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS
 from megatron_rl.planning.adapters import SLOT_RANKS, served_adapters
 from megatron_rl.tools.bench.compare_layouts import NUM_MICROBATCHES, deal_rows, parse_layout, random_rows
 from megatron_rl.types import Mesh
@@ -52,17 +53,6 @@ BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "k_proj", "v_proj"
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 FORMULA = [("qwen3", SOME), ("qwen2", LORA), ("qwen3_moe", LORA), ("deepseek_v3", LORA), ("qwen3_next", BESIDE_DELTA)]
 RECOMPUTED = [("qwen3", "tp2-pp2"), ("qwen2", "pp2"), ("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "tp2")]
-
-
-def write_adapters(folder: Path, model: Path, lora: LoraConfig = LORA) -> Path:
-    """Random ones."""
-    shape = replace(read_shape(model), adapters=lora.adapters)
-    generator = torch.Generator().manual_seed(0)
-    folder.mkdir(parents=True)
-    tensors = {name: 0.1 * torch.randn(extents, generator=generator) for name, extents in tensors_of(shape).items()}
-    save_file({PREFIX + name: tensor for name, tensor in tensors.items()}, folder / TENSORS)
-    (folder / CONFIG).write_text(config_of(shape, str(model)))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ The constructors of Transformer Engine and Megatron are the real ones. The param
 is torch's fake one, and what torch.cuda says about a device is faked. Nothing is computed.
 
     python tests/gpu_set/te_layers.py FAMILY '{"tensor": 2, "pipeline": 2, "virtual": 2}' ...
+    python tests/gpu_set/te_layers.py 'FAMILY with adapters' '{"tensor": 2}' ...
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ from numbered import SHAPES  # noqa: E402
 
 from megatron_rl.actor import platform  # noqa: E402
 from megatron_rl.layout import FAMILIES  # noqa: E402
-from megatron_rl.types import LatentAttention, YarnRope  # noqa: E402
+from megatron_rl.layout.adapters import is_adapter  # noqa: E402
+from megatron_rl.types import Adapters, LatentAttention, YarnRope  # noqa: E402
+
+ADAPTED = " with adapters"
 
 
 def pretend() -> None:
@@ -37,7 +41,7 @@ def pretend() -> None:
 def shape_of(name: str) -> Any:
     """Sizes that Transformer Engine accepts: it wants multiples of 8 and 16."""
     shape = replace(
-        SHAPES[name],
+        SHAPES[name.removesuffix(ADAPTED)],
         hidden_size=64,
         head_dim=16,
         num_heads=4,
@@ -57,7 +61,7 @@ def shape_of(name: str) -> Any:
         rank = 48 if latent.query_rank else 0
         latent = LatentAttention(query_rank=rank, kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32)
         shape = replace(shape, num_kv_heads=4, head_dim=48, latent=latent, rope_scaling=YarnRope(4.0, 64))
-    return shape
+    return replace(shape, adapters=Adapters(8, 16.0)) if name.endswith(ADAPTED) else shape
 
 
 def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine") -> Iterator[tuple[Any, int, Any, Any]]:
@@ -65,8 +69,10 @@ def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
+    from megatron_rl.actor.adapters import Adapting
     from megatron_rl.actor.model import build_model
     from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
+    from megatron_rl.layout import megatron_shards
 
     parallel = ParallelConfig(**sizes)
     policy, mesh = PolicyConfig(parallel=parallel), parallel.mesh
@@ -84,7 +90,9 @@ def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine")
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(1)
-            chunks = build_model(shape, model, policy, mesh.coordinates(rank)[1])
+            shards = megatron_shards(shape, mesh, rank, layers == "transformer_engine")
+            adapting = Adapting(shape.adapters, shards, seed=0) if shape.adapters else None
+            chunks = build_model(shape, model, policy, mesh.coordinates(rank)[1], adapting)
         yield mesh, rank, chunks, chunks[0].config
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -106,15 +114,22 @@ def check(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
             whole = FAMILIES[shape.family].hf_tensors(shape)[shard.hf_name]
             is_whole[shard.local_name] &= tuple(stop - start for start, stop in shard.hf_box) == whole
         parameters = dict(state.named_parameters(chunks))
+        for key, parameter in parameters.items():
+            assert parameter.requires_grad == (shape.adapters is None or is_adapter(key)), f"rank {rank}: {key}"
         of_experts = {key for key, value in parameters.items() if getattr(value, "allreduce", True) is False}
-        for key in parameters.keys() - of_experts if mesh.tensor > 1 else ():
+        # A norm counts a whole matrix of an expert's adapter on one of the ranks that share the expert.
+        shared = {key for key in parameters if is_adapter(key) and ".experts." in key and is_whole[key]}
+        is_first = mesh.expert_coordinates(rank)[0] == 0
+        assert all(parameters[key].tensor_model_parallel == is_first for key in shared), f"rank {rank}: {shared}"
+        for key in parameters.keys() - of_experts - shared if mesh.tensor > 1 else ():
             is_split = bool(getattr(parameters[key], "tensor_model_parallel", False))
             assert is_split != is_whole[key], f"rank {rank}: {key}: split {is_split}, in the table {not is_whole[key]}"
         # Otherwise norms would count an expert on one rank alone (Megatron-LM's pull request 5916).
-        assert all(parameters[key].tensor_model_parallel for key in of_experts), f"rank {rank}: {of_experts}"
+        assert all(parameters[key].tensor_model_parallel for key in of_experts - shared), f"rank {rank}: {of_experts}"
         if mesh.tensor > 1:
             mine = summed_over_tensor_ranks(chunks, config, parameters)
-            replicated = {key for key in parameters if is_whole[key]} - of_experts
+            replicated = {key for key, one in parameters.items() if is_whole[key] and one.requires_grad}
+            replicated -= of_experts | shared
             of_heads = {key for key in replicated if "q_layernorm" in key or "k_layernorm" in key}
             assert mine == (replicated if config.sequence_parallel else of_heads), f"rank {rank}: {mine ^ replicated}"
             summed |= mine
@@ -132,6 +147,7 @@ def summed_over_tensor_ranks(chunks: Any, config: Any, parameters: dict[str, Any
     def double(buffer: Any, **_: Any) -> None:
         buffer.mul_(2)
 
+    parameters = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     for parameter in parameters.values():
         parameter.main_grad.fill_(1)
     with mock.patch.object(dist, "all_reduce", double):

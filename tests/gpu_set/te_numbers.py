@@ -3,7 +3,7 @@
 Parameters, marks and what Megatron does with them are the real ones. The reference is one process with local layers in
 float64, and one in float32 shows what rounding explains (tools/bench/compare_layouts.py).
 
-    python tests/gpu_set/te_numbers.py '{"deepseek_v3": ["tp2", "cp2"]}'
+    python tests/gpu_set/te_numbers.py '{"deepseek_v3": ["tp2", "cp2"], "llama with adapters": ["tp2 unchanged"]}'
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused activations are the same formulas without a compiler
 
+import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
 for room in ("", "dist"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 from sizes import VOCAB_SIZE  # noqa: E402
 
-from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
+from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
+from megatron_rl.layout import slices  # noqa: E402
+from megatron_rl.layout.adapters import A, B  # noqa: E402
+from megatron_rl.layout.peft import PREFIX, TENSORS  # noqa: E402
 from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
     NUM_MICROBATCHES,
     ONE_PROCESS,
     deal_rows,
     difference,
+    loaded_actor,
     parse_layout,
     random_rows,
     too_far,
@@ -37,6 +45,11 @@ from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
 
 WITHOUT_KERNELS = MegatronConfig(transformer={"moe_permute_fusion": False})
 """This one is not a module's, but a function that Megatron calls."""
+ADAPTED = {
+    " with adapters": LoraConfig(rank=3, alpha=7),
+    " with some": LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj", "down_proj")),
+}
+"""What a model's name ends with, and its adapters. q and v are two of three weights that Megatron fuses."""
 
 
 def models() -> dict[str, Any]:
@@ -64,38 +77,95 @@ def models() -> dict[str, Any]:
 
 
 def layout_of(text: str) -> ParallelConfig:
-    """`tp2-cp2`, `tp2-cp2 recomputed`, or `tp2 whole`: without sequence parallelism."""
+    """`tp2-cp2`, `tp2-cp2 recomputed`, `tp2 whole` (without sequence parallelism) or `tp2 unchanged` (`check_base`)."""
     axes, _, how = text.partition(" ")
-    return parse_layout(axes).model_copy(update={"sequence": how != "whole"})
+    return parse_layout(axes).model_copy(update={"sequence": not how.startswith("whole")})
+
+
+def base_of(name: str) -> tuple[str, LoraConfig | None]:
+    """The model, and the adapters that it has."""
+    ending = next((ending for ending in ADAPTED if name.endswith(ending)), "")
+    return name.removesuffix(ending), ADAPTED.get(ending)
+
+
+def check_base(rank: int, stores: Iterable[Any], folder: Path, model: ModelConfig, policy: Any, shares: Any) -> None:
+    """With B = 0, and with adapters that are off, the log-probs are the base model's, bit for bit. The weights that are
+    merged for a push are W + scale B A of the folders."""
+    found = []
+    without = policy.model_copy(update={"lora": None})
+    at_zero = policy.model_copy(update={"lora": policy.lora.model_copy(update={"start": None})})
+    for one, store in zip((without, at_zero, policy), stores, strict=True):
+        actor, share = loaded_actor(rank, store, folder, model, one), shares[one.parallel.mesh.coordinates(rank)[2]]
+        found.append(actor.score(share))
+        if one is policy:
+            with actor.adapting.off():
+                found.append(actor.score(share))
+            check_merged(actor, folder, policy.lora)
+        actor.close()
+    base, zero, adapted, off = found
+    assert base == zero == off and (not base or base != adapted), found
+
+
+def check_merged(actor: Any, folder: Path, lora: LoraConfig) -> None:
+    weights, adapters = load_file(folder / "model.safetensors"), load_file(lora.start / TENSORS)
+    expected = {
+        name: torch.addmm(
+            weights[name].double(),
+            adapters[PREFIX + name.replace(".weight", f".{B}.weight")].double(),
+            adapters[PREFIX + name.replace(".weight", f".{A}.weight")].double(),
+            alpha=lora.adapters.scale,
+        )
+        for name in weights
+        if PREFIX + name.replace(".weight", f".{A}.weight") in adapters
+    }
+    shards = [shard for shard in actor.shards if shard.hf_name in expected]
+    assert {shard.local_name for shard in shards} == actor.adapting.merges.keys()
+    for shard in shards:
+        part = expected[shard.hf_name][slices(shard.hf_box)]
+        merged = torch.empty(part.shape)
+        with torch.no_grad():
+            actor.adapting.merges[shard.local_name](shard.local_box, merged)
+        torch.testing.assert_close(merged, part.float(), atol=1e-6, rtol=1e-5)
 
 
 def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -> None:
     """Do the part of a rank in each case."""
-    import kernels
-    import torch
+    import stand_ins
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    kernels.install()
+    stand_ins.install()
     rows = random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=3)
     for number, (name, layout) in enumerate(cases):
         is_one = layout in ("float32", "float64")
         parallel = ParallelConfig() if is_one else layout_of(layout)
         if rank >= parallel.mesh.world_size:
             continue
-        store = next(dist.rendezvous(f"file://{folder}/{number}", rank, parallel.mesh.world_size))[0]
+        stores = (
+            next(dist.rendezvous(f"file://{folder}/{number} {part}", rank, parallel.mesh.world_size))[0]
+            for part in range(3)
+        )
+        base, lora = base_of(name)
+        if lora:
+            lora = lora.model_copy(update={"start": folder / name})
         recompute = "full" if layout.endswith(" recomputed") else "none"
         layers = "local" if is_one else "transformer_engine"
-        model = ModelConfig(path=folder / name, dtype="float32", layers=layers, recompute=recompute)
-        policy = PolicyConfig(parallel=parallel, megatron=MegatronConfig() if is_one else WITHOUT_KERNELS)
-        shares = deal_rows(folder / name, parallel, rows, 1 if is_one else NUM_MICROBATCHES)
-        found = train_once(rank, store, folder / name, model, policy, shares, exact=layout == "float64")
+        model = ModelConfig(path=folder / base, dtype="float32", layers=layers, recompute=recompute)
+        megatron = MegatronConfig() if is_one else WITHOUT_KERNELS
+        policy = PolicyConfig(parallel=parallel, megatron=megatron, lora=lora)
+        shares = deal_rows(folder / base, parallel, rows, 1 if is_one else NUM_MICROBATCHES)
+        found = None
+        if layout.endswith("unchanged"):
+            check_base(rank, stores, folder / base, model, policy, shares)
+        else:
+            found = train_once(rank, next(stores), folder / base, model, policy, shares, exact=layout == "float64")
         if rank == 0:
             results.put((name, layout, found))
 
 
 def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
     """What is too far from float64, of each family."""
+    from random_adapters import write_adapters
     from test_actor_families import write_models
 
     cases = [(name, layout) for name, of in layouts.items() for layout in ("float64", "float32", *of)]
@@ -104,7 +174,11 @@ def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
     results = processes.SimpleQueue()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_models(folder, {name: kind for name, kind in models().items() if name in layouts})
+        bases = {base_of(name)[0] for name in layouts}
+        write_models(folder, {name: kind for name, kind in models().items() if name in bases})
+        for base, name, lora in ((base_of(name)[0], name, base_of(name)[1]) for name in layouts):
+            if lora:
+                write_adapters(folder / name, folder / base, lora)
         arguments = folder, cases, results
         ranks = [processes.Process(target=serve, args=(rank, *arguments), daemon=True) for rank in range(max(sizes))]
         for process in ranks:
@@ -116,7 +190,8 @@ def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
                     raise SystemExit("a rank failed; its error is above")
                 ranks[0].join(0.05)
             name, layout, numbers = results.get()
-            found.setdefault(name, {})[layout] = numbers
+            if numbers is not None:
+                found.setdefault(name, {})[layout] = numbers
         for process in ranks:
             process.join()
     faults = {}

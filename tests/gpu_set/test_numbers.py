@@ -21,8 +21,17 @@ LAYOUTS = {
     "kimi_k2": ["tp2-pp2", "cp2"],
     "glm4_moe_lite": ["tp2-cp2"],
     "glm4_moe": ["tp2-cp2", "tp4", "tp2-dp2-ep2-etp1"],
+    "llama with adapters": ["tp2-cp2", "tp2 whole", "pp2 recomputed", "tp2 unchanged", "tp2 whole unchanged"],
+    "qwen2 with some": ["tp2-pp2"],
+    "qwen3_moe with adapters": ["tp2-cp2", "tp2-dp2-ep2 recomputed", "tp2-dp2-ep2-etp1", "tp2-dp2-ep2 unchanged"],
+    "qwen3_moe with some": ["tp2-dp2-ep2"],
+    "deepseek_v3 with adapters": ["tp2-cp2", "tp2-dp2-ep2 recomputed", "tp2-pp2", "pp2-vpp2", "dp2-ep2 unchanged"],
+    "deepseek_v3_direct with adapters": ["tp2-cp2"],
+    "glm4_moe with adapters": ["tp4", "tp2-dp2-ep2-etp1"],
 }
-"""`whole`: without sequence parallelism. `recomputed`: layers are computed again in the backward pass."""
+"""`whole`: without sequence parallelism. `recomputed`: layers are computed again in the backward pass. `unchanged`:
+with B = 0 and with adapters that are off, the log-probs are the base model's, bit for bit. Models with adapters have
+the gradients of A and B, and `some` are for three kinds of layers."""
 
 
 @pytest.fixture(scope="module")

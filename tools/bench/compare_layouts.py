@@ -44,6 +44,8 @@ from megatron_rl.types import Credit, Share, StepBatch, Tokens
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from megatron_rl.actor.actor import MegatronActor
+
 AXES = {
     "tp": "tensor",
     "pp": "pipeline",
@@ -146,13 +148,24 @@ def train_once(
 
         with Float32MeansFloat64():
             return train_once(rank, store, folder, model, policy, shares)
+    from megatron_rl.actor.weights import gather_gradient
+
+    actor = loaded_actor(rank, store, folder, model, policy)
+    actor.begin(shares[policy.parallel.mesh.coordinates(rank)[2]], {})
+    metrics = actor.update(0, {})
+    gradient = {name: tensor.numpy() for name, tensor in gather_gradient(actor).items()}
+    actor.close()
+    return metrics["loss"], metrics["grad_norm"], gradient
+
+
+def loaded_actor(rank: int, store: dist.Store, folder: Path, model: ModelConfig, policy: PolicyConfig) -> MegatronActor:
+    """The actor of a rank with the weights of the folder, and the adapters that the policy starts with."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.adapter_folders import load_adapters
     from megatron_rl.actor.spec import ActorSpec
-    from megatron_rl.actor.weights import gather_gradient, load_weights
+    from megatron_rl.actor.weights import load_weights
     from megatron_rl.algorithms import SupervisedObjective
 
-    mesh = policy.parallel.mesh
     unclipped = AdamConfig(clip_grad=0.0)  # clipping would scale the gradient
     spec = ActorSpec(
         shape=policy.adapted(read_shape(folder)),
@@ -163,15 +176,11 @@ def train_once(
         total_steps=1,
         seed=0,
     )
-    actor = MegatronActor(spec, rank=rank, world_size=mesh.world_size, store=store)
+    actor = MegatronActor(spec, rank=rank, world_size=policy.parallel.mesh.world_size, store=store)
     load_weights(actor, folder)
     if policy.lora and policy.lora.start:
         load_adapters(actor, policy.lora.start)
-    actor.begin(shares[mesh.coordinates(rank)[2]], {})
-    metrics = actor.update(0, {})
-    gradient = {name: tensor.numpy() for name, tensor in gather_gradient(actor).items()}
-    actor.close()
-    return metrics["loss"], metrics["grad_norm"], gradient
+    return actor
 
 
 def _in_process(rank: int, url: str, world_size: int, results: Any, *arguments: Any) -> None:

@@ -13,7 +13,7 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms import SupervisedObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.planning.activations import has_fused_layers
-from megatron_rl.types import DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import Adapters, DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 
 QWEN3 = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)
 MIXTRAL = replace(QWEN3, family="mixtral", experts=Experts(num_experts=4, num_active=2, ffn_size=48))
@@ -100,6 +100,7 @@ FUSED = [
     *(replace(LLAMA, rotary_share=0.5), replace(DEEPSEEK, latent=MLA)),
     replace(DEEPSEEK, latent=MLA, rope_scaling=YarnRope(4.0, 64)),
     replace(DEEPSEEK, family="glm4_moe_lite", latent=replace(MLA, nope_dim=192, value_dim=256)),
+    replace(MIXTRAL, adapters=Adapters(8, 16.0)),
 ]
 NOT_FUSED = [
     (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks"),

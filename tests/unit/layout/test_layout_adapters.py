@@ -33,11 +33,12 @@ def adapted(name: str, *targets: str):
     return replace(SHAPES[name], adapters=Adapters(RANK, 6.0, targets))
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["local", "fused"])
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_the_ranks_of_a_mesh_partition_a_and_b(name, mesh):
+def test_the_ranks_of_a_mesh_partition_a_and_b(name, mesh, fused):
     shape, mesh = adapted(name), MESHES[mesh]
     expected = {k: v for k, v in FAMILIES[shape.family].hf_tensors(shape).items() if is_adapter(k)}
-    parts = [(rank, s) for rank in range(mesh.world_size) for s in megatron_shards(shape, mesh, rank)]
+    parts = [(rank, s) for rank in range(mesh.world_size) for s in megatron_shards(shape, mesh, rank, fused)]
     distinct = {(s.hf_name, s.hf_box) for _, s in parts if is_adapter(s.hf_name)}
     elements = Counter()
     for hf_name, box in distinct:
@@ -50,12 +51,13 @@ def test_the_ranks_of_a_mesh_partition_a_and_b(name, mesh):
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 @pytest.mark.parametrize("targets", [(), ("v_proj", "q_proj", "o_proj")], ids=["all", "some"])
-def test_a_rank_has_the_rows_of_b_and_the_columns_of_a_that_it_has_of_the_weight(name, mesh, targets):
+@pytest.mark.parametrize("fused", [False, True], ids=["local", "fused"])
+def test_a_rank_has_the_rows_of_b_and_the_columns_of_a_that_it_has_of_the_weight(name, mesh, targets, fused):
     if name == "deepseek_v3" and targets:
         targets = ("q_b_proj", "o_proj")
     shape, mesh = adapted(name, *targets), MESHES[mesh]
     for rank in range(mesh.world_size):
-        shards = megatron_shards(shape, mesh, rank)
+        shards = megatron_shards(shape, mesh, rank, fused)
         weights = [s for s in shards if not is_adapter(s.hf_name)]
         columns = {(s.hf_name, s.hf_box[1]) for s in weights if len(s.hf_box) == 2}
         for s in (s for s in shards if f".{A}." in s.hf_name):

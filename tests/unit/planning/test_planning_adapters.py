@@ -100,7 +100,7 @@ def test_the_memory_of_a_run(colocate):
     held = rank_parameters(SHAPE, MESH, 0)
     assert "reference policy" in of_base.trainer.host and "reference policy" not in memory.trainer.host
     assert memory.trainer.host["a checkpoint's copy"] == held.trained / 2 * 14
-    assert not memory.fused and of_base.fused
+    assert memory.fused and of_base.fused
     parts, base_parts = memory.engine.gpu.parts, of_base.engine.gpu.parts
     assert parts["weights"] == base_parts["weights"]
     slot = slot_bytes(SHAPE, Engines(tensor=4), 2, 0)
@@ -191,10 +191,14 @@ def test_a_step_computes_no_gradient_of_frozen_weights():
     assert communicated[1] < 0.01 * communicated[0]
 
 
-def test_layouts_have_no_context_parallelism():
-    run = config(policy={"lora": LORA})
-    assert {parallel.context for parallel in parallel_sizes(run, SHAPE, 8)} == {1}
-    assert {parallel.context for parallel in parallel_sizes(config(), BASE, 8)} > {1, 2}
+def test_layouts_have_context_parallelism_where_the_base_models_do():
+    """With Transformer Engine's layers."""
+
+    def contexts(shape, **changes):
+        return {parallel.context for parallel in parallel_sizes(config(**changes), shape, 8)}
+
+    assert contexts(SHAPE, policy={"lora": LORA}) == contexts(BASE) > {1, 2}
+    assert contexts(SHAPE, policy={"lora": LORA}, model={"layers": "local"}) == {1}
 
 
 def test_one_node_is_enough_for_32_billion_parameters():

@@ -260,13 +260,13 @@ def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
 
 
 def test_context_parallelism_on_gpus_needs_transformer_engines_layers(home):
-    def found(dtype, **changes):
+    def found(dtype, lora=None, **changes):
         (home / "model/config.json").write_text(json.dumps(CONFIG | changes))
         gpus = {"cluster__gpus_per_trainer": 1, "cluster__gpus_per_engine_rank": 1}
         model = {"path": "model", "dtype": dtype}
-        return faults(grpo(model=model, policy={"parallel": {"context": 2}}, **gpus))
+        return faults(grpo(model=model, policy={"parallel": {"context": 2}, "lora": lora}, **gpus))
 
-    assert found("bfloat16") == []
+    assert found("bfloat16") == found("bfloat16", lora={"rank": 4}) == []
     needs = "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, but "
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     assert found("bfloat16", **windows) == [

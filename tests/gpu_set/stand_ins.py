@@ -1,7 +1,9 @@
 """PyTorch's formulas in the place of Transformer Engine's kernels, which run on GPUs alone.
 
-Only what a module computes from its tensors is replaced. What Megatron and Transformer Engine build stays: parameters,
-their marks, process groups, the order of calls. A tensor-parallel module communicates with Megatron's own functions.
+Of the linear layers only products and norms are replaced: what Transformer Engine does around them forward and
+backward, its collectives, and what it keeps and frees, is its own code. Norms on their own, attention and the rotary
+embedding are replaced whole. What Megatron and Transformer Engine build stays: parameters, their marks, process groups,
+the order of calls.
 """
 
 from __future__ import annotations
@@ -16,13 +18,10 @@ import torch
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 from torch import Tensor
+from transformer_engine.pytorch import utils
+from transformer_engine.pytorch.module import grouped_linear, layernorm_linear, linear
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from megatron_rl.actor import model, platform, trainer
 from megatron_rl.actor.context import ContextRank, plan_ring, ring_attention
@@ -31,9 +30,15 @@ from megatron_rl.actor.context import ContextRank, plan_ring, ring_attention
 def install() -> None:
     """Let `build_model` make Transformer Engine's layers on a CPU, and let them compute there."""
     platform.HAS_TRANSFORMER_ENGINE = True
-    te.Linear.forward = _linear
-    te.LayerNormLinear.forward = _norm_and_linear
-    te.GroupedLinear.forward = _grouped_linear
+    TransformerEngineBaseModule.prepare_forward = _prepared
+    for module in (linear, layernorm_linear, grouped_linear):
+        module.get_dummy_wgrad = lambda extents, dtype, zero=False: torch.zeros(extents, dtype=dtype)
+    utils._empty_tensor = torch.Tensor
+    linear.general_gemm = layernorm_linear.general_gemm = _product
+    grouped_linear.general_grouped_gemm = _grouped_products
+    layernorm_linear.apply_normalization = _normalised
+    layernorm_linear.tex.rmsnorm_bwd = _norm_gradients
+    torch.cuda.is_current_stream_capturing = lambda: False
     te.RMSNorm.forward = lambda self, x: _rms_norm(x, self.weight, self)
     te.DotProductAttention.forward = _attention
     rope_utils.fused_apply_rotary_pos_emb_thd = _rotate
@@ -58,39 +63,91 @@ def _pretending() -> Iterator[None]:
         yield
 
 
-def _with_bias(module: Any, out: Tensor) -> Any:
-    bias = module.bias if module.use_bias else None
-    if module.return_bias:
-        return out, bias
-    return out if bias is None else out + bias
+@contextmanager
+def _prepared(
+    self: Any, x: Tensor, num_gemms: int = 1, allow_non_contiguous: bool = False, **others: Any
+) -> Iterator[Tensor]:
+    """Transformer Engine's own, without the check that tensors are on a GPU."""
+    self.allow_different_data_and_param_types, self.forwarded_at_least_once = False, True
+    self.set_activation_dtype(x)
+    self.init_fp8_metadata(num_gemms=num_gemms)
+    yield x if allow_non_contiguous else x.contiguous()
 
 
-def _linear(self: Any, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
-    return _split_linear(self, x)
+def _product(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    bias: Tensor | None = None,
+    grad: bool = False,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None, None, None]:
+    """The product of cuBLAS, whose matrices are transposed: `layout` says which of them is so, a's letter first."""
+    assert not any(others.pop(name, None) for name in ("quantization_params", "ub", "gelu", "extra_output")), others
+    flat = b.flatten(0, -2)  # torch would round products of three dims by whether a has a gradient
+    if layout == "NT":
+        result = flat.t() @ a.flatten(0, -2)
+    else:
+        result = (flat @ (a.t() if layout == "TN" else a)).unflatten(0, b.shape[:-1])
+    of_bias = None
+    if bias is not None and grad:
+        of_bias = flat.sum(0)
+    elif bias is not None:
+        result = result + bias
+    if out is None:
+        return result.to(out_dtype), of_bias, None, None
+    return out.add_(result) if accumulate else out.copy_(result), of_bias, None, None
 
 
-def _norm_and_linear(self: Any, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
-    assert self.normalization == "RMSNorm"
-    return _split_linear(self, _rms_norm(x, self.layer_norm_weight, self))
+def _grouped_products(
+    a: list[Tensor],
+    b: list[Tensor],
+    out: list[Tensor],
+    quantization_params: list[None],
+    out_dtype: torch.dtype,
+    *,
+    m_splits: list[int],
+    single_output: bool = False,
+    use_bias: bool = False,
+    bias: Any = None,
+    **how: Any,
+) -> tuple[list[Tensor], list[Tensor | None], None]:
+    assert not use_bias
+    parts = out[0].split(m_splits) if single_output else out
+    for one_a, one_b, part in zip(a, b, parts, strict=True):
+        _product(one_a, one_b, out=part, **how)
+    return out, [None] * len(a), None
 
 
-def _split_linear(module: Any, x: Tensor) -> Any:
-    is_split, group = module.tp_size > 1, module.tp_group
-    if is_split and module.parallel_mode == "column":
-        gather = module.sequence_parallel
-        x = (gather_from_sequence_parallel_region if gather else copy_to_tensor_model_parallel_region)(x, group=group)
-    out = F.linear(x, module.weight)
-    if is_split and module.parallel_mode == "row":
-        scatter = module.sequence_parallel
-        add = reduce_scatter_to_sequence_parallel_region if scatter else reduce_from_tensor_model_parallel_region
-        out = add(out, group=group)
-    return _with_bias(module, out)
+def _normalised(
+    x: Tensor,
+    out: None,
+    weight: Tensor,
+    bias: None,
+    eps: float,
+    quantizer: None,
+    dtype: torch.dtype,
+    kind: str,
+    margin: int,
+    zero_centered: bool,
+) -> tuple[Tensor, None, Tensor]:
+    """The output, no mean, and 1 / the root of the mean square."""
+    assert (out, bias, quantizer, kind) == (None, None, None, "RMSNorm")
+    factors = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return x * factors * (weight + 1 if zero_centered else weight), None, factors
 
 
-def _grouped_linear(self: Any, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Any:
-    assert not self.use_bias and self.tp_size == 1, "Megatron's dispatcher communicates"
-    parts = zip(x.split(m_splits), (getattr(self, f"weight{i}") for i in range(self.num_gemms)), strict=True)
-    return torch.cat([F.linear(part, weight) for part, weight in parts])
+def _norm_gradients(
+    gradient: Tensor, x: Tensor, factors: Tensor, weight: Tensor, margin: int, zero_centered: bool
+) -> tuple[Tensor, Tensor]:
+    """Of x, and of the weight."""
+    unit, scaled = x * factors, gradient * (weight + 1 if zero_centered else weight)
+    of_x = factors * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    return of_x, (gradient * unit).sum(0)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, module: Any) -> Tensor:
