@@ -59,6 +59,7 @@ CASES = [
     *(("qwen3_moe", name) for name in MIXTURES),
     *(("deepseek_v3", name) for name in ("tp2_dp2_ep2", "dp2_ep2")),
     *(("tied", name) for name in ("pp2", "tp2_dp2")),
+    *((model, "tp2_dp2_ep2") for model in ("glm4_moe", "qwen3_next", "qwen3_5_moe")),
 ]
 ESSENTIAL = [("qwen3", "tp2_dp2_buckets"), ("qwen3_moe", "dp2_ep2")]
 
@@ -118,7 +119,7 @@ class Plain:
             first += (1 - beta1) * (gradient - first)
             second += (1 - beta2) * (gradient**2 - second)
             step = first / (1 - beta1**number) / (np.sqrt(second / (1 - beta2**number)) + MUON.adam.eps)
-        value -= rate * (step + (MUON.weight_decay * value if value.ndim == 2 else 0))
+        value -= rate * (step + (MUON.weight_decay * value if value.ndim > 1 else 0))
 
 
 def length(tensors) -> float:

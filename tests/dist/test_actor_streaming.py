@@ -73,10 +73,11 @@ def test_offloading_changes_no_bit(trainers, model_folder, samples, plain, name)
 
 
 @pytest.mark.deep
-def test_offloaded_experts_change_no_bit(trainers, folders, samples):
+@pytest.mark.parametrize("model", ["qwen3_moe", "glm4_moe", "gpt_oss", "qwen3_next", "kimi_k2"])
+def test_offloaded_experts_change_no_bit(trainers, folders, samples, model):
     """Megatron has an optimizer of their own for them."""
     layout = next(layout for name, layout in FAMILY_LAYOUTS.items() if "ep2" in name)
-    arguments = dict(folder=folders["qwen3_moe"], samples=samples, layout=layout)
+    arguments = dict(folder=folders[model], samples=samples, layout=layout)
     found, expected = (
         trainers.run("streaming_scenarios.updates", layout.mesh.world_size, **arguments, settings=settings)
         for settings in (OFFLOAD, {})
