@@ -46,6 +46,6 @@ def train_and_save(rank, world_size, url, *, folder, samples, layout, checkpoint
 def sent(rank, world_size, url, *, folder, layout):
     """The extents of what a push sends."""
     actor = build(rank, world_size, url, folder, layout, multi_token="train")
-    extents = {name: tuple(tensor.shape) for name, tensor in actor.sent().items()}
+    extents = {name: tuple(tensor.shape) for name, tensor in actor.sent(actor.spec.shape.served).items()}
     actor.close()
     return extents
