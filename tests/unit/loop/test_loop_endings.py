@@ -131,7 +131,7 @@ def test_what_may_change_is_told_and_what_may_not_is_refused_by_name(tmp_path):
         open_checkpoints(tmp_path / "c", other, "auto")
     assert "run.seed: 0 -> 1" in str(caught.value)
     assert "algorithm.loss.kind: 'dual_clip' -> 'gspo'" in str(caught.value)
-    assert "tools/export_checkpoint.py" in str(caught.value)
+    assert "megatron-rl export" in str(caught.value)
 
 
 @pytest.mark.parametrize("section", ["policy", "critic"])
