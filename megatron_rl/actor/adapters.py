@@ -3,6 +3,7 @@
 An adapter adds `scale B A x` to the output of its layer; `layout/adapters.py` says which parts of A and B a rank has.
 Its collectives carry A x, of `rank` numbers a token, in place of the layer's input or output: where the layer gathers
 the tokens of sequence parallelism, A x is gathered, and where the layer sums its output over TP, A x is summed.
+The output layer multiplies nothing, so its adapter enters where the logits are computed (logprobs.py).
 Invariants (tests/dist): the gradients of A and B do not depend on the layout; with B = 0 all numbers are the base
 model's, bit for bit; so they are while adapters are off.
 
@@ -30,6 +31,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_m
 from torch import Tensor, nn
 
 from megatron_rl.actor.copied import copied_to_all_ranks
+from megatron_rl.actor.logprobs import OutputLayer
+from megatron_rl.algorithms.logprobs import LowRank
 from megatron_rl.convert.adapters import write_merged
 from megatron_rl.layout import Box, Shard, slices
 from megatron_rl.layout.adapters import A, B, is_adapter
@@ -105,7 +108,8 @@ def _with_gradient(output: Tensor) -> Tensor:
 
 
 class Adapter:
-    """The adapter of one layer. Its parameters are the layer's, and a hook of the layer adds their product."""
+    """The adapter of one layer. Its parameters are the layer's, and a hook of the layer adds their product. The output
+    layer has no hook, but gives both to who computes the logits."""
 
     def __init__(self, layer: Linear, shards: Sequence[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
         """
@@ -115,8 +119,10 @@ class Adapter:
         self._scale, self._switch, self._layer = adapters.scale, switch, layer
         of_a = [shard for shard in shards if shard.local_name.endswith(A)]
         of_b = [shard for shard in shards if shard.local_name.endswith(B)]
-        base = layer.weight
+        base, is_last = layer.weight, isinstance(layer, OutputLayer)
         (a_extents,), (b_extents,) = (local_extents(part).values() for part in (of_a, of_b))
+        if is_last:
+            b_extents = len(base), adapters.rank  # with the padding rows of the vocabulary
         a_RH: Any = nn.Parameter(torch.empty(a_extents, dtype=base.dtype, device=base.device))
         b_OR: Any = nn.Parameter(torch.zeros(b_extents, dtype=base.dtype, device=base.device))
         for shard in of_a:
@@ -133,7 +139,7 @@ class Adapter:
             # Megatron counts a parameter in norms if it has this mark, or is on the first rank of the model's TP.
             whole.tensor_model_parallel = layer.tp_group.rank() == 0
         # Megatron sums the gradients of such parameters over TP: with sequence parallelism each rank has other tokens.
-        whole.sequence_parallel = layer.sequence_parallel and not layer.explicit_expert_comm
+        whole.sequence_parallel = layer.sequence_parallel and not layer.explicit_expert_comm and not is_last
         self._blocks_OR: Tensor | None = None
         """1 where a row of B belongs to the columns of its own A, if the layer fuses several weights."""
         self._columns: Tensor | None = None
@@ -155,7 +161,10 @@ class Adapter:
         if b_extents[0] < len(base):  # some of the weights that the layer fuses have no adapters
             outputs = [row for place in places for row in range(*place)]
             self._columns = torch.tensor(outputs, device=base.device)
-        layer.register_forward_hook(self)
+        if is_last:
+            layer.low_rank = self._low_rank
+        else:
+            layer.register_forward_hook(self)
 
     def __call__(
         self, layer: Linear, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
@@ -165,6 +174,13 @@ class Adapter:
         whole, bias = output
         added = self._added(layer, inputs[0])
         return whole + added if self._columns is None else whole.index_add(-1, self._columns, added), bias
+
+    def _low_rank(self) -> LowRank | None:
+        """A and B of the output layer. Each rank has the gradient of A from its part of the vocabulary."""
+        if not self._switch.is_on:
+            return None
+        layer = self._layer
+        return LowRank(copied_to_all_ranks(layer.lora_A, layer.tp_group), layer.lora_B, self._scale)
 
     def write_merged(self, box: Box, out: Tensor) -> None:
         """Write a rectangle of the layer's weight on this rank, with the product of the same rectangle added. Each rank
