@@ -4,7 +4,8 @@ An adapter adds `scale B A x` to the output of its layer; `layout/adapters.py` s
 Its collectives carry A x, of `rank` numbers a token, in place of the layer's input or output: where the layer gathers
 the tokens of sequence parallelism, A x is gathered, and where the layer sums its output over TP, A x is summed.
 Of Transformer Engine's layers that begin with a norm, x is the norm's output, which they return on request. They can
-gather it, too, but then Transformer Engine 2.11 adds nothing of its gradient to the input's.
+gather it, too, but then Transformer Engine 2.11 adds nothing of its gradient to the input's. The output layer
+multiplies nothing, so its adapter enters where the logits are computed (logprobs.py).
 
 Invariants (tests/dist, tests/gpu_set): the gradients of A and B do not depend on the layout nor on the kind of layers;
 with B = 0 all numbers are the base model's, bit for bit; so they are while adapters are off.
@@ -35,6 +36,8 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_m
 from torch import Tensor, nn
 
 from megatron_rl.actor.copied import copied_to_all_ranks
+from megatron_rl.actor.logprobs import OutputLayer
+from megatron_rl.algorithms.logprobs import LowRank
 from megatron_rl.convert.adapters import write_merged
 from megatron_rl.layout import Box, Shard, slices
 from megatron_rl.layout.adapters import A, B, is_adapter
@@ -135,7 +138,9 @@ class _Wiring(NamedTuple):
         assert known, f"{type(layer).__name__} is none of {', '.join(SPLITS)}"
         splits = known[0]
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
-            return cls(splits, layer.tp_group, layer.sequence_parallel, layer.is_expert, layer.explicit_expert_comm)
+            # The gradient of the output layer's A is summed where its product is computed.
+            is_outside = layer.explicit_expert_comm or isinstance(layer, OutputLayer)
+            return cls(splits, layer.tp_group, layer.sequence_parallel, layer.is_expert, is_outside)
         # Megatron takes the mode from layers of Transformer Engine that do not communicate.
         is_outside = splits != "nothing" and layer.parallel_mode is None
         return cls(splits, layer._tp_group, layer.config.sequence_parallel, hasattr(layer, "num_gemms"), is_outside)
@@ -143,7 +148,7 @@ class _Wiring(NamedTuple):
 
 class Adapter:
     """The adapters of one layer: one, or one for each expert of a grouped layer. Their parameters are the layer's, and
-    a hook of the layer adds their product."""
+    a hook of the layer adds their product. The output layer has no hook, but gives both to who computes the logits."""
 
     def __init__(self, layer: Linear, shards: Iterable[Shard], adapters: Adapters, seed: int, switch: Adapting) -> None:
         """
@@ -185,13 +190,18 @@ class Adapter:
         if num_rows < len(base):  # some of the weights that the layer fuses have no adapters
             outputs = [row for place in places for row in range(*place)]
             self._columns = torch.tensor(outputs, device=base.device)
-        layer.register_forward_hook(self)
+        if isinstance(layer, OutputLayer):
+            layer.low_rank = self._low_rank
+        else:
+            layer.register_forward_hook(self)
 
     def _add_parameters(self, expert: str, of_a: Sequence[Shard], of_b: Sequence[Shard], seed: int) -> None:
         """Give the layer A and B of one weight, with the marks by which Megatron sums gradients and norms."""
         base = getattr(self._layer, f"weight{expert}")
         splits, group, sequence_parallel, is_expert, is_outside = self._wiring
         (a_extents,), (b_extents,) = (local_extents(part).values() for part in (of_a, of_b))
+        if isinstance(self._layer, OutputLayer):
+            b_extents = len(base), b_extents[1]  # with the padding rows of the vocabulary
         a_RH: Any = nn.Parameter(torch.empty(a_extents, dtype=base.dtype, device=base.device))
         b_OR: Any = nn.Parameter(torch.zeros(b_extents, dtype=base.dtype, device=base.device))
         num_inputs = a_extents[1] * (group.size() if splits == "inputs" else 1)
@@ -226,6 +236,13 @@ class Adapter:
         sums = [self._added(part, expert) for part, expert in zip(parts, self.experts, strict=True)]
         added = torch.cat(sums) if len(sums) > 1 else sums[0]
         return whole + added if self._columns is None else whole.index_add(-1, self._columns, added), bias
+
+    def _low_rank(self) -> LowRank | None:
+        """A and B of the output layer. Each rank has the gradient of A from its part of the vocabulary."""
+        if not self._switch.is_on:
+            return None
+        layer = self._layer
+        return LowRank(copied_to_all_ranks(layer.lora_A, layer.tp_group), layer.lora_B, self._scale)
 
     def write_merged(self, expert: str, box: Box, out: Tensor) -> None:
         """Write a rectangle of a weight of the layer on this rank, with the product of the same rectangle added. Each

@@ -25,6 +25,7 @@ from megatron_rl.actor.moe.router import clear_auxiliary_losses
 from megatron_rl.actor.optimizer.norms import sum_of_squares
 from megatron_rl.actor.packing import Microbatch, by_sample
 from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Gradient, TokenSpan
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ def gradient_of(actor: MegatronActor, minibatch: int, part: TokenSpan, coefficie
     for name, start, gradient in actor.optimizer.gradients():
         group = group_of(hub_names[name])
         squares[group] = squares.get(group, 0.0) + float(sum_of_squares([gradient]))
-        if group in (EMBEDDING, OUTPUT):
-            width = actor.spec.shape.hidden_size
+        if is_vocabulary(name):
+            width = actor.parameters()[name].shape[1]
             rows_of.setdefault(group, {}).update(_largest_rows(gradient, start, width, first[name]))
     gathered = actor.agreement.gather((squares, rows_of))
     return Gradient(norm, _added(one for one, _ in gathered), _merged([rows for _, rows in gathered]))

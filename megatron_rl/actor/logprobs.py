@@ -20,13 +20,16 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 
 from megatron_rl.actor.copied import copied_to_all_ranks
-from megatron_rl.algorithms.logprobs import VocabularyShard
+from megatron_rl.algorithms.logprobs import LowRank, VocabularyShard
 
 
 class OutputLayer(ColumnParallelLinear):
     """Megatron's output layer with the same parameter (name, initialisation, attributes), but `forward` returns the
     input of the matrix product: the hidden states of all tokens of the row, [T, 1, H]. In the backward pass their
     gradients are summed over the tensor-parallel ranks."""
+
+    low_rank: Callable[[], LowRank | None] = staticmethod(lambda: None)
+    """Returns what an adapter adds to the weight."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None

@@ -13,6 +13,7 @@ Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class Schedule:
             hidden_1TH[0],
             weight_VH,
             self._part(batch.target_T, batch),
-            self._vocabulary_of(weight_VH),
+            replace(self._vocabulary_of(weight_VH), low_rank=self.last.output_layer.low_rank()),
             temperature=temperature,
             mask_T=self._part(batch.columns.action_mask_T, batch),
             entropy=self.entropy,

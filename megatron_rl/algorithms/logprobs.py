@@ -11,12 +11,12 @@ on the chunks nor on the split of the vocabulary; padding and forbidden tokens h
 tensor has T x V elements.
 
 Shape letters: T packed tokens, N tokens with a target, C tokens of one chunk, V this rank's columns of the
-vocabulary, R of these columns without padding, F of these that are forbidden, H hidden size.
+vocabulary, R of these columns without padding, F of these that are forbidden, H hidden size, K rank of an adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,16 @@ def _one_rank(numbers: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to the weight of the output layer: scale B A (arXiv:2106.09685)."""
+
+    a_KH: Tensor
+    b_VK: Tensor
+    """This rank's rows of B."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class VocabularyShard:
     """This rank's columns of the vocabulary. Each column belongs to one row of the weight of its output layer."""
 
@@ -44,6 +54,8 @@ class VocabularyShard:
     forbidden_F: Tensor | None = None
     """int64, on the device of the weights: the columns whose tokens are never sampled. Their logits are -inf, so that
     they have no probability and no gradient, like padding. None: there are none."""
+    low_rank: LowRank | None = None
+    """An adapter of the output layer, in the dtype of its weight. It adds scale (hidden A') B' to the logits."""
     max_over_ranks: Callable[[Tensor], Tensor] = _one_rank
     """The elementwise maximum over the ranks that share the vocabulary. It may overwrite its argument."""
     sum_over_ranks: Callable[[Tensor], Tensor] = _one_rank
@@ -78,7 +90,7 @@ def token_logprobs(
         logp_T and entropy_T (None if it was not asked for), float32 (float64 for float64), equal on all ranks. The
         gradient of the weight is complete, and summed over chunks in fp32. The gradient of hidden_TH comes from this
         rank's columns only, so the caller must sum it over the ranks, as Megatron's
-        copy_to_tensor_model_parallel_region and gather_from_sequence_parallel_region do.
+        copy_to_tensor_model_parallel_region and gather_from_sequence_parallel_region do; so does the gradient of A.
     """
     logp_T, entropy_T, _ = _masked(hidden_TH, weight_VH, target_T, vocabulary, temperature, mask_T, entropy)
     return logp_T, entropy_T
@@ -129,8 +141,11 @@ def _apply(
     temperature: float,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
+    low: tuple[Tensor, ...] = ()
+    if adapter := vocabulary.low_rank:
+        low = adapter.scale * (hidden_NH @ adapter.a_KH.t()), adapter.b_VK
     result: tuple[Tensor, Tensor | None, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]  # it has no types
-        hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy
+        hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy, *low
     )
     return result
 
@@ -140,6 +155,8 @@ class _Logprobs(torch.autograd.Function):
 
     log p_y = z_y - M - log S,  H = log S - sum p (z - M),  with M = max z and S = sum exp(z - M);
     d log p_y / d z_v = [v = y] - p_v,  d H / d z_v = -p_v (log p_v + H).
+
+    The logits are hidden weight' + middle B', if `low` is an adapter's middle_NK = scale hidden A' and b_VK.
     """
 
     @staticmethod
@@ -151,6 +168,7 @@ class _Logprobs(torch.autograd.Function):
         vocabulary: VocabularyShard,
         temperature: float,
         entropy: bool,
+        *low: Tensor,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.vocabulary, ctx.temperature = vocabulary, temperature
         ctx.set_materialize_grads(False)
@@ -160,7 +178,7 @@ class _Logprobs(torch.autograd.Function):
         # below, where -inf would add NaN.
         largest_N = _bounded(hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=_precise(hidden_NH.dtype)))
         picked_N, total_N, product_N = (torch.zeros_like(largest_N) for _ in range(3))
-        for rows, logits_CR in _chunks(hidden_NH, weight_VH[: vocabulary.num_real], temperature):
+        for rows, logits_CR in _chunks(hidden_NH, weight_VH[: vocabulary.num_real], temperature, low):
             if vocabulary.forbidden_F is not None:
                 logits_CR.index_fill_(1, vocabulary.forbidden_F, -torch.inf)
             largest_C = _bounded(logits_CR.amax(1))
@@ -183,7 +201,7 @@ class _Logprobs(torch.autograd.Function):
         picked_N, total_N, *product = vocabulary.sum_over_ranks(torch.stack(numbers))
         log_total_N = total_N.log()
         entropy_N = log_total_N - product[0] / total_N if entropy else None
-        ctx.save_for_backward(hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N, *low)
         is_largest_N = picked_N == 0
         ctx.mark_non_differentiable(is_largest_N)
         return picked_N - log_total_N, entropy_N, is_largest_N
@@ -192,8 +210,8 @@ class _Logprobs(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None, of_is_largest: None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N, *low = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_RH = weight_VH[: ctx.vocabulary.num_real]
         here_N, column_N1 = _own_columns(target_N, ctx.vocabulary)
@@ -203,7 +221,8 @@ class _Logprobs(torch.autograd.Function):
         slope_here_N1 = torch.where(here_N, slope_logp_N, 0.0).unsqueeze(1)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_total_N.dtype) if needs_weight else None
-        for rows, logits_CR in _chunks(hidden_NH, weight_RH, ctx.temperature):
+        grad_low = [torch.zeros_like(one, dtype=log_total_N.dtype) for one in low]
+        for rows, logits_CR in _chunks(hidden_NH, weight_RH, ctx.temperature, low):
             log_p_CR = logits_CR.sub_(largest_N[rows, None]).sub_(log_total_N[rows, None])
             if slope_entropy_N is None:
                 grad_CR = log_p_CR.exp_().mul_(-slope_logp_N[rows, None])
@@ -219,9 +238,13 @@ class _Logprobs(torch.autograd.Function):
                 torch.mm(grad_CR, weight_RH, out=grad_hidden_NH[rows])
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH[: len(weight_RH)], grad_CR.t(), hidden_NH[rows])
+            if low:
+                (middle_NK, b_VK), (grad_middle_NK, grad_b_VK) = low, grad_low
+                _add_product(grad_middle_NK[rows], grad_CR, b_VK[: len(weight_RH)])
+                _add_product(grad_b_VK[: len(weight_RH)], grad_CR.t(), middle_NK[rows])
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, *(grad.to(weight_VH.dtype) for grad in grad_low)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -240,9 +263,15 @@ def _own_columns(target_N: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor,
     return here_N, torch.where(here_N, target_N - vocabulary.first, 0).unsqueeze(1)
 
 
-def _chunks(hidden_NH: Tensor, weight_RH: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+def _chunks(
+    hidden_NH: Tensor, weight_RH: Tensor, temperature: float, low: Sequence[Tensor]
+) -> Iterator[tuple[slice, Tensor]]:
     """Yields (rows, logits_CR / temperature) of each chunk. All chunks share one memory, which the caller may
-    overwrite."""
+    overwrite.
+
+    Args:
+        low: nothing, or an adapter's (middle_NK, b_VK), whose product is added to the logits.
+    """
     num_rows, num_columns = len(hidden_NH), len(weight_RH)
     if not num_rows or not num_columns:
         return
@@ -250,6 +279,7 @@ def _chunks(hidden_NH: Tensor, weight_RH: Tensor, temperature: float) -> Iterato
     # There is a product of bf16 matrices with a result in fp32 for GPUs, and none for CPUs.
     is_mixed = dtype != hidden_NH.dtype and hidden_NH.is_cuda
     weight_HR = (weight_RH if is_mixed else weight_RH.to(dtype)).t()
+    low = [one.to(dtype) for one in low]
     chunk = min(num_rows, max(1, CHUNK_BYTES // (num_columns * dtype.itemsize)))
     memory_CR = hidden_NH.new_empty((chunk, num_columns), dtype=dtype)
     for start in range(0, num_rows, chunk):
@@ -259,6 +289,9 @@ def _chunks(hidden_NH: Tensor, weight_RH: Tensor, temperature: float) -> Iterato
             torch.mm(hidden_NH[rows], weight_HR, out_dtype=dtype, out=logits_CR)
         else:
             torch.mm(hidden_NH[rows].to(dtype), weight_HR, out=logits_CR)
+        if low:
+            middle_NK, b_VK = low
+            logits_CR.addmm_(middle_NK[rows], b_VK[:num_columns].t())
         yield rows, logits_CR.div_(temperature)
 
 

@@ -122,7 +122,8 @@ class LoraConfig(Section):
     """The numerator of the product's scale."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """The layers that have adapters, by the last part of their names in the checkpoint, such as `[q_proj, v_proj]`;
-    `all-linear`: all linear layers of attention and MLPs, and of every expert."""
+    `all-linear`: all linear layers of attention and MLPs, and of every expert. The output layer, `lm_head`, has an
+    adapter only if it is named, as in PEFT; it must not be the embedding, and needs `rollout.lora: merged`."""
     rank_stabilised: bool = False
     """Whether the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: Path | None = None

@@ -27,6 +27,8 @@ SERVED_ID = 1
 """vLLM's number of the adapter that a run trains; 0 means the base model."""
 PINNED_ID = 2
 """vLLM's number of an older version of the same adapter (`RolloutConfig.num_adapters`)."""
+OUTPUT = "lm_head"
+"""The name of the output layer as a target."""
 RANK = "adapter_rank"
 """The dim of A and B that is no dim of the weight, as a key of `rule.sizes`."""
 
@@ -41,6 +43,11 @@ def adapter_rules(rules: Sequence[Rule], shape: ModelShape) -> list[Rule]:
     if shape.adapters is None:
         return []
     return [row for rule in rules for row in _rows_for(rule, shape.adapters.targets)]
+
+
+def output_adapter_rules(output: Rule, shape: ModelShape) -> list[Rule]:
+    """The rows of the output layer's adapter, which a model has only if it is named, as in PEFT."""
+    return adapter_rules([output], shape) if shape.adapters and shape.adapters.targets else []
 
 
 def linear_names(rules: Sequence[Rule]) -> list[str]:

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, Literal
 
 from megatron_rl.layout import divisions
-from megatron_rl.layout.adapters import adapter_rules
+from megatron_rl.layout.adapters import adapter_rules, output_adapter_rules
 from megatron_rl.layout.multi_token import HEAD_EMBEDDING, HEAD_LAYER, MultiTokenHead
 from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
 from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
@@ -81,11 +81,11 @@ class Family(Traits):
     def _rules_of(self, hf_name: str) -> list[Rule]:
         return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
 
-    def last_rule(self, shape: ModelShape) -> Rule | None:
-        """The row after the final norm; None if the output layer is the embedding."""
+    def last_rules(self, shape: ModelShape) -> list[Rule]:
+        """The rows after the final norm; none if the output layer is the embedding."""
         if shape.value_head:
-            return VALUE_HEAD
-        return None if shape.tied_embeddings else self.output
+            return [VALUE_HEAD]
+        return [] if shape.tied_embeddings else [self.output, *output_adapter_rules(self.output, shape)]
 
     def layer_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
         mlp = self.mixture if shape.has_experts(layer) else self.dense
@@ -110,8 +110,7 @@ class Family(Traits):
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
-        last = self.last_rule(shape)
-        ends = (self.embedding, self.final_norm, *([last] if last else []))
+        ends = (self.embedding, self.final_norm, *self.last_rules(shape))
         tensors = {name: extents for rule in ends for name, extents in rule.hf_names(shape)}
         rows: dict[tuple[bool, bool], list[tuple[str, tuple[int, ...]]]] = {}
         for layer in range(shape.num_layers):
@@ -139,7 +138,7 @@ class Family(Traits):
             else:
                 tensors[name] = FileTensor(extents, {})
         if self.multi_token and shape.multi_token:
-            ends = {"embedding": self.embedding, "output": self.last_rule(shape) or self.embedding}
+            ends = {"embedding": self.embedding, "output": [*self.last_rules(shape), self.embedding][0]}
             tensors.update(self.multi_token.copied(shape, ends))
         return tensors
 
@@ -209,8 +208,8 @@ class Family(Traits):
                 placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
             if last:
                 placed.append(Placed(place(self.final_norm), "", prefix))
-                if rule := self.last_rule(shape):
-                    placed.append(Placed(place(rule), "", prefix))
+                if rules := self.last_rules(shape):
+                    placed += [Placed(place(rule), "", prefix) for rule in rules]
                 elif not first:  # the last stage's own copy of the word embedding
                     placed.append(Placed(place(self.embedding, self.output.megatron), "", prefix))
                 if self.multi_token and shape.multi_token:

@@ -161,6 +161,11 @@ def require_fitting(folder: Path, shape: ModelShape, model: Path) -> None:
     name = wrong[0]
     if name not in held:
         fault = f"it lacks {name}"
+    elif name.endswith(".base_layer.weight"):
+        fault = (
+            f"{name} is PEFT's copy of a weight of the base model; save the adapters again, with "
+            "save_pretrained(..., save_embedding_layers=False)"
+        )
     elif name not in expected:
         fault = f"{name} belongs to no layer with adapters there"
     else:

@@ -93,5 +93,6 @@ def check_parameters(shards: Iterable[Shard], live: dict[str, tuple[int, ...]], 
 
 
 def is_vocabulary(local_name: str) -> bool:
-    """Whether the parameter is the embedding or the output layer. Only these have padding rows."""
-    return any(part in local_name for part in ("embed", "output_layer", "lm_head"))
+    """Whether the parameter is of the embedding or the output layer, and has rows of the vocabulary: an adapter's A has
+    none. Only these have padding rows."""
+    return any(part in local_name for part in ("embed", "output_layer", "lm_head")) and ".lora_A" not in local_name

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
-from megatron_rl.layout.adapters import A, adapter_rules
+from megatron_rl.layout.adapters import OUTPUT, A, adapter_rules
 from megatron_rl.types import Experts, Mesh, ModelShape
 
 CHUNK_BYTES = 256 * 2**20
@@ -221,7 +221,11 @@ def activations(
             kept += own + 4 * inputs + 2 * hidden + TOKEN_BYTES * num_own
         if shape.value_head:  # the hidden states again in fp32
             output = hidden + 4 * shape.hidden_size * num_own
-        else:  # the gradient of the weight, unless it is frozen, is summed in fp32 and then rounded
-            gradient = 0 if shape.adapters else 4 + (width if width < 4 else 0)
-            output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * gradient
+        else:
+            adapters, rounds = shape.adapters, width < 4
+            rank = adapters.rank if adapters and OUTPUT in adapters.targets else 0
+            kept += num_own * rank * width  # A x
+            # Of the weight, or of an adapter's B, the gradient is summed in fp32 and then rounded. B is copied to fp32.
+            gradient = rows * (rank if adapters else shape.hidden_size) * (4 + (width if rounds else 0))
+            output = CHUNKS * chunk_bytes + hidden + gradient + (4 * rows * rank if rounds else 0)
     return Activations(kept, (2 if recompute == "full" else 1) * largest, output)

@@ -116,7 +116,10 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank, fused):
         in_vocabulary = is_vocabulary(placement.local_name)
-        elements = rows * shape.hidden_size if in_vocabulary else sum(volume(local) for _, _, local in placement.pieces)
+        elements = sum(volume(local) for _, _, local in placement.pieces)
+        if in_vocabulary:
+            [(_, _, (_, (_, width)))] = placement.pieces
+            elements = rows * width
         number = placement.num_experts
         if placement.float32:
             constant += elements * number

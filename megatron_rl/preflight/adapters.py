@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from megatron_rl.config.policy import LoraConfig, ModelConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, linear_layers
-from megatron_rl.layout.adapters import inseparable_names, linear_names
+from megatron_rl.layout import FAMILIES, critic_shape, linear_layers
+from megatron_rl.layout.adapters import OUTPUT, inseparable_names, linear_names
 from megatron_rl.layout.hub import MANIFEST
 from megatron_rl.layout.peft import base_of, read_adapters, require_base, require_fitting
 from megatron_rl.loop.checkpoints import Resume, find_checkpoints
@@ -28,7 +28,8 @@ def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
         if isinstance(config, GrpoRunConfig) and config.rollout.replay is None and config.served_adapters:
             found += [f"{fault}, or set rollout.lora: merged" for fault in _unserved(config, config.policy.lora, shape)]
     if isinstance(config, GrpoRunConfig) and config.critic and config.critic.lora:
-        of_critic = _faults(config.critic.trainer, config.critic.lora, shape, config.critic.model or config.model)
+        model = config.critic.model or config.model
+        of_critic = _faults(config.critic.trainer, config.critic.lora, critic_shape(shape), model)
         found += [fault.replace("policy.", "critic.") for fault in of_critic]
     return found
 
@@ -55,11 +56,14 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape, model: Mo
             f"policy.lora.targets means {', '.join(left)}, too: the projections into linear attention have no "
             f"adapters; choose {', '.join(name for name in known if name not in fixed)}"
         )
-    if unknown := [name for name in lora.adapters.targets if name not in known]:
+    nameable = [*known, OUTPUT]
+    if unknown := [name for name in lora.adapters.targets if name not in nameable]:
         yield (
             f"policy.lora.targets has {', '.join(unknown)}, but the linear layers of {shape.family} are "
-            f"{', '.join(known)}"
+            f"{', '.join(nameable)}"
         )
+    if OUTPUT in lora.adapters.targets:
+        yield from _faults_of_output(policy, lora, shape)
     if policy.optimizer.kind == "muon":
         yield "policy.lora needs policy.optimizer.kind adam: Muon on A and B has not been tried"
     if policy.router_bias_update_rate:
@@ -90,9 +94,26 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape, model: Mo
         )
 
 
+def _faults_of_output(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+    if shape.value_head:
+        yield f"policy.lora.targets has {OUTPUT}, and a critic has a value head in its place; leave it out"
+    elif shape.tied_embeddings:
+        yield (
+            f"policy.lora.targets has {OUTPUT}, but the output layer of this model is its embedding "
+            "(tie_word_embeddings), which has no adapter; leave it out"
+        )
+    if len(lora.adapters.targets) == 1 and policy.parallel.pipeline > 1:
+        yield (
+            f"policy.lora.targets is {OUTPUT} alone, so only the last pipeline stage would train; name another layer, "
+            "too, or set policy.parallel.pipeline to 1"
+        )
+
+
 def _unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
     """Adapters that vLLM cannot serve, or has not been tried with."""
     targets = lora.adapters.targets or linear_layers(shape)
+    if OUTPUT in targets:
+        yield f"policy.lora.targets has {OUTPUT}, and engines serve no adapter of the output layer; leave it out"
     if shape.delta:
         yield f"policy.lora: vLLM's adapters have not been tried in a model with linear attention, {shape.family}"
     if shape.latent:
@@ -100,7 +121,7 @@ def _unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Ite
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
             f"to them; train the adapters of {shape.family} with recipes/sft.py"
         )
-    if shape.experts and (left := [name for name in targets if name not in _attention(shape)]):
+    if shape.experts and (left := [name for name in targets if name not in (*_attention(shape), OUTPUT)]):
         yield (
             f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
             f"{', '.join(_attention(shape))}"

@@ -40,6 +40,12 @@ from megatron_rl.types import Mesh
 LORA = LoraConfig(rank=3, alpha=7)
 SOME = LoraConfig(rank=3, alpha=7, rank_stabilised=True, targets=("q_proj", "v_proj", "down_proj"))
 """q and v are two of three weights that Megatron fuses."""
+SOME_AND_OUTPUT = SOME.model_copy(update={"targets": (*SOME.targets, "lm_head")})
+ALL_AND_OUTPUT = LoraConfig(
+    rank=3,
+    alpha=7,
+    targets=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"),
+)
 LAYOUTS = {
     "qwen3": ("tp2", "tp4", "pp2", "cp2", "dp2", "tp2-pp2", "pp2-vpp2-cp2"),
     "qwen2": ("tp2", "pp2"),
@@ -50,8 +56,17 @@ LAYOUTS = {
 }
 BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "down_proj"))
 """All kinds of layers but the projections into linear attention."""
+CHOSEN = {"qwen3": ALL_AND_OUTPUT, "qwen3_next": BESIDE_DELTA}
+"""The adapters of the models that have not all linear layers' alone."""
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
-FORMULA = [("qwen3", SOME), ("qwen2", LORA), ("qwen3_moe", LORA), ("deepseek_v3", LORA), ("qwen3_next", BESIDE_DELTA)]
+FORMULA = [
+    ("qwen3", SOME_AND_OUTPUT),
+    ("qwen3", LoraConfig(rank=3, alpha=7, targets=("lm_head",))),
+    ("qwen2", LORA),
+    ("qwen3_moe", LORA),
+    ("deepseek_v3", LORA),
+    ("qwen3_next", BESIDE_DELTA),
+]
 RECOMPUTED = [("qwen3", "tp2-pp2"), ("qwen2", "pp2"), ("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "tp2")]
 
 
@@ -77,8 +92,7 @@ def start_of(folders, model_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def numbers(trainers, start_of, rows):
     def of(name: str, parallel, num_microbatches, recompute="none", exact=False, lora=None) -> list:
-        lora = lora or (BESIDE_DELTA if name == "qwen3_next" else LORA)
-        folder, lora = start_of(name, lora)
+        folder, lora = start_of(name, lora or CHOSEN.get(name, LORA))
         model = ModelConfig(path=folder, dtype="float32", recompute=recompute)
         given = dict(folder=folder, model=model, policy=PolicyConfig(parallel=parallel, lora=lora), exact=exact)
         shares = deal_rows(folder, parallel, rows, num_microbatches)
@@ -138,8 +152,10 @@ def test_every_layout_has_the_gradient_of_one_process(numbers, of_one_process, n
 @pytest.mark.deep
 def test_without_sequence_parallelism_and_with_fewer_targets_too(numbers):
     parallel = parse_layout("tp2").model_copy(update={"sequence": False})
-    (one,), (exact,) = (numbers("qwen3", ParallelConfig(), 1, lora=SOME, exact=exact) for exact in (False, True))
-    check_equal("tp2", numbers("qwen3", parallel, NUM_MICROBATCHES, lora=SOME), one, exact)
+    (one,), (exact,) = (
+        numbers("qwen3", ParallelConfig(), 1, lora=SOME_AND_OUTPUT, exact=exact) for exact in (False, True)
+    )
+    check_equal("tp2", numbers("qwen3", parallel, NUM_MICROBATCHES, lora=SOME_AND_OUTPUT), one, exact)
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples
 
 
 ADAPTED = [
-    ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), ("q_proj", "v_proj", "down_proj")),
+    ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), ("q_proj", "v_proj", "down_proj", "lm_head")),
     ("qwen3", Layout(Mesh(pipeline=2)), "all-linear"),
     ("qwen3_moe", FAMILY_LAYOUTS["tp2_dp2_ep2"], "all-linear"),
 ]

@@ -16,7 +16,7 @@ from patience import deadline
 from safetensors.torch import load_file
 from scenarios import TEMPERATURE, Layout
 from shares import TrainSample
-from test_actor_adapters import LORA, SOME, merge, write_adapters
+from test_actor_adapters import LORA, SOME_AND_OUTPUT, merge, write_adapters
 from test_bridge_engines import (
     EP2_TP2,
     EP2_TP2_WHOLE,
@@ -39,7 +39,7 @@ BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj", "o_proj"
 SMALL = LoraConfig(rank=3, alpha=2)
 """With LORA's 7 fp32 rounds the log-probs of gpt-oss's random model to 1.1e-5."""
 CASES = {
-    "dense": ("dense", TP2_PP2, Engines(2, 1), SOME),
+    "dense": ("dense", TP2_PP2, Engines(2, 1), SOME_AND_OUTPUT),
     "dense, TP2": ("dense", Mesh(tensor=2, data=2), Engines(1, 2), LORA),
     "moe": ("moe", EP2_TP2, Engines(1, 1), LORA),
     "moe, whole experts, TP2": ("moe", EP2_TP2_WHOLE, Engines(1, 2), LORA),
@@ -49,7 +49,7 @@ CASES = {
     "sinks": ("sinks", EP2_TP2, Engines(1, 1), SMALL),
     "linear, TP2": ("linear", EP2_TP2, Engines(1, 2), BESIDE_DELTA),
 }
-"""(model, trainer, engines, adapters). vLLM serves adapters in none of them but the first two."""
+"""(model, trainer, engines, adapters). vLLM serves adapters in none of them but the second."""
 
 
 @pytest.mark.parametrize("case", cover.essential(CASES))

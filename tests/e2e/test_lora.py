@@ -18,6 +18,7 @@ from megatron_rl.layout.peft import CONFIG, TENSORS, read_adapters
 
 pytestmark = pytest.mark.deep
 LORA = "policy.lora={rank: 4, alpha: 8}"
+WITH_OUTPUT = "[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head]"
 PEFT_FILES = {CONFIG, TENSORS}
 
 
@@ -105,7 +106,8 @@ def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
 def test_a_push_that_merges_the_adapters_of_experts_is_repeated_and_a_run_resumes(task, mixture, recipe, run_here):
     """The engine dies while it waits for a push. Both runs have the same numbers, so the repeated push brings the same
     weights to the engine that takes its place."""
-    given = [*arguments(task, "merged"), LORA, "rollout.lora=merged", "checkpoint.every=2", f"model.path={mixture}"]
+    lora = f"policy.lora={{rank: 4, alpha: 8, targets: {WITH_OUTPUT}}}"
+    given = [*arguments(task, "merged"), lora, "rollout.lora=merged", "checkpoint.every=2", f"model.path={mixture}"]
     given += ["policy.parallel={tensor: 2, expert: 2, expert_tensor: 1, sequence: true}"]
     done, folder = recipe.run(*given), recipe.folder / "runs" / "merged"
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,4 +134,4 @@ def test_a_push_that_merges_the_adapters_of_experts_is_repeated_and_a_run_resume
     by_hand, exported = (load_file(one / "model.safetensors") for one in (recipe.folder / "by_hand", folder / "hf"))
     assert by_hand.keys() == exported.keys() and all(torch.equal(by_hand[key], exported[key]) for key in exported)
     changed = [key for key in weights if (exported[key] != weights[key]).any()]
-    assert len(changed) == 2 * (4 + 8 * 3), "attention and 8 experts in each of two layers"
+    assert len(changed) == 2 * (4 + 8 * 3) + 1, "attention and 8 experts in each of two layers, and the output layer"

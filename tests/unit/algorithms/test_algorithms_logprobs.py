@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_rl.algorithms import logprobs
-from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
+from megatron_rl.algorithms.logprobs import LowRank, VocabularyShard, draft_logprobs, token_logprobs
 
 ROOT = Path(__file__).parents[3]
 NUM_TOKENS, HIDDEN, VOCAB_SIZE, TEMPERATURE = 23, 6, 29, 0.7
@@ -118,6 +118,38 @@ def test_by_hand():
     assert hidden.grad.item() == pytest.approx((6 / 8 * math.log(2) - 5 / 8 * math.log(5)) / 2)
 
 
+@pytest.mark.parametrize("num_real, chunk", [(VOCAB_SIZE, 5), (20, 100), (0, 5)])
+def test_an_adapter_is_what_its_product_would_be_in_the_weight(monkeypatch, num_real, chunk):
+    """By the chain rule from the gradient of W + scale B A. Of a frozen weight there is none."""
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk * VOCAB_SIZE * 8)
+    hidden, weight, target, grads = inputs()
+    a, b = torch.randn(3, HIDDEN, dtype=torch.float64), torch.randn(VOCAB_SIZE, 3, dtype=torch.float64)
+    merged, theirs, mine = (weight + 0.5 * b @ a).requires_grad_(), *(hidden.clone().requires_grad_() for _ in range(2))
+    a, b, target = a.requires_grad_(), b.requires_grad_(), target.clamp(max=max(0, num_real - 1))
+    options = dict(temperature=TEMPERATURE, entropy=True, mask_T=torch.arange(NUM_TOKENS) % 3 > 0)
+    found, mask = [], options["mask_T"] if num_real else torch.zeros(NUM_TOKENS, dtype=torch.bool)
+    options["mask_T"] = mask
+    for given, states, low_rank in ((merged, theirs, None), (weight, mine, LowRank(a, b, 0.5))):
+        values = token_logprobs(states, given, target, VocabularyShard(num_real, low_rank=low_rank), **options)
+        backward(values, grads)
+        found.append(torch.stack(values).detach())
+    close(found[1], found[0], 1e-13)
+    close(mine.grad, theirs.grad, 1e-13)
+    close(a.grad, 0.5 * b.detach().T @ merged.grad, 1e-12)
+    close(b.grad, 0.5 * merged.grad @ a.detach().T, 1e-12)
+    assert not b.grad[num_real:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_whose_b_is_zero_changes_no_bit(dtype):
+    hidden, weight, target, _ = inputs(dtype)
+    nothing = LowRank(torch.randn(3, HIDDEN, dtype=dtype), torch.zeros(VOCAB_SIZE, 3, dtype=dtype), 2.0)
+    shards = VocabularyShard(VOCAB_SIZE), VocabularyShard(VOCAB_SIZE, low_rank=nothing)
+    options = dict(temperature=TEMPERATURE, entropy=True)
+    base, same = (torch.stack(token_logprobs(hidden, weight, target, shard, **options)) for shard in shards)
+    assert torch.equal(base, same)
+
+
 # 29 columns on one, two and three ranks; 15 + 14 + 0: the last holds nothing but padding.
 @pytest.mark.parametrize("num_ranks, width", [(1, 29), (1, 32), (2, 16), (3, 10), (3, 15)])
 @pytest.mark.parametrize("chunk", [1, 5, NUM_TOKENS, 100])
@@ -182,7 +214,7 @@ def test_a_draft_is_right_where_the_target_has_the_largest_logit():
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
         rows = weight_VH[rank * cut : (rank + 1) * cut]
         reduce = [ranks.collective(rank, combine) for combine in (lambda x: x.amax(0), lambda x: x.sum(0))]
-        shard = VocabularyShard(len(rows), rank * cut, None, *reduce)
+        shard = VocabularyShard(len(rows), rank * cut, None, None, *reduce)
         return draft_logprobs(hidden_TH, rows, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T)
 
     with ThreadPoolExecutor(2) as threads:

@@ -50,11 +50,11 @@ def test_the_ranks_of_a_mesh_partition_a_and_b(name, mesh, fused):
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-@pytest.mark.parametrize("targets", [(), ("v_proj", "q_proj", "o_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("targets", [(), ("v_proj", "q_proj", "o_proj", "lm_head")], ids=["all", "some"])
 @pytest.mark.parametrize("fused", [False, True], ids=["local", "fused"])
 def test_a_rank_has_the_rows_of_b_and_the_columns_of_a_that_it_has_of_the_weight(name, mesh, targets, fused):
     if name == "deepseek_v3" and targets:
-        targets = ("q_b_proj", "o_proj")
+        targets = ("q_b_proj", "o_proj", "lm_head")
     shape, mesh = adapted(name, *targets), MESHES[mesh]
     for rank in range(mesh.world_size):
         shards = megatron_shards(shape, mesh, rank, fused)
@@ -95,6 +95,8 @@ def test_targets_choose_layers_by_name():
     names = [name for name in FAMILIES["qwen3"].hf_tensors(shape) if is_adapter(name)]
     assert {name.split(".")[-3] for name in names} == {"q_proj", "down_proj"}
     assert len(names) == 2 * 2 * shape.num_layers
+    both = [name for name in FAMILIES["qwen3"].hf_tensors(adapted("qwen3", "q_proj", "lm_head")) if is_adapter(name)]
+    assert both[:2] == ["lm_head.lora_A.weight", "lm_head.lora_B.weight"] and len(both) == 2 + 2 * shape.num_layers
     assert linear_layers(SHAPES["qwen3"]) == [
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),

@@ -12,7 +12,7 @@ from test_planning_memory import config
 
 from megatron_rl.balance import training_flops
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig
-from megatron_rl.layout import FAMILIES, Engines, read_shape, vllm_shards, volume
+from megatron_rl.layout import FAMILIES, Engines, padded_vocabulary, read_shape, vllm_shards, volume
 from megatron_rl.layout.adapters import A, B
 from megatron_rl.planning.activations import activations, layer_bytes
 from megatron_rl.planning.adapters import served_adapters, slot_bytes
@@ -46,6 +46,21 @@ def test_of_frozen_weights_there_are_the_weights_alone():
     assert held.state_bytes(MESH, "bfloat16") == 12 * mine / 2 and held.kept_bytes("bfloat16") == 2 * mine
     assert count_parameters(SHAPE) == (64 * OF_LAYER, FAMILIES["qwen3"].num_parameters(BASE))
     assert checkpoint_bytes(SHAPE, "bfloat16") == 14 * 64 * OF_LAYER
+
+
+def test_the_output_layers_adapter_is_on_the_last_stage():
+    """B has the padding rows of the vocabulary, too; its gradient and the copy in fp32 need memory in the update."""
+    both = replace(BASE, adapters=Adapters(20, 40.0, (*ATTENTION, "lm_head")))
+    num_rows, mesh = 152_064, Mesh(tensor=8, pipeline=2)
+    assert padded_vocabulary(both, 8) == num_rows
+    more = [rank_parameters(both, mesh, rank).trained - rank_parameters(SHAPE, mesh, rank).trained for rank in (0, 15)]
+    assert more == [0, 20 * (5120 + num_rows // 8)]
+    assert count_parameters(both).trained == 64 * OF_LAYER + 20 * (5120 + 151_936)
+    needed = [
+        activations(shape, ParallelConfig(tensor=8), 0, 8192, width=2, recompute="full", fused=False).output
+        for shape in (SHAPE, both)
+    ]
+    assert needed[1] - needed[0] == (4 + 4 + 2) * 20 * num_rows // 8
 
 
 def test_a_critics_value_head_is_trained_with_its_adapters():

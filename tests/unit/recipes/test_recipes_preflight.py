@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
-from megatron_rl.layout.peft import base_digest
+from megatron_rl.layout.peft import base_digest, require_fitting
 from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
@@ -132,7 +132,7 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     assert faults(lora()) == faults(lora(targets=["q_proj", "down_proj"], rank=3)) == []
     assert faults(lora(targets=["q_proj", "k_prj"])) == [
         "policy.lora.targets has k_prj, but the linear layers of qwen3 are q_proj, k_proj, v_proj, o_proj, gate_proj, "
-        "up_proj, down_proj"
+        "up_proj, down_proj, lm_head"
     ]
     [missing] = faults(lora(start="nowhere"))
     assert missing.startswith("policy.lora.start: nowhere has no adapter_config.json")
@@ -183,6 +183,45 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     assert not any("the engines load" in fault for fault in faults(weights))
     muon = grpo(policy={"lora": {}, "optimizer": {"kind": "muon"}})
     assert [fault for fault in faults(muon) if "Muon" in fault]
+
+
+def test_an_adapter_of_the_output_layer_needs_a_layer_of_its_own_and_merged_pushes(home):
+    untied = read_shape(CONFIGS / "Qwen3-8B.json")
+
+    def found(how: str, targets=("q_proj", "lm_head"), shape=untied, **policy) -> list[str]:
+        return faults_of_adapters(grpo(policy={"lora": {"targets": targets}, **policy}, rollout__lora=how), shape)
+
+    assert found("merged") == found("merged", ["lm_head"]) == []
+    assert found("served") == [
+        "policy.lora.targets has lm_head, and engines serve no adapter of the output layer; leave it out, or set "
+        "rollout.lora: merged"
+    ]
+    assert found("merged", shape=replace(untied, tied_embeddings=True)) == [
+        "policy.lora.targets has lm_head, but the output layer of this model is its embedding (tie_word_embeddings), "
+        "which has no adapter; leave it out"
+    ]
+    assert found("merged", ["lm_head"], parallel={"pipeline": 2}) == [
+        "policy.lora.targets is lm_head alone, so only the last pipeline stage would train; name another layer, too, "
+        "or set policy.parallel.pipeline to 1"
+    ]
+    critic = grpo(algorithm__adv_estimator={"kind": "gae"}, critic={"lora": {"targets": ["q_proj", "lm_head"]}})
+    assert faults_of_adapters(critic, untied) == [
+        "critic.lora.targets has lm_head, and a critic has a value head in its place; leave it out"
+    ]
+    (home / "started").mkdir()
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["lm_head"]}
+    (home / "started/adapter_config.json").write_text(json.dumps(given))
+    shape = replace(read_shape(home / "model"), adapters=Adapters(4, 8.0, ("lm_head",)))
+    names = [name for name in FAMILIES["qwen3"].hf_tensors(shape) if ".lora_" in name]
+    assert names == ["lm_head.lora_A.weight", "lm_head.lora_B.weight"]
+    tensors = {f"base_model.model.{name}": FAMILIES["qwen3"].hf_tensors(shape)[name] for name in names}
+    held = home / "started/adapter_model.safetensors"
+    held.write_bytes(safetensors(tensors))
+    require_fitting(home / "started", shape, home / "model")
+    copied = {"base_model.model.lm_head.base_layer.weight": (shape.vocab_size, shape.hidden_size)}
+    held.write_bytes(safetensors(tensors | copied))
+    with pytest.raises(ValueError, match=r"PEFT's copy of a weight of the base model; .*save_embedding_layers=False"):
+        require_fitting(home / "started", shape, home / "model")
 
 
 OF_SHAPES = {
