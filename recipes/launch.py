@@ -190,7 +190,7 @@ def launch(
     sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
     again = f"{command_of(program)} {shlex.join(options.configuration)} --resume auto"
     config: Config | None = None
-    has_begun = False
+    has_begun = can_continue = False
     interrupt = Interrupt()
     try:
         with interrupt.listening():
@@ -216,7 +216,9 @@ def launch(
                 log_to_file(config.run_folder / "logs")
                 interrupt.on_loss = partial(tell_loss, config, again)
                 interrupt.check()  # from here on libraries are imported
-                done = run(config, open_checkpoints(config, resume), interrupt)
+                checkpoints = open_checkpoints(config, resume)
+                can_continue = True
+                done = run(config, checkpoints, interrupt)
         if done == config.run.steps:
             return 0
         stopped = f"Stopped after {done} of {config.run.steps} steps." if done else NOTHING_SAVED
@@ -231,7 +233,7 @@ def launch(
     except Exception as error:  # the user gets a short message for every error, and the traceback is in a file
         _tell(error, config if has_begun else None)
         status = 1
-    if config is not None and has_begun:
+    if config is not None and can_continue:
         tell_continuation(config.run_folder, again)
     return status
 

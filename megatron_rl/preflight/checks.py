@@ -193,6 +193,8 @@ def _check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
         ValueError: a multi-token head is to be kept or trained, and there is none, or another one.
     """
     head, choice = find_head(config.model.path, shape), config.policy.multi_token
+    if FAMILIES[shape.family].multi_token is None:  # check_trainable tells it
+        return
     if choice != "drop" and not head and not (choice == "train" and config.model.weights):
         raise ValueError(
             f"policy.multi_token is {choice}, but {config.model.path} has no multi-token head; convert the model with "
