@@ -216,13 +216,11 @@ def launch(
                 log_to_file(config.run_folder / "logs")
                 interrupt.on_loss = partial(tell_loss, config, again)
                 interrupt.check()  # from here on libraries are imported
-                checkpoints = open_checkpoints(config, resume)
-                can_continue = True
+                checkpoints, can_continue = open_checkpoints(config, resume), True
                 done = run(config, checkpoints, interrupt)
         if done == config.run.steps:
             return 0
-        stopped = f"Stopped after {done} of {config.run.steps} steps." if done else NOTHING_SAVED
-        console.print(stopped, soft_wrap=True)
+        console.print(f"Stopped after {done} of {config.run.steps} steps." if done else NOTHING_SAVED, soft_wrap=True)
         status = 128 + (interrupt.signal or signal.SIGINT)
     except StopRequested:
         console.print(f"Stopped while starting. {NOTHING_SAVED}")

@@ -24,7 +24,7 @@ from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.layout import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
-from megatron_rl.layout.hub import MANIFEST, find_head
+from megatron_rl.layout.hub import MANIFEST
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
@@ -34,6 +34,7 @@ from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base
 from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.environment_source import faults_of_environment
+from megatron_rl.preflight.multi_token import check_head
 from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.rollout.programs.budgets import Budgets
@@ -98,7 +99,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning
     elif folder.is_dir():
         if shape:
             attempt(lambda: _check_weights(config, shape))
-            attempt(lambda: _check_head(config, shape, tell))
+            attempt(lambda: check_head(config, shape, tell))
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
@@ -185,39 +186,6 @@ def _check_weights(config: BaseConfig, shape: ModelShape) -> None:
         _check_manifest(config.model.weights, shape)
     else:
         scan(config.model.path, shape)
-
-
-def _check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
-    """
-    Raises:
-        ValueError: a multi-token head is to be kept or trained, and there is none, or another one.
-    """
-    head, choice = find_head(config.model.path, shape), config.policy.multi_token
-    if FAMILIES[shape.family].multi_token is None:  # check_trainable tells it
-        return
-    if choice != "drop" and not head and not (choice == "train" and config.model.weights):
-        raise ValueError(
-            f"policy.multi_token is {choice}, but {config.model.path} has no multi-token head; convert the model with "
-            f"--multi-token keep, or leave the key out"
-        )
-    if choice == "train":
-        wanted = FAMILIES[shape.family].head_tensors(config.policy.adapted(shape))
-        absent = [name for name in wanted if name not in head] if head else []
-        if absent:
-            raise ValueError(
-                f"policy.multi_token is train, but {config.model.path} has no {absent[0]} ({len(absent)} of the "
-                f"{len(wanted)} tensors of its multi-token head are missing); copy the checkpoint again, or use keep"
-            )
-        tell(
-            f"the {len(wanted)} tensors of the model's multi-token head are trained, and not sent to the engines "
-            f"(policy.multi_token)"
-        )
-    elif head:
-        done = "have as they are" if choice == "keep" else "leave out"
-        tell(
-            f"checkpoints and exports {done} the {len(head)} tensors of the model's multi-token head, which is not "
-            f"trained (policy.multi_token)"
-        )
 
 
 def _check_manifest(folder: Path, shape: ModelShape) -> None:

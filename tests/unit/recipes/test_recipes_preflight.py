@@ -290,6 +290,9 @@ def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
     [fault] = faults(train)
     assert "model has no mtp.layers.0.input_layernorm.weight (" in fault and "multi-token head are missing" in fault
     head = FAMILIES["qwen3_next"].head_tensors(replace(read_shape(home / "model"), multi_token=True))
+    (home / "model/b.safetensors").write_bytes(safetensors(head | {"mtp.fc.weight": head["mtp.fc.weight"][::-1]}))
+    [fault] = faults(train)
+    assert "mtp.fc.weight of the multi-token head has the extents (16, 8), but config.json means (8, 16)" in fault
     (home / "model/b.safetensors").write_bytes(safetensors(head))
     notes.clear()
     assert preflight(train, notes.append) == []
