@@ -41,6 +41,8 @@ _INHERITED = (
 
 @dataclass(frozen=True, slots=True)
 class Composite:
+    models: tuple[str, ...]
+    """The class, under each of its names, that the whole config.json names in `architectures`."""
     texts: tuple[str, ...]
     """The values of `model_type` that `text_config` may have."""
     prefixes: tuple[tuple[str, str], ...]
@@ -63,11 +65,12 @@ class Composite:
         return ".".join(pieces[: depth + 1]) + "."
 
 
+_KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")  # vLLM's and transformers' name
 _QWEN3_5 = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("mtp.", "mtp."))
 COMPOSITES = {
-    "kimi_k25": Composite(("kimi_k2", "deepseek_v3"), (("language_model.", ""),)),
-    "qwen3_5": Composite(("qwen3_5_text",), _QWEN3_5),
-    "qwen3_5_moe": Composite(("qwen3_5_moe_text",), _QWEN3_5),
+    "kimi_k25": Composite(_KIMI, ("kimi_k2", "deepseek_v3"), (("language_model.", ""),)),
+    "qwen3_5": Composite(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), _QWEN3_5),
+    "qwen3_5_moe": Composite(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), _QWEN3_5),
 }
 """The supported ones, by the `model_type` of the whole config.json."""
 
@@ -81,6 +84,11 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     composite = COMPOSITES.get(str(config.get("model_type")))
     if composite is None:
         return dict(config)
+    if config.get("architectures") not in (None, *([model] for model in composite.models)):
+        raise ValueError(
+            f"architectures is {json.dumps(config['architectures'])}; for a {config['model_type']} only "
+            f"{' or '.join(composite.models)} is supported"
+        )
     text = config.get("text_config")
     if not isinstance(text, Mapping) or text.get("model_type") not in composite.texts:
         found = repr(text.get("model_type")) if isinstance(text, Mapping) else "missing"

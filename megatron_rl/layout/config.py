@@ -4,20 +4,20 @@ names the key."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping
-from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.layout.checked import flag, number, size
 from megatron_rl.layout.composite import COMPOSITES, text_of
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.families.windows import SCALED
 from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
-_CLASSIFIES = "ForSequenceClassification"
+_CAUSAL, _CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
+"""The ends of the names of transformers' classes: models of logits, and models of one number for a sequence."""
 _MROPE = ("mrope_section", "mrope_interleaved")
 """Keys that have no meaning for text alone; `families.delta` checks them."""
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
@@ -55,6 +55,7 @@ def read_shape(folder: Path) -> ModelShape:
     try:
         config = text_of(config)
         family = config["model_type"]
+        _check_class(FAMILIES[family], config)
         return shape_of(FAMILIES[family], config)
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
@@ -75,33 +76,29 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
     for key, value in table.known.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
-    heads = _size(config, "num_attention_heads")
+    heads = size(config, "num_attention_heads")
     theta, scaling = _rope(config, table.absent.get("rope_theta", 10_000.0), _MROPE if table.linear else ())
     rotary_share = _rotary_share(config, table)
     fields: dict[str, Any] = {
-        "num_layers": _size(config, "num_hidden_layers"),
-        "hidden_size": _size(config, "hidden_size"),
+        "num_layers": size(config, "num_hidden_layers"),
+        "hidden_size": size(config, "hidden_size"),
         "num_heads": heads,
-        "num_kv_heads": _size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads),
-        "head_dim": _size(config, "head_dim", table.absent.get("head_dim"), config["hidden_size"] // heads),
-        "ffn_size": _size(config, "intermediate_size", derived=None if table.dense else _of_expert(config)),
-        "vocab_size": _size(config, "vocab_size"),
+        "num_kv_heads": size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads),
+        "head_dim": size(config, "head_dim", table.absent.get("head_dim"), config["hidden_size"] // heads),
+        "ffn_size": size(config, "intermediate_size", derived=None if table.dense else _of_expert(config)),
+        "vocab_size": size(config, "vocab_size"),
         "rope_theta": theta,
-        "norm_eps": _number(config, "rms_norm_eps"),
-        "max_positions": _size(config, "max_position_embeddings"),
-        "tied_embeddings": _flag(config, "tie_word_embeddings"),
+        "norm_eps": number(config, "rms_norm_eps"),
+        "max_positions": size(config, "max_position_embeddings"),
+        "tied_embeddings": flag(config, "tie_word_embeddings"),
         "rope_scaling": scaling,
         "rotary_share": rotary_share,
     }
     special = table.read_config(config)
     given = config.get("head_dim") is not None or "head_dim" in table.absent or "head_dim" in special
-    if not given and _size(config, "hidden_size") % heads:
+    if not given and size(config, "hidden_size") % heads:
         raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
     shape = ModelShape(table.name, **(fields | special))
-    for part in (shape.experts, shape.latent, shape.delta):
-        needed = [field.name for field in fields_of(part) if field.default is not None] if part else []
-        if empty := [name for name in needed if getattr(part, name) is None]:
-            raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
     if _ends_with_value(config):
         shape = critic_shape(shape)
     if shape.rotary_dim % 2 and shape.rotary_share != 1.0:
@@ -137,9 +134,25 @@ def critic_shape(shape: ModelShape) -> ModelShape:
 def critic_config(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a model with a value head: transformers loads the model as
     `AutoModelForSequenceClassification`."""
-    names = [name.replace("ForCausalLM", _CLASSIFIES) for name in config.get("architectures", [])]
+    names = [name.replace(_CAUSAL, _CLASSIFIES) for name in config.get("architectures", [])]
     one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     return config | one_label | {"architectures": names, "tie_word_embeddings": False}
+
+
+def _check_class(family: Family, config: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: `architectures` names another class than the family's, so the model may be another one in spite of
+            its `model_type`.
+    """
+    own, named = family.published_model or family.vllm_model, config.get("architectures")
+    critic = own.replace(_CAUSAL, _CLASSIFIES)
+    supported = {own, critic, own.replace(_CAUSAL, f"Text{_CLASSIFIES}")}  # the last is transformers' name for Qwen3.5
+    if named is not None and (not isinstance(named, list) or not supported.issuperset(map(str, named))):
+        raise ValueError(
+            f"architectures is {json.dumps(named)}; for the family {family.name} only {own}, or with a value head "
+            f"{critic}, is supported"
+        )
 
 
 def _ends_with_value(config: Mapping[str, Any]) -> bool:
@@ -175,49 +188,9 @@ def _rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(iter(sections.values()), {})
 
 
-def _size(config: Mapping[str, Any], key: str, absent: float | None = None, derived: int | None = None) -> int:
-    """A whole number above 0.
-
-    Args:
-        absent: what transformers takes if there is no such key; it then refuses null.
-        derived: what it takes if the key is null or not there.
-
-    Raises:
-        KeyError: there is no such key, and nothing to take for it.
-        ValueError: it is no such number.
-    """
-    value = config.get(key, absent)
-    if value is None and absent is None and (key not in config or derived is not None):
-        if derived is None:
-            raise KeyError(key)
-        return derived
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} must be a whole number above 0, but it is {json.dumps(value)}")
-    return value
-
-
 def _of_expert(config: Mapping[str, Any]) -> int | None:
     """The size of an expert, which stands for the MLP's in families without dense layers."""
     return config.get("moe_intermediate_size")
-
-
-def _number(section: Mapping[str, Any], key: str, default: float | None = None) -> Any:
-    """
-    Raises:
-        KeyError: there is no such key, and no default.
-        ValueError: its value is no number above 0.
-    """
-    value = section[key] if default is None else section.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError(f"{key} must be a number above 0, but it is {json.dumps(value)}")
-    return value
-
-
-def _flag(config: Mapping[str, Any], key: str, absent: bool = False) -> bool:
-    value = config.get(key, absent)
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false, but it is {json.dumps(value)}")
-    return value
 
 
 def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
@@ -230,7 +203,7 @@ def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
     section = _rope_section(config)
     section = section.get("full_attention", section)
     where = section if "partial_rotary_factor" in section else config
-    share = float(_number(where, "partial_rotary_factor", family.rotary_share or 1.0))
+    share = float(number(where, "partial_rotary_factor", family.rotary_share or 1.0))
     if share != 1.0 and family.rotary_share is None:
         raise ValueError(f"partial_rotary_factor is {share}, but heads of the family {family.name} are rotated whole")
     if not 0.0 < share <= 1.0:
@@ -250,7 +223,7 @@ def _rope(
             raise ValueError(
                 "rope_parameters: sliding layers must be unscaled and have the same rope_theta as full attention"
             )
-    theta = float(_number(rope if "rope_theta" in rope else config, "rope_theta", default))
+    theta = float(number(rope if "rope_theta" in rope else config, "rope_theta", default))
     rope.pop("rope_theta", None)
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
     rope.pop("type", None)
@@ -263,21 +236,21 @@ def _rope(
     if kind == "llama3":
         known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
         scaling = Llama3Rope(
-            factor=_number(rope, "factor"),
-            low_freq_factor=_number(rope, "low_freq_factor"),
-            high_freq_factor=_number(rope, "high_freq_factor"),
-            original_max_positions=_number(rope, "original_max_position_embeddings"),
+            factor=number(rope, "factor"),
+            low_freq_factor=number(rope, "low_freq_factor"),
+            high_freq_factor=number(rope, "high_freq_factor"),
+            original_max_positions=number(rope, "original_max_position_embeddings"),
         )
     elif kind == "yarn":
         known = {"factor", "original_max_position_embeddings", "truncate", *_YARN}
         scaling = YarnRope(
-            factor=_number(rope, "factor"),
-            original_max_positions=_number(
-                rope, "original_max_position_embeddings", _size(config, "max_position_embeddings")
+            factor=number(rope, "factor"),
+            original_max_positions=number(
+                rope, "original_max_position_embeddings", size(config, "max_position_embeddings")
             ),
-            truncate=_flag(rope, "truncate", absent=True),
+            truncate=flag(rope, "truncate", absent=True),
             # 0 switches an mscale off.
-            **{key: rope[key] and _number(rope, key) for key in _YARN if rope.get(key) is not None},
+            **{key: rope[key] and number(rope, key) for key in _YARN if rope.get(key) is not None},
         )
     elif kind != "default":
         raise ValueError(f"rope scaling {kind!r} is not supported; supported are llama3 and yarn")

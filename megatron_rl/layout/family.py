@@ -37,7 +37,8 @@ class Family(Traits):
     name: str
     """`model_type` of the HF config.json."""
     vllm_model: str
-    """The class in vllm.model_executor.models that vLLM runs the family with."""
+    """The class in vllm.model_executor.models that vLLM runs the family with. config.json names it in `architectures`,
+    which vLLM chooses its class by, if there is no `published_model`."""
     embedding: Rule
     attention: tuple[Rule, ...]
     """The rows of norms and attention, which every layer has that has no linear attention."""
@@ -64,6 +65,8 @@ class Family(Traits):
     vllm_repeats_ends: tuple[End, ...] = ()
     """What vLLM builds on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
+    published_model: str | None = None
+    """The class that config.json names, if vLLM has none of this name."""
 
     @property
     def multi_token(self) -> MultiTokenHead | None:

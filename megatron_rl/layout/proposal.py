@@ -80,6 +80,8 @@ class Proposal:
         base, biased = self.nearest.upper(), self.family.read_config is read_experts
         imported = {self.nearest, *(family for _, family, _ in self.taken)}
         changes = [f'name="{name}"', f'vllm_model="{self.family.vllm_model}"']
+        if begin.published_model:
+            changes.append("published_model=None")
         for kind in KINDS:
             other = begin
             if getattr(self.family, kind) and not getattr(begin, kind) and not biased:
@@ -168,9 +170,9 @@ def _complete(
     for kind, other, hf_name in taken:
         rows[kind] += rows_of(FAMILIES[other], hf_name)
     name = str(config.get("model_type"))
-    of_vllm = (config.get("architectures") or [family.vllm_model])[0]
+    of_vllm = (config.get("architectures") or [family.published_model or family.vllm_model])[0]
     known = {key: config.get(key, value) for key, value in family.known.items()}  # where they differ, rows show it
-    whole = replace(replace(family, **rows), name=name, vllm_model=of_vllm, known=known)
+    whole = replace(replace(family, **rows), name=name, vllm_model=of_vllm, published_model=None, known=known)
     described = {key: tensor.extents for key, tensor in whole.file_tensors(shape).items()}
     understood = [key for key, extents in described.items() if tensors.get(key) == extents]
     ignored = {

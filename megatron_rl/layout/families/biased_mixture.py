@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.layout.checked import flag, number, size
 from megatron_rl.layout.families.rows import mixture_rows
 from megatron_rl.layout.multi_token import MultiTokenHead, head_rows
 from megatron_rl.layout.rule import HfTensor, Rule
@@ -72,23 +73,35 @@ def only(config: Mapping[str, Any], **known: Any) -> None:
 def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
     """ModelShape's field `experts`."""
     only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
-    dense, num_layers = config["first_k_dense_replace"], config["num_hidden_layers"]  # vLLM needs the first one, too
+    num_layers = size(config, "num_hidden_layers")
+    dense = size(config, "first_k_dense_replace", least=0, at_most="num_hidden_layers")  # vLLM needs this key, too
     kinds = ["dense"] * dense + ["sparse"] * (num_layers - dense)
     if (config.get("mlp_layer_types") or kinds) != kinds:
         raise ValueError(
             f"mlp_layer_types is {config['mlp_layer_types']}, but first_k_dense_replace is {dense} and "
             f"num_hidden_layers {num_layers}; supported are as many `dense` layers first, and then `sparse` ones"
         )
+    ffn_size = size(config, "moe_intermediate_size")
     experts = Experts(
-        num_experts=config["n_routed_experts"],
-        num_active=config["num_experts_per_tok"],
-        ffn_size=config["moe_intermediate_size"],
-        shared_ffn_size=config["n_shared_experts"] * config["moe_intermediate_size"],
+        num_experts=size(config, "n_routed_experts"),
+        num_active=size(config, "num_experts_per_tok", at_most="n_routed_experts"),
+        ffn_size=ffn_size,
+        shared_ffn_size=size(config, "n_shared_experts") * ffn_size,
         first_dense_layers=dense,
         score="sigmoid",
-        normalised=config["norm_topk_prob"],
-        num_groups=config["n_group"],
-        num_active_groups=config["topk_group"],
-        scaling_factor=config["routed_scaling_factor"],
+        normalised=flag(config, "norm_topk_prob", absent=None),
+        num_groups=size(config, "n_group"),
+        num_active_groups=size(config, "topk_group", at_most="n_group"),
+        scaling_factor=number(config, "routed_scaling_factor"),
     )
+    if experts.num_experts % experts.num_groups:
+        raise ValueError(
+            f"n_group is {experts.num_groups}; n_routed_experts, {experts.num_experts}, must be a multiple of it"
+        )
+    chosen_from = experts.num_active_groups * (experts.num_experts // experts.num_groups)
+    if experts.num_active > chosen_from:
+        raise ValueError(
+            f"num_experts_per_tok is {experts.num_active}, but the topk_group {experts.num_active_groups} of the "
+            f"n_group {experts.num_groups} groups have {chosen_from} experts together; it must be at most as many"
+        )
     return {"experts": experts}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.layout.checked import size
 from megatron_rl.layout.families.biased_mixture import (
     BIASED_MIXTURE,
     TOKEN_AFTER_NEXT,
@@ -97,11 +98,11 @@ _ATTENTION = (
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     only(config, rope_interleave=True, num_key_value_heads=config["num_attention_heads"])
     latent = LatentAttention(
-        query_rank=config["q_lora_rank"] or 0,
-        kv_rank=config["kv_lora_rank"],
-        nope_dim=config["qk_nope_head_dim"],
-        rope_dim=config["qk_rope_head_dim"],
-        value_dim=config["v_head_dim"],
+        query_rank=0 if config["q_lora_rank"] is None else size(config, "q_lora_rank"),
+        kv_rank=size(config, "kv_lora_rank"),
+        nope_dim=size(config, "qk_nope_head_dim"),
+        rope_dim=size(config, "qk_rope_head_dim"),
+        value_dim=size(config, "v_head_dim"),
     )
     return {"latent": latent, "head_dim": latent.nope_dim + latent.rope_dim, **read_experts(config)}
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.layout.checked import size
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, HEAD_NORMS, INPUT_NORM, QKV_WEIGHT
+from megatron_rl.layout.families.windows import check_length
 from megatron_rl.layout.multi_token import MultiTokenHead, head_rows
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, DELTA_SECTIONS, GATED_QKV, REPLICATED, ROWS
@@ -109,18 +111,17 @@ def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]
         raise ValueError(f"attn_output_gate is {config['attn_output_gate']!r}; only true is supported")
     if config.get("output_gate_type", "silu") not in _GATES:
         raise ValueError(f"output_gate_type is {config['output_gate_type']!r}; supported are {' and '.join(_GATES)}")
-    num_layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    num_layers, every = size(config, "num_hidden_layers"), size(config, "full_attention_interval", 4)
     types = config.get("layer_types") or [_LINEAR if (n + 1) % every else _SOFTMAX for n in range(num_layers)]
     if foreign := sorted(set(types) - {_SOFTMAX, _LINEAR}):
         raise ValueError(f"layer_types has {foreign[0]}; supported are {_LINEAR} and {_SOFTMAX}")
-    if len(types) != num_layers:
-        raise ValueError(f"layer_types has {len(types)} entries, but num_hidden_layers is {num_layers}")
+    check_length(config, types)
     delta = DeltaNet(
-        num_key_heads=config.get("linear_num_key_heads", 16),
-        num_value_heads=config.get("linear_num_value_heads", 32),
-        key_size=config.get("linear_key_head_dim", 128),
-        value_size=config.get("linear_value_head_dim", 128),
-        convolution=config.get("linear_conv_kernel_dim", 4),
+        num_key_heads=size(config, "linear_num_key_heads", 16),
+        num_value_heads=size(config, "linear_num_value_heads", 32),
+        key_size=size(config, "linear_key_head_dim", 128),
+        value_size=size(config, "linear_value_head_dim", 128),
+        convolution=size(config, "linear_conv_kernel_dim", 4),
         interleaved=interleaved,
     )
     if delta.num_value_heads % delta.num_key_heads:

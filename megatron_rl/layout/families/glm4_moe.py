@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.layout.checked import flag
 from megatron_rl.layout.families.biased_mixture import (
     BIASED_MIXTURE,
     TOKEN_AFTER_NEXT,
@@ -29,9 +30,7 @@ from megatron_rl.layout.family import Family
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     optional = []
     for key, name in (("attention_bias", "qkv_bias"), ("use_qk_norm", "head_norms")):
-        if not isinstance(config.get(key, False), bool):
-            raise ValueError(f"{key} must be true or false, but it is {config[key]!r}")
-        if config.get(key):
+        if flag(config, key):
             optional.append(name)
     return {"optional": tuple(optional), **read_experts(config)}
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.layout.checked import size
 from megatron_rl.layout.families.rows import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -139,16 +140,16 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} is {found!r}; for gpt_oss only {value!r} is supported, which vLLM computes with")
     _check_rope(config)
     even = list(range(0, config["num_hidden_layers"], 2))
-    windows = window(config, even)
+    windows = window(config, even, needed=True)
     if windows and list(windows["sliding_layers"]) != even:
         raise ValueError(
             f"layer_types gives the window to the layers {list(windows['sliding_layers'])}; for gpt_oss only "
             f"sliding_attention in every second layer, from the first one on, is supported, which vLLM computes"
         )
     experts = Experts(
-        num_experts=config["num_local_experts"],
-        num_active=config["num_experts_per_tok"],
-        ffn_size=config["intermediate_size"],
+        num_experts=size(config, "num_local_experts"),
+        num_active=size(config, "num_experts_per_tok", at_most="num_local_experts"),
+        ffn_size=size(config, "intermediate_size"),
         clamp=_ENGINE["swiglu_limit"],
     )
     return {"experts": experts} | windows

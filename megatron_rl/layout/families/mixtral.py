@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.layout.checked import size
 from megatron_rl.layout.families.rows import ENDS, LLAMA_ATTENTION, mixture_rows
 from megatron_rl.layout.families.windows import all_layers
 from megatron_rl.layout.family import ALL_ENDS, Family
@@ -13,9 +14,9 @@ from megatron_rl.types import Experts
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     experts = Experts(
-        num_experts=config["num_local_experts"],
-        num_active=config["num_experts_per_tok"],
-        ffn_size=config["intermediate_size"],
+        num_experts=size(config, "num_local_experts"),
+        num_active=size(config, "num_experts_per_tok", at_most="num_local_experts"),
+        ffn_size=size(config, "intermediate_size"),
     )
     return {"experts": experts} | all_layers(config)
 

@@ -44,12 +44,13 @@ _ATTENTION = (
 
 
 def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
-    return window(config, [layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % 4])
+    return window(config, [layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % 4], needed=True)
 
 
 OLMO2 = Family(
     name="olmo2",
     vllm_model="TransformersForCausalLM",
+    published_model="Olmo2ForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,
     **ENDS,
@@ -57,6 +58,7 @@ OLMO2 = Family(
 OLMO3 = Family(
     name="olmo3",
     vllm_model="TransformersForCausalLM",
+    published_model="Olmo3ForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,
     read_config=_three_of_four,

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.layout.checked import size
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
     GATED_ATTENTION,
@@ -54,10 +55,10 @@ def _dense(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _mixture(config: Mapping[str, Any]) -> dict[str, Any]:
     experts = Experts(
-        num_experts=config["num_experts"],
-        num_active=config["num_experts_per_tok"],
-        ffn_size=config["moe_intermediate_size"],
-        shared_ffn_size=config["shared_expert_intermediate_size"],
+        num_experts=size(config, "num_experts"),
+        num_active=size(config, "num_experts_per_tok", at_most="num_experts"),
+        ffn_size=size(config, "moe_intermediate_size"),
+        shared_ffn_size=size(config, "shared_expert_intermediate_size"),
         shared_gate=True,
     )
     return {"experts": experts} | _dense(config)

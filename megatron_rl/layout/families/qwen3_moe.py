@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_rl.layout.checked import flag, size
 from megatron_rl.layout.families.qwen3 import QWEN3
 from megatron_rl.layout.families.rows import ENDS, mixture_rows
 from megatron_rl.layout.families.windows import all_layers
@@ -12,20 +13,31 @@ from megatron_rl.layout.family import ALL_ENDS, Family
 from megatron_rl.types import Experts
 
 
-def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
+def first_dense_layers(config: Mapping[str, Any]) -> int:
+    """The number of layers in front of the first mixture.
+
+    Raises:
+        ValueError: a layer behind the first mixture is dense.
+    """
+    every = size(config, "decoder_sparse_step", 1)
     only_dense = config.get("mlp_only_layers") or []
-    dense = [layer for layer in range(num_layers) if layer in only_dense or (layer + 1) % every]
+    layers = range(size(config, "num_hidden_layers"))
+    dense = [layer for layer in layers if layer in only_dense or (layer + 1) % every]
     if dense != list(range(len(dense))):
         raise ValueError(
             f"mlp_only_layers and decoder_sparse_step make the layers {dense} dense; only first layers may be dense"
         )
+    return len(dense)
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    experts_key = "num_experts" if "num_experts" in config else "num_local_experts"
     experts = Experts(
-        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-        num_active=config["num_experts_per_tok"],
-        ffn_size=config["moe_intermediate_size"],
-        first_dense_layers=len(dense),
-        normalised=config["norm_topk_prob"],
+        num_experts=size(config, experts_key),
+        num_active=size(config, "num_experts_per_tok", at_most=experts_key),
+        ffn_size=size(config, "moe_intermediate_size"),
+        first_dense_layers=first_dense_layers(config),
+        normalised=flag(config, "norm_topk_prob", absent=None),
     )
     return {"experts": experts} | (all_layers(config) if config.get("use_sliding_window") else {})
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_rl.layout.checked import flag, size
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
     GATED_ATTENTION,
@@ -18,6 +19,7 @@ from megatron_rl.layout.families.delta import (
     SHARED_EXPERT,
     delta_layers,
 )
+from megatron_rl.layout.families.qwen3_moe import first_dense_layers
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_rows
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.rule import HfTensor, Rule
@@ -39,21 +41,14 @@ _INPUT = (
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    num_layers, every = config["num_hidden_layers"], config.get("decoder_sparse_step", 1)
-    only_dense = config.get("mlp_only_layers") or []
-    dense = [layer for layer in range(num_layers) if layer in only_dense or (layer + 1) % every]
-    if dense != list(range(len(dense))):
-        raise ValueError(
-            f"mlp_only_layers and decoder_sparse_step make the layers {dense} dense; only first layers may be dense"
-        )
     experts = Experts(
-        num_experts=config["num_experts"],
-        num_active=config["num_experts_per_tok"],
-        ffn_size=config["moe_intermediate_size"],
-        shared_ffn_size=config["shared_expert_intermediate_size"],
+        num_experts=size(config, "num_experts"),
+        num_active=size(config, "num_experts_per_tok", at_most="num_experts"),
+        ffn_size=size(config, "moe_intermediate_size"),
+        shared_ffn_size=size(config, "shared_expert_intermediate_size"),
         shared_gate=True,
-        first_dense_layers=len(dense),
-        normalised=config.get("norm_topk_prob", True),
+        first_dense_layers=first_dense_layers(config),
+        normalised=flag(config, "norm_topk_prob", absent=True),
     )
     return {"experts": experts} | delta_layers(config, interleaved=True)
 

@@ -255,6 +255,10 @@ def test_kimi_is_int4_inside(tmp_path, where):
             "text_config is 'qwen3', but in a kimi_k25 only kimi_k2 or deepseek",
         ),
         ({"text_config": None}, "the model_type of text_config is missing"),
+        (
+            {"architectures": ["NewModel"]},
+            r'architectures is \["NewModel"\]; for a kimi_k25 only KimiK25For',
+        ),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but false in text_config; make them equal"),
     ],
 )

@@ -279,7 +279,7 @@ def test_gpt_oss(tmp_path):
     assert shape.rope_scaling == YarnRope(32.0, 4096, 32.0, 1.0, truncate=False)
     types = ["sliding_attention", "full_attention"] * 2
     assert read(tmp_path, GPT_OSS | {"layer_types": types, "swiglu_alpha": 1.702}) == shape
-    assert read(tmp_path, GPT_OSS | {"sliding_window": None}).sliding_layers == ()
+    assert read(tmp_path, GPT_OSS | {"layer_types": None}) == shape
 
 
 @pytest.mark.parametrize(
@@ -308,6 +308,80 @@ def test_gpt_oss(tmp_path):
 def test_another_gpt_oss_than_vllms_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, GPT_OSS | changes)
+
+
+QWEN3_NEXT = {key: value for key, value in QWEN3_MOE.items() if key != "rope_theta"} | {
+    "model_type": "qwen3_next", "num_hidden_layers": 4, "shared_expert_intermediate_size": 8, "head_dim": 16,
+}  # fmt: skip
+GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {"model_type": "glm4_moe", "head_dim": 128}
+WHOLE = "must be a whole number above 0, but it is "
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        *[
+            (QWEN3_NEXT, {key: value}, f"{key} {WHOLE}{json.dumps(value)}")
+            for key in ("full_attention_interval", "linear_num_key_heads", "linear_num_value_heads",
+                        "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim", "decoder_sparse_step",
+                        "num_experts", "shared_expert_intermediate_size")
+            for value in (0, "4", None)
+        ],
+        *[
+            (GLM, {key: value}, f"{key} {WHOLE}{json.dumps(value)}")
+            for key in ("n_routed_experts", "n_shared_experts", "moe_intermediate_size", "num_experts_per_tok",
+                        "n_group", "topk_group")
+            for value in (0, -5, "8", True)
+        ],
+        *[
+            (DEEPSEEK, {key: value}, f"{key} {WHOLE}{json.dumps(value)}")
+            for key in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            for value in (0, "64")
+        ],
+        *[
+            (GPT_OSS, {key: value}, f"{key} {WHOLE}{json.dumps(value)}")
+            for key in ("sliding_window", "num_local_experts", "num_experts_per_tok")
+            for value in (0, "128", None)
+        ],
+        (QWEN3_NEXT, {"norm_topk_prob": "no"}, 'norm_topk_prob must be true or false, but it is "no"'),
+        (GLM, {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, but it is 1"),
+        (GLM, {"first_k_dense_replace": "3"}, 'first_k_dense_replace must be a whole number of at least 0.*"3"'),
+        (GLM, {"first_k_dense_replace": -1}, "first_k_dense_replace must be a whole number of at least 0.* -1"),
+        (GLM, {"first_k_dense_replace": 62}, "must be at most num_hidden_layers, which is 61, but it is 62"),
+        (GLM, {"num_experts_per_tok": 257}, "num_experts_per_tok must be at most n_routed_experts, which is 256"),
+        (GLM, {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, but the topk_group 4 .* have 128 experts"),
+        (GLM, {"topk_group": 9}, "topk_group must be at most n_group, which is 8, but it is 9"),
+        (GLM, {"n_group": 7}, "n_group is 7; n_routed_experts, 256, must be a multiple of it"),
+        (GLM, {"routed_scaling_factor": 0}, "routed_scaling_factor must be a number above 0, but it is 0"),
+        (MIXTRAL, {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_local_experts, which is 8"),
+        (QWEN3_MOE, {"num_experts_per_tok": 129}, "num_experts_per_tok must be at most num_experts, which is 128"),
+        (GPT_OSS, {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 4"),
+        (OLMO3, {"sliding_window": None}, f"sliding_window {WHOLE}null"),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_a_size_inside_a_layer_that_is_none_is_named_with_the_file(tmp_path, config, changes, message):
+    read(tmp_path, config)
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        read(tmp_path, config | changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (QWEN3, "Qwen3ForCausalLM"),
+        (OLMO3, "Olmo3ForCausalLM"),
+        (DEEPSEEK | {"model_type": "kimi_k2", "auto_map": {"AutoModel": "code.Model"}}, "DeepseekV3ForCausalLM"),
+    ],
+)
+def test_the_class_that_config_json_names_is_the_familys(tmp_path, config, named):
+    assert read(tmp_path, config | {"architectures": [named]}) == read(tmp_path, config)
+    critic = critic_config(config | {"architectures": [named]})
+    assert read(tmp_path, critic).value_head
+    for other in (["NewForCausalLM"], [named, "NewForCausalLM"], [named.replace("CausalLM", "RewardModel")], named):
+        message = rf"config.json: architectures is {re.escape(json.dumps(other))}; for the family .* only {named}, or"
+        with pytest.raises(ValueError, match=message):
+            read(tmp_path, config | {"architectures": other})
 
 
 def test_missing_and_broken_configurations(tmp_path):

@@ -40,3 +40,15 @@ def test_a_model_without_a_table_is_proposed_and_checked(tmp_path, family, neare
     of_logprobs = told["checks"].pop("Megatron's log-probs equal transformers'")
     assert set(told["checks"].values()) == {None}
     assert of_logprobs is None if fits else "the forward pass is another one" in of_logprobs
+
+
+@pytest.mark.deep
+def test_rounding_of_norms_stored_minus_one_is_no_other_forward_pass(tmp_path):
+    """transformers' own log-probs in float32 are further from float64 than 1e-4."""
+    experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+    linear = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8)
+    config = transformers.Qwen3NextConfig(**SIZES, **experts, **linear, head_dim=16)
+    transformers.Qwen3NextForCausalLM(config).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "megatron_rl", "family", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert set(json.loads(done.stdout)["checks"].values()) == {None} and done.returncode == 0

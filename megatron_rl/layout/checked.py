@@ -1,0 +1,73 @@
+"""Reads single values of config.json. A value that is none of its kind is an error with key and value.
+
+A key that is missing is a KeyError, which `layout.config` turns into a sentence with the name of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def size(
+    config: Mapping[str, Any],
+    key: str,
+    absent: float | None = None,
+    derived: int | None = None,
+    least: int = 1,
+    at_most: str | None = None,
+) -> int:
+    """A whole number.
+
+    Args:
+        absent: what transformers takes if there is no such key; it then refuses null.
+        derived: what it takes if the key is null or not there.
+        least: the smallest supported value.
+        at_most: the key of another size, which this one may not exceed.
+
+    Raises:
+        KeyError: there is no such key, and nothing to take for it.
+        ValueError: it is no such number.
+    """
+    value = config.get(key, absent)
+    if value is None and absent is None and (key not in config or derived is not None):
+        if derived is None:
+            raise KeyError(key)
+        return derived
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        lowest = "above 0" if least == 1 else f"of at least {least}"
+        raise ValueError(f"{key} must be a whole number {lowest}, but it is {json.dumps(value)}")
+    if at_most and value > (largest := size(config, at_most)):
+        raise ValueError(f"{key} must be at most {at_most}, which is {largest}, but it is {value}")
+    return value
+
+
+def number(section: Mapping[str, Any], key: str, default: float | None = None) -> Any:
+    """A number above 0.
+
+    Raises:
+        KeyError: there is no such key, and no default.
+        ValueError: its value is no number above 0.
+    """
+    value = section[key] if default is None else section.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{key} must be a number above 0, but it is {json.dumps(value)}")
+    return value
+
+
+def flag(config: Mapping[str, Any], key: str, absent: bool | None = False) -> bool:
+    """True or false.
+
+    Args:
+        absent: the value if there is no such key; None if it must be there.
+
+    Raises:
+        KeyError: there is no such key, and nothing to take for it.
+        ValueError: it is neither of the two.
+    """
+    value = config[key] if absent is None else config.get(key, absent)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, but it is {json.dumps(value)}")
+    return value
