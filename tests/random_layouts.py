@@ -39,7 +39,7 @@ def shapes(draw) -> ModelShape:
 def served(draw, engines: Engines) -> ModelShape:
     """Models that the engines can hold: where q and k are normalised over all heads, a KV head is on one rank or on
     all; with sinks it is on one."""
-    shape = draw(shapes())
+    shape = draw(shapes()).served  # without a multi-token head
     if FAMILIES[shape.family].sinks:
         return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
     if FAMILIES[shape.family].qk_norm(shape) == "full" and shape.num_kv_heads > 1:

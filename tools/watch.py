@@ -29,7 +29,7 @@ PORT = 8642
 HOST = re.compile(r"(\[[^\]]+\]|[^:]+)(?::\d+)?")
 """The header `Host`: a name or an address, and perhaps a port."""
 EVERYWHERE = ("0.0.0.0", "::", "")
-"""With these hosts a server listens at all interfaces, where the machine's own names lead to it, too."""
+"""A server with one of these hosts listens at all interfaces, where the machine's own names lead to it, too."""
 
 
 class ReportServer(ThreadingHTTPServer):

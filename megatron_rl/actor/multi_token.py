@@ -125,7 +125,7 @@ class HeadLoss:
     """The head's loss in one mini-batch."""
 
     num_targets: int
-    """Of all ranks."""
+    """The number of the targets of all ranks."""
     reports: list[dict[str, Metric]] = field(default_factory=list)
     """The metrics of this rank's micro-batches, on the last stage:
         multi_token/loss: the mean cross-entropy of the targets, in nats.

@@ -217,6 +217,7 @@ def _rope(
     """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
     separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
     rope = dict(_rope_section(config))
+    where = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     if "full_attention" in rope:
         rope, sliding = dict(rope["full_attention"]), rope["sliding_attention"]
         if sliding.get("rope_type", "default") != "default" or sliding.get("rope_theta") != rope.get("rope_theta"):
@@ -253,7 +254,7 @@ def _rope(
             **{key: rope[key] and number(rope, key) for key in _YARN if rope.get(key) is not None},
         )
     elif kind != "default":
-        raise ValueError(f"rope scaling {kind!r} is not supported; supported are llama3 and yarn")
+        raise ValueError(f"{where}.rope_type: rope scaling {kind!r} is not supported; supported are llama3 and yarn")
     if foreign := sorted(rope.keys() - known - set(unused)):
-        raise ValueError(f"rope scaling {kind!r} has the key {foreign[0]!r}, which is not supported")
+        raise ValueError(f"{where}: rope scaling {kind!r} has the key {foreign[0]!r}, which is not supported")
     return theta, scaling

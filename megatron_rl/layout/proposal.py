@@ -135,7 +135,7 @@ def propose(config: Mapping[str, Any], tensors: Mapping[str, Extents]) -> Propos
             continue
         found.append(_complete(nearest, family, shape, dict(config), read.keys_read, tensors))
     if not found:
-        raise ValueError("no family can read config.json: " + "; ".join(faults))
+        raise ValueError("no family can read config.json: " + "; ".join(dict.fromkeys(faults)))
     return min(found, key=lambda one: (len(one.unknown) + len(one.missing), len(one.taken) + len(one.dropped)))
 
 

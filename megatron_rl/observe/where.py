@@ -1,4 +1,4 @@
-"""Where the time of a run's steps goes, which resource holds the others up, and what would help first.
+"""Tells where the time of a run's steps goes, which resource holds the others up, and what would help first.
 
 Everything is computed from the records of metrics.jsonl. The first step is left out if there are others, because
 processes warm up in it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.layout import FAMILIES
+from megatron_rl.layout.composite import read_config
 from megatron_rl.layout.hub import find_head, read_header
 from megatron_rl.preflight.rows import Tell
 from megatron_rl.types import ModelShape
@@ -14,16 +15,22 @@ def check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
     Raises:
         ValueError: a multi-token head is to be kept or trained, and there is none, or another one.
     """
-    head, choice = find_head(config.model.path, shape), config.policy.multi_token
-    if FAMILIES[shape.family].multi_token is None:  # check_trainable tells it
+    head, choice, family = find_head(config.model.path, shape), config.policy.multi_token, FAMILIES[shape.family]
+    if family.multi_token is None:  # check_trainable tells it
         return
+    key = family.multi_token.key
+    if choice == "train" and (number := read_config(config.model.path).get(key)) not in (None, 1):
+        raise ValueError(
+            f"policy.multi_token is train, but {config.model.path / 'config.json'} has {key} {number!r}; a head of 1 "
+            "layer can be trained, others can be kept or dropped"
+        )
     if choice != "drop" and not head and not (choice == "train" and config.model.weights):
         raise ValueError(
             f"policy.multi_token is {choice}, but {config.model.path} has no multi-token head; convert the model with "
             f"--multi-token keep, or leave the key out"
         )
     if choice == "train":
-        wanted = FAMILIES[shape.family].head_tensors(config.policy.adapted(shape))
+        wanted = family.head_tensors(config.policy.adapted(shape))
         absent = [name for name in wanted if name not in head] if head else []
         if absent:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""From PEFT's LoraConfig, which scripts give GRPOTrainer as `peft_config`, to `policy.lora`.
+"""This maps PEFT's LoraConfig, which scripts give GRPOTrainer as `peft_config`, to `policy.lora`.
 
 PEFT need not be installed here: the attributes are read by their names, as in PEFT's tuners/lora/config.py. Invariant
 (tests/unit/trl): an attribute that changes what is trained is mapped, or refused by its name.

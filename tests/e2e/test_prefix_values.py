@@ -64,11 +64,15 @@ def check_values(model_folder, groups) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    without_token = torch.tensor(
+        [*{*range(model.config.vocab_size)} - {*tokenizer.get_vocab().values()}], dtype=torch.int64
+    )
 
     @torch.no_grad()
     def value(prefix, right) -> float:
         ids = torch.tensor([*prefix, *tokenizer.encode("</think>"), *right])
-        logp = model(ids[None, :-1]).logits[0].log_softmax(-1)
+        logits = model(ids[None, :-1]).logits[0]
+        logp = logits.index_fill(1, without_token, -torch.inf).log_softmax(-1)
         return float(logp[range(len(ids) - 1), ids[1:]][-len(right) :].mean())
 
     for group in groups:

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.layout.composite import COMPOSITES
 from megatron_rl.layout.hub import read_header, weight_files
 from megatron_rl.layout.proposal import Proposal, propose
 from megatron_rl.processes import piped
@@ -57,6 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         config = json.loads((given.folder / "config.json").read_text())
+        if (kind := config.get("model_type")) in COMPOSITES:
+            raise ValueError(
+                f"{kind} is a model with other parts than text, and its family is there already: `megatron-rl convert` "
+                "takes the text model out"
+            )
         tensors = {
             name: extents for path in weight_files(given.folder) for name, (_, extents, _) in read_header(path).items()
         }
@@ -70,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dumps({"nearest": proposal.nearest, "source": proposal.source(), "checks": checks, **counts(proposal)})
         )
     else:
+        if kind in FAMILIES:
+            print(f"The family {kind} is there already. This is what a proposal without its table would be.")
         tell(proposal, len(tensors), checks, Console())
     return 0 if all(fault is None for fault in checks.values()) else 1
 
@@ -145,7 +153,7 @@ def _make_tiny(config: Mapping[str, Any], folder: Path) -> str | None:
         known = theirs.AutoConfig.for_model(**tiny)
         model = theirs.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except (ValueError, KeyError, TypeError) as error:
-        return f"transformers makes none of this config.json: {error}"
+        return f"transformers makes none of this config.json: {str(error).splitlines()[0][:200]}"
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name:  # ones and zeros would hide what is lost
             parameter.data.uniform_(0.5, 1.5)

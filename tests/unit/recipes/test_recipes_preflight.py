@@ -297,6 +297,11 @@ def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
     notes.clear()
     assert preflight(train, notes.append) == []
     assert f"the {len(head)} tensors of the model's multi-token head are trained, and not sent" in notes[0]
+    held = json.loads((home / "model/config.json").read_text())
+    (home / "model/config.json").write_text(json.dumps(held | {"num_nextn_predict_layers": 2}))
+    [several] = faults(train)
+    assert "config.json has num_nextn_predict_layers 2; a head of 1 layer can be trained" in several
+    (home / "model/config.json").write_text(json.dumps(held))
     adapted = grpo(policy={"multi_token": "train", "lora": {}})
     assert any("policy.multi_token is train, but policy.lora freezes" in fault for fault in faults(adapted))
 
