@@ -1,7 +1,8 @@
 """Add trained adapters to their base model: a Hugging Face folder that transformers and vLLM load, on a CPU.
 
 The adapters are a folder in PEFT's form, such as `hf/adapters` of a run. Weights without adapters keep their bits; the
-others become W + scale B A, computed in float32.
+others become W + scale B A, computed in float32. Where the run had its base model in fp8 (`policy.lora.base`), the
+weights of linear layers are rounded to that first, so the result is the model that was trained.
 
     megatron-rl merge models/Qwen3-32B runs/mine/hf/adapters models/merged
 """
@@ -16,15 +17,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_rl.convert import Options, carry_out, manifest, open_checkpoint, to_hub
 from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.command import num_cores, run
+from megatron_rl.convert.fp8 import rounded
+from megatron_rl.convert.source import Source
 from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
-from megatron_rl.layout import slices
+from megatron_rl.layout import FAMILIES, is_linear_weight, slices
 from megatron_rl.layout.adapters import A, B
-from megatron_rl.layout.peft import PREFIX, TENSORS, base_of, read_adapters, require_base, require_fitting
+from megatron_rl.layout.peft import (
+    PREFIX,
+    TENSORS,
+    base_of,
+    is_base_in_fp8,
+    read_adapters,
+    require_base,
+    require_fitting,
+)
 from megatron_rl.processes import piped
 
 
@@ -56,17 +68,27 @@ def _merge(arguments: Sequence[str] | None) -> None:
 def add_adapters(folder: Path, adapters: Path) -> int:
     """Add scale B A to the weights of a Hugging Face folder, in its files. Returns the number of weights."""
     stored, maps = read_safetensors(adapters / TENSORS), Maps({})
-    scale, regions = read_adapters(adapters).scale, open_checkpoint(folder).regions
+    scale, source = read_adapters(adapters).scale, open_checkpoint(folder)
+    if is_base_in_fp8(adapters):
+        for name, extents in FAMILIES[source.shape.family].hf_tensors(source.shape).items():
+            if is_linear_weight(name, len(extents), source.shape):
+                weight = _open(source, name)
+                weight.copy_(rounded(weight))
     named = [name for name in stored if name.endswith(f".{A}.weight")]
     for name in named:
         a, b = (maps.tensor(stored[one]) for one in (name, name.replace(A, B)))
-        [region] = regions[name.removeprefix(PREFIX).replace(f"{A}.", "")]
-        held = region.stored
-        whole = torch.from_file(str(held.path), shared=True, size=held.path.stat().st_size, dtype=torch.uint8)
-        tensor = whole[held.start : held.start + held.num_bytes].view(held.dtype).view(held.extents)
-        weight = rectangle(tensor, held.view, region.box) if held.view else tensor[slices(region.box)]
+        weight = _open(source, name.removeprefix(PREFIX).replace(f"{A}.", ""))
         write_merged(weight, weight, a, b, scale)
     return len(named)
+
+
+def _open(source: Source, name: str) -> Tensor:
+    """A tensor of a Hugging Face folder in the memory of its file, which changes with it."""
+    [region] = source.regions[name]
+    held = region.stored
+    whole = torch.from_file(str(held.path), shared=True, size=held.path.stat().st_size, dtype=torch.uint8)
+    tensor = whole[held.start : held.start + held.num_bytes].view(held.dtype).view(held.extents)
+    return rectangle(tensor, held.view, region.box) if held.view else tensor[slices(region.box)]
 
 
 if __name__ == "__main__":

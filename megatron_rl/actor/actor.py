@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.actor import platform
+from megatron_rl.actor import fp8_weights, platform
 from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.credit import require_finite_rewards, with_credit
 from megatron_rl.actor.packing import by_sample, column_of
@@ -125,8 +125,10 @@ class MegatronActor(MegatronTrainer):
 
     def made(self, shape: ModelShape) -> Mapping[str, Callable[[Box, Tensor], None]]:
         """The weights that a push does not send as they are, and what writes a rectangle of them with the present
-        values: those with adapters, if the engines get a model without them."""
-        return self.adapting.merges if self.adapting is not None and shape.adapters is None else {}
+        values: weights with adapters and in fp8 blocks, if the engines get a model without them."""
+        if self.adapting is None or shape.adapters is not None:
+            return {}
+        return fp8_weights.writers(self.parameters()) | self.adapting.merges
 
     def _policy_parameters(self) -> dict[str, Tensor]:
         """The live parameters without a multi-token head, which no engine has, and no log-prob depends on."""

@@ -16,12 +16,12 @@ from megatron_rl.convert.stored import Maps, read_safetensors
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.peft import (
-    BASE,
     CONFIG,
     PREFIX,
     TENSORS,
     base_digest,
     config_of,
+    metadata_for,
     read_adapters,
     require_fitting,
     tensors_of,
@@ -74,5 +74,6 @@ def export_adapters(actor: MegatronTrainer, folder: Path) -> None:
             if actor.rank == 0:
                 named = {PREFIX + name: tensor for name, tensor in gathered.items()}
                 model = actor.spec.model
-                write_tensors(temporary / TENSORS, named, {BASE: base_digest(model.weights or model.path)})
+                digest = base_digest(model.weights or model.path)
+                write_tensors(temporary / TENSORS, named, metadata_for(shape, digest))
                 write_text(temporary / CONFIG, config_of(shape, str(actor.spec.model.path)))

@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.actor import platform
 from megatron_rl.actor.adapters import Adapting
 from megatron_rl.actor.attention import GatedSelfAttention, PackedAttention
+from megatron_rl.actor.fp8_weights import linear_layers_in_fp8
 from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
 from megatron_rl.actor.linear_attention import DeltaAttention, keep_rates_in_float32
 from megatron_rl.actor.logprobs import OutputLayer
@@ -255,7 +256,8 @@ def _build_chunk(
         _count_load(layer)
     megatron_rotates = fused and shape.latent is None  # PackedAttention and LatentSelfAttention rotate by themselves
     scaling = shape.rope_scaling if megatron_rotates else None
-    with _without_apex() if fused else nullcontext():
+    in_fp8 = shape.adapters is not None and shape.adapters.base == "fp8"
+    with _without_apex() if fused else nullcontext(), linear_layers_in_fp8() if in_fp8 else nullcontext():
         gpt = GPTModel(
             config=config,
             transformer_layer_spec=block,

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_rl.actor import platform, state
+from megatron_rl.actor import fp8_weights, platform, state
 from megatron_rl.actor.host_copy import HostCopy
 from megatron_rl.actor.optimizer.base import Optimizer
 from megatron_rl.types import HOLDS, Phase
@@ -87,7 +87,8 @@ class PhasedMemory:
 
     def _tensors(self, part: str) -> Iterator[Tensor]:
         if part == "weights":
-            yield from state.local_parameters(self._chunks).values()
+            for weight in state.local_parameters(self._chunks).values():
+                yield from fp8_weights.stored(weight)
         elif part == "gradients":
             for chunk in self._chunks:
                 yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.actor import platform, state
+from megatron_rl.actor import fp8_weights, platform, state
 from megatron_rl.actor.folders import atomic_folder, write_safetensors, write_text
 from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert.adapters import write_merged
@@ -72,6 +72,9 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
                 continue
             if name.endswith(VALUE_HEAD.megatron) and not source.shape.value_head:
                 parameter.zero_()
+                continue
+            if isinstance(parameter, fp8_weights.Fp8Weight):
+                fp8_weights.load(parameter, shards[name], source, maps)
                 continue
             target = Target(WEIGHTS, name, tuple(parameter.shape), 0, parameter.view(-1))
             fill(target, shards[name], source, maps)
@@ -223,7 +226,7 @@ def gather(
         whole = torch.empty(tensor.extents, dtype=tensor.dtype) if actor.rank == 0 else None
         for rank, shard in (held for part in tensor.views or (name,) for held in holders[part]):
             if rank == actor.rank:
-                part = local[shard.local_name][slices(shard.local_box)].contiguous()
+                part = fp8_weights.dense(local[shard.local_name][slices(shard.local_box)]).contiguous()
                 if rank:
                     dist.send(part, dst=0)
             elif actor.rank == 0:

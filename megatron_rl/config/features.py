@@ -5,7 +5,7 @@ from __future__ import annotations
 LACKS = "the project does not have {}"
 KEYS = {
     **dict.fromkeys(("lora", "use_lora", "peft", "use_peft", "peft_config"), "adapters (LoRA) are policy.lora"),
-    "qlora": "adapters are policy.lora; the weights below them are not quantised",
+    "qlora": "adapters are policy.lora, and policy.lora.base: fp8 quantises the weights below them",
     **dict.fromkeys(("lora_rank", "lora_r"), "the rank of adapters is policy.lora.rank"),
     "lora_alpha": "it is policy.lora.alpha",
     **dict.fromkeys(("target_modules", "lora_target_modules"), "layers with adapters are policy.lora.targets"),

@@ -128,6 +128,11 @@ class LoraConfig(Section):
     """Whether the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: Path | None = None
     """A folder of adapters in PEFT's form that the run begins with. null: B is zero and A random."""
+    base: Literal["unquantised", "fp8"] = "unquantised"
+    """How trainers hold the frozen weights of linear layers. `unquantised`: in `model.dtype`. `fp8`: one byte a number
+    and a scale for each block of 128 x 128, as DeepSeek-V3 is published, made of a checkpoint of any form; each product
+    dequantises its weight. Log-probs, reference policy and the exported model are the rounded weights', so engines
+    need `rollout.lora: merged`. The output layer, embedding, norms and routers stay as they are."""
 
     @field_validator("targets")
     @classmethod
@@ -140,7 +145,7 @@ class LoraConfig(Section):
     @property
     def adapters(self) -> Adapters:
         targets = () if self.targets == "all-linear" else self.targets
-        return Adapters(self.rank, self.alpha, targets, self.rank_stabilised)
+        return Adapters(self.rank, self.alpha, targets, self.rank_stabilised, self.base)
 
 
 class PolicyConfig(Section):

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.stored import Maps
 from megatron_rl.layout import slices
-from megatron_rl.layout.peft import BASE, CONFIG, PREFIX, TENSORS, config_of, tensors_of
+from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, metadata_for, tensors_of
 
 MERGED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """The numbers of a weight that are merged at once, by the type of the device: two float32 numbers for each, in a
@@ -63,7 +63,7 @@ def write_adapters(source: Source, dtype: torch.dtype, folder: Path, base: str) 
     unfinished = folder.with_name(f"{folder.name}.partial")
     unfinished.mkdir(parents=True, exist_ok=True)
     assert source.manifest is not None, "a checkpoint of a run has one"
-    metadata = {"format": "pt", BASE: source.manifest["training"]["base"]}
+    metadata = metadata_for(source.shape, source.manifest["training"]["base"])
     save_file({PREFIX + name: t for name, t in tensors.items()}, unfinished / TENSORS, metadata=metadata)
     (unfinished / CONFIG).write_text(config_of(source.shape, base), encoding="utf-8")
     unfinished.rename(folder)

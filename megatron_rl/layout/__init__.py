@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from megatron_rl.layout.adapters import linear_names
 from megatron_rl.layout.config import critic_config, critic_shape, hub_hint, read_shape
 from megatron_rl.layout.copies import Copy
@@ -37,6 +39,21 @@ def linear_layers(shape: ModelShape) -> list[str]:
     return linear_names([rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer)])
 
 
+def is_linear_weight(name: str, num_dims: int, shape: ModelShape) -> bool:
+    """Whether an HF tensor is the weight of a linear layer of the model's layers.
+
+    Args:
+        num_dims: of the tensor.
+    """
+    parts = name.split(".")
+    return num_dims == 2 and parts[-1] == "weight" and len(parts) > 1 and parts[-2] in _linear_layers(shape)
+
+
+@lru_cache(maxsize=64)
+def _linear_layers(shape: ModelShape) -> frozenset[str]:
+    return frozenset(linear_layers(shape))
+
+
 def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
     """The number of rows of Megatron's embedding over all tensor-parallel ranks, padding included."""
     return padded(shape.vocab_size, VOCABULARY_MULTIPLE * tensor)
@@ -64,6 +81,7 @@ __all__ = [
     "engine_layers",
     "hub_hint",
     "is_matrix",
+    "is_linear_weight",
     "linear_layers",
     "megatron_shards",
     "obstacle_to_fused_layers",

@@ -19,6 +19,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE = "base_digest"
 """The key of the tensors' metadata that has the digest of the base model."""
+FORM = "base_form"
+"""The key of the tensors' metadata that says how the trainer held the weights of the base model (`Adapters.base`)."""
 SAMPLE = 64
 """The bytes of each tensor that a digest of a base model reads."""
 _ONLY: Mapping[str, Any] = {
@@ -133,6 +135,21 @@ def require_base(told: str, folder: Path, whose: str) -> None:
             f"{folder} is not the base model that {whose} were trained on: its weights have the digest {found}, and "
             f"theirs had {told}; give their base model, and not a model that they are already added to"
         )
+
+
+def metadata_for(shape: ModelShape, base: str) -> dict[str, str]:
+    """The metadata of the file of tensors.
+
+    Args:
+        base: the digest of the base model.
+    """
+    assert shape.adapters is not None, "a model without adapters has no such file"
+    return {"format": "pt", BASE: base, FORM: shape.adapters.base}
+
+
+def is_base_in_fp8(folder: Path) -> bool:
+    """Whether the adapters in a folder were trained on weights that are rounded to fp8."""
+    return metadata_of(folder / TENSORS).get(FORM) == "fp8"
 
 
 def base_of(folder: Path) -> str:

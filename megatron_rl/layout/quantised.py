@@ -55,6 +55,15 @@ class Blocks:
         rows, columns = extents
         return -(-rows // self.rows), -(-columns // self.columns)
 
+    def most_columns(self, width: int) -> int:
+        """The number of blocks of columns that `width` adjacent columns of a matrix can have parts of, wherever they
+        begin."""
+        return -(-width // self.columns) + 1
+
+
+FROZEN_BLOCKS = Blocks(128, 128)
+"""The blocks of weights that a trainer freezes in fp8 (`policy.lora.base`), as DeepSeek-V3 is published."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:

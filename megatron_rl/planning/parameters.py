@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
-from megatron_rl.layout import FAMILIES, is_matrix, padded_vocabulary, volume
+from megatron_rl.layout import FAMILIES, is_linear_weight, is_matrix, padded_vocabulary, volume
 from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.multi_token import HEAD_EMBEDDING
+from megatron_rl.layout.quantised import FROZEN_BLOCKS
 from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
@@ -43,6 +44,13 @@ class RankParameters:
     """The elements of `expert` that are not in matrices, but in biases."""
     frozen: int = 0
     """The elements of weights that adapters leave as they are. They have neither a gradient nor a state."""
+    fp8: int = 0
+    """The elements of `frozen` that are in fp8 blocks, one byte each."""
+    fp8_scales: int = 0
+    """The numbers of four bytes that belong to them: scales, and the blocks of columns."""
+    dequantised: int = 0
+    """The elements of the largest weight of them, or of a layer's experts with Transformer Engine's layers, which are
+    dequantised together."""
     copied: int = 0
     """The elements of the embedding that a multi-token head reads on a last stage that is not the first one."""
 
@@ -55,11 +63,16 @@ class RankParameters:
         return self.trained + self.frozen + self.copied + self.constant
 
     def weight_bytes(self, dtype: str) -> int:
-        return (self.trained + self.padding + self.frozen + self.copied) * BYTES[dtype] + self.constant * 4
+        numbers = self.trained + self.padding + self.frozen - self.fp8 + self.copied
+        return numbers * BYTES[dtype] + self.fp8 + (self.fp8_scales + self.constant) * 4
 
     def kept_bytes(self, dtype: str) -> int:
         """The bytes of the weights that a checkpoint and a mirror hold: of all of them, or without the frozen ones."""
         return self.trained * BYTES[dtype] if self.frozen else self.weight_bytes(dtype)
+
+    def dequantised_bytes(self, dtype: str) -> int:
+        """The bytes of a dequantised weight, and of its values and scales in float32 while it is made."""
+        return self.dequantised * (BYTES[dtype] + 8)
 
     @property
     def gradient_bytes(self) -> int:
@@ -113,6 +126,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
     totals, constant, matrices, expert_vectors, frozen, copied = {False: 0, True: 0}, 0, 0, 0, 0, 0
+    fp8 = fp8_scales = dequantised = 0
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank, fused):
         in_vocabulary = is_vocabulary(placement.local_name)
@@ -129,6 +143,12 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
             continue
         if not trains(shape, placement.local_name):
             frozen += elements * number
+            name, _, local = placement.pieces[0]
+            if shape.adapters and shape.adapters.base == "fp8" and is_linear_weight(name, len(local), shape):
+                width = local[1][1] - local[1][0]
+                fp8 += elements * number
+                fp8_scales += (elements // width * FROZEN_BLOCKS.most_columns(width) + width) * number
+                dequantised = max(dequantised, elements * (number if fused else 1))
             continue
         of_experts = placement.experts is not None
         totals[of_experts] += elements * number
@@ -145,7 +165,9 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         ways = {False: dense_ways, True: expert_ways}
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
-    return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors, frozen, copied)
+    of_frozen = {"frozen": frozen, "fp8": fp8, "fp8_scales": fp8_scales, "dequantised": dequantised}
+    counted = totals[False], totals[True], padding, constant, matrices, expert_vectors
+    return RankParameters(*counted, **of_frozen, copied=copied)
 
 
 def trains(shape: ModelShape, name: str) -> bool:

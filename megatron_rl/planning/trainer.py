@@ -92,6 +92,7 @@ def trainer_memory(
             f"the {computed} being computed": MemoryPart(
                 (used.computing, 0.0, 0.0), f"{shorter}, or raise {split} or {section}.parallel.context"
             ),
+            "weights being dequantised": MemoryPart((held.dequantised_bytes(model.dtype), 0.0, 0.0), fewer),
             f"{number} NCCL communicators": MemoryPart(
                 always(number * COMMUNICATOR_BYTES),
                 f"set one of the sizes of {section}.parallel to 1",

@@ -131,6 +131,11 @@ def _unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Ite
             'policy.lora: vLLM computes a mixture with adapters by a kernel for GPUs alone (it ends with "module '
             "'triton.language' has no attribute 'float32'\"), and the engines of this run are on CPUs; leave it out"
         )
+    if lora.base == "fp8":
+        yield (
+            "policy.lora.base is fp8: with rollout.lora served the engines would compute with weights that are not "
+            "rounded to fp8; set rollout.lora: merged"
+        )
     if lora.rank > SLOT_RANKS[-1]:
         yield f"policy.lora.rank is {lora.rank}, and vLLM serves at most {SLOT_RANKS[-1]}; lower it"
     if config.rollout.quantization:

@@ -128,6 +128,8 @@ class Adapters:
     means all of them."""
     rank_stabilised: bool = False
     """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732) in place of alpha / rank."""
+    base: Literal["unquantised", "fp8"] = "unquantised"
+    """How the trainer holds the frozen weights of linear layers: in the model's dtype, or in fp8 blocks."""
 
     @property
     def scale(self) -> float:

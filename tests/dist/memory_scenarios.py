@@ -9,6 +9,7 @@ from scenarios import COEFFICIENTS, OPTIMIZER, begin, build, save
 from shares import share_of
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.fp8_weights import stored
 from megatron_rl.actor.packing import pack
 
 
@@ -19,9 +20,10 @@ def allocated(rank, world_size, url, *, folder, samples, layout, optimizer=OPTIM
     begin(actor, samples, layout, 1)
     actor.update(0, COEFFICIENTS)
     parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
+    held = [tensor for p in parameters for tensor in stored(p.data)]
     inner = [chained.optimizer for chained in actor.optimizer.megatron.chained_optimizers]
     owned = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
-    weights = _storages(p.data for p in parameters)
+    weights = _storages(held)
     trained = [p for p in parameters if p.requires_grad]
     gradients = _storages([*(p.main_grad for p in trained), *(p.grad for p in owned if p.grad is not None)])
     kept = [(name, tensor) for one in inner for state in one.state.values() for name, tensor in state.items()]
@@ -71,14 +73,14 @@ def saved_activations(rank, world_size, url, *, folder, samples, layout, **setti
     return sum(size for key, size in counted.items() if key not in parameters), len(batch.ids_T)
 
 
-def lend(rank, world_size, url, *, folder, samples, layout, target, enters):
+def lend(rank, world_size, url, *, folder, samples, layout, target, enters, lora=None):
     """Updates with a checkpoint after each; if `enters`, the rank goes through all phases before and after each.
 
     Returns:
         The metrics of the updates; the bytes of this rank's storages by phase; and the refusals of the phase in which
         the rank holds nothing.
     """
-    actor = build(rank, world_size, url, folder, layout)
+    actor = build(rank, world_size, url, folder, layout, lora=lora)
     sizes, refusals, metrics = {}, [], []
 
     def go_round():
@@ -115,8 +117,8 @@ def lend(rank, world_size, url, *, folder, samples, layout, target, enters):
 
 def held_bytes(actor) -> int:
     """The bytes of all storages of the model, its gradients and its optimizer."""
-    tensors = [*actor.parameters().values()]
+    tensors = [tensor for weight in actor.parameters().values() for tensor in stored(weight)]
     for chunk in actor.chunks:
-        tensors += [p.main_grad for p in chunk.parameters()]
+        tensors += [p.main_grad for p in chunk.parameters() if p.requires_grad]
     tensors += actor.optimizer.device_tensors()
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

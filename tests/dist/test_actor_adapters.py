@@ -18,7 +18,7 @@ import torch
 import transformers
 from bridge_engines import Fleet
 from patience import deadline
-from random_adapters import write_adapters
+from random_adapters import in_fp8, write_adapters
 from safetensors.torch import load_file, save_file
 from scenarios import TEMPERATURE, Layout
 from shares import TrainSample
@@ -91,8 +91,9 @@ def start_of(folders, model_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def numbers(trainers, start_of, rows):
-    def of(name: str, parallel, num_microbatches, recompute="none", exact=False, lora=None) -> list:
-        folder, lora = start_of(name, lora or CHOSEN.get(name, LORA))
+    def of(name: str, parallel, num_microbatches, recompute="none", exact=False, lora=None, folder=None) -> list:
+        known, lora = start_of(name, lora or CHOSEN.get(name, LORA))
+        folder = folder or known
         model = ModelConfig(path=folder, dtype="float32", recompute=recompute)
         given = dict(folder=folder, model=model, policy=PolicyConfig(parallel=parallel, lora=lora), exact=exact)
         shares = deal_rows(folder, parallel, rows, num_microbatches)
@@ -147,6 +148,33 @@ def test_every_layout_has_the_gradient_of_one_process(numbers, of_one_process, n
     recompute = "full" if (name, layout) in RECOMPUTED else "none"
     results = numbers(name, parse_layout(layout), NUM_MICROBATCHES, recompute)
     check_equal(layout, results, of_one_process(name), of_one_process(name, exact=True))
+
+
+IN_FP8 = [
+    ("qwen3", ""),
+    ("qwen3", "tp2-pp2"),
+    ("qwen2", ""),
+    ("qwen3_moe", "tp2-dp2-ep2-etp1"),
+    ("deepseek_v3", "tp2-dp2-ep2"),
+    ("qwen3_next", "tp2"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), cover.essential(IN_FP8, IN_FP8[0]))
+def test_a_base_in_fp8_has_the_gradient_of_the_rounded_weights(start_of, rows, numbers, tmp_path, name, layout):
+    """Also where a rank has parts of blocks. In one process all numbers are equal to the bit."""
+    lora = CHOSEN.get(name, LORA)
+    rounded = in_fp8(start_of(name, lora)[0], tmp_path / "rounded")
+    (one,) = numbers(name, ParallelConfig(), 1, lora=lora, folder=rounded)
+    parallel = parse_layout(layout) if layout else ParallelConfig()
+    found = numbers(name, parallel, NUM_MICROBATCHES if layout else 1, lora=lora.model_copy(update={"base": "fp8"}))
+    if layout:
+        (exact,) = numbers(name, ParallelConfig(), 1, lora=lora, folder=rounded, exact=True)
+        check_equal(layout, found, one, exact)
+        return
+    ((*metrics, gradients),), (*expected, of_rounded) = found, one
+    assert metrics == expected and gradients.keys() == of_rounded.keys()
+    assert all((gradients[key] == of_rounded[key]).all() for key in gradients)
 
 
 @pytest.mark.deep

@@ -79,16 +79,18 @@ def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples
     check_allocated(results, folders["qwen3_moe"], layout)
 
 
+SOME = {"targets": ("q_proj", "v_proj", "down_proj", "lm_head")}
 ADAPTED = [
-    ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), ("q_proj", "v_proj", "down_proj", "lm_head")),
-    ("qwen3", Layout(Mesh(pipeline=2)), "all-linear"),
-    ("qwen3_moe", FAMILY_LAYOUTS["tp2_dp2_ep2"], "all-linear"),
+    ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), SOME | {"base": "fp8"}),
+    ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), SOME),
+    ("qwen3", Layout(Mesh(pipeline=2)), {}),
+    ("qwen3_moe", FAMILY_LAYOUTS["tp2_dp2_ep2"], {"base": "fp8"}),
 ]
 
 
-@pytest.mark.parametrize("name, layout, targets", cover.essential(ADAPTED, ADAPTED[0]))
-def test_adapters_alone_have_gradients_and_state(trainers, folders, model_folder, samples, name, layout, targets):
-    folder, lora = folders.get(name, model_folder), LoraConfig(rank=3, targets=targets)
+@pytest.mark.parametrize("name, layout, given", cover.essential(ADAPTED, ADAPTED[0]))
+def test_adapters_alone_have_gradients_and_state(trainers, folders, model_folder, samples, name, layout, given):
+    folder, lora = folders.get(name, model_folder), LoraConfig(rank=3, **given)
     given = dict(folder=folder, samples=samples, layout=layout, lora=lora)
     results = trainers.run(f"{MODULE}.allocated", layout.mesh.world_size, **given)
     check_allocated(results, folder, layout, lora)

@@ -10,6 +10,7 @@ import pytest
 from scenarios import Layout
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 
+from megatron_rl.config.policy import LoraConfig
 from megatron_rl.types import Mesh
 
 LAYOUTS = {
@@ -20,13 +21,13 @@ LAYOUTS = {
 }
 
 
-def check(trainers, tmp_path, folder, samples, layout: Layout) -> None:
+def check(trainers, tmp_path, folder, samples, layout: Layout, lora: LoraConfig | None = None) -> None:
     runs = {}
     for name in ("alone", "lends"):
         target = tmp_path / name
         target.mkdir()
-        arguments = dict(folder=folder, samples=samples, layout=layout, target=target, enters=name == "lends")
-        runs[name] = trainers.run("memory_scenarios.lend", layout.mesh.world_size, **arguments)
+        arguments = dict(folder=folder, samples=samples, layout=layout, target=target, lora=lora)
+        runs[name] = trainers.run("memory_scenarios.lend", layout.mesh.world_size, **arguments, enters=name == "lends")
     for (metrics, _, _), (metrics2, sizes, refusals) in zip(*runs.values(), strict=True):
         assert metrics2 == metrics
         assert sizes["generating"] == 0 < sizes["pushing"] < sizes["training"] < sizes["after an update"]
@@ -60,6 +61,7 @@ def test_a_critic_refuses_by_name_what_its_phase_does_not_hold(trainers, model_f
 
 
 @pytest.mark.deep
-def test_experts_are_lent_too(trainers, folders, samples, tmp_path):
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=3, base="fp8")], ids=["trained", "adapters of a base in fp8"])
+def test_experts_are_lent_too(trainers, folders, samples, tmp_path, lora):
     layout = next(layout for name, layout in FAMILY_LAYOUTS.items() if "ep2" in name)
-    check(trainers, tmp_path, folders["qwen3_moe"], samples, layout)
+    check(trainers, tmp_path, folders["qwen3_moe"], samples, layout, lora)

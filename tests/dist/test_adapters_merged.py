@@ -13,10 +13,11 @@ import warm
 from bridge_engines import Fleet
 from loaded_engine import checksums
 from patience import deadline
+from random_adapters import in_fp8, write_adapters
 from safetensors.torch import load_file
 from scenarios import TEMPERATURE, Layout
 from shares import TrainSample
-from test_actor_adapters import LORA, SOME_AND_OUTPUT, merge, write_adapters
+from test_actor_adapters import LORA, SOME_AND_OUTPUT, merge
 from test_bridge_engines import (
     EP2_TP2,
     EP2_TP2_WHOLE,
@@ -33,9 +34,11 @@ from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import LoraConfig
 from megatron_rl.layout import Engines, read_shape
 from megatron_rl.layout.peft import TENSORS
+from megatron_rl.tools.merge import main as merge_folders
 from megatron_rl.types import Mesh
 
 BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj", "o_proj", "out_proj", "down_proj"))
+IN_FP8 = LORA.model_copy(update={"base": "fp8"})
 SMALL = LoraConfig(rank=3, alpha=2)
 """With LORA's 7 fp32 rounds the log-probs of gpt-oss's random model to 1.1e-5."""
 CASES = {
@@ -43,7 +46,7 @@ CASES = {
     "dense, TP2": ("dense", Mesh(tensor=2, data=2), Engines(1, 2), LORA),
     "moe": ("moe", EP2_TP2, Engines(1, 1), LORA),
     "moe, whole experts, TP2": ("moe", EP2_TP2_WHOLE, Engines(1, 2), LORA),
-    "moe, TP2 and expert parallel": ("moe", EP2_TP2, Engines(1, 2, expert_parallel=True), LORA),
+    "moe, base in fp8, TP2 and expert parallel": ("moe", EP2_TP2, Engines(1, 2, expert_parallel=True), IN_FP8),
     "latent": ("latent", TP2_PP2, Engines(1, 1), LORA),
     "latent, TP2 and expert parallel": ("latent", EP2_TP2, Engines(1, 2, expert_parallel=True), LORA),
     "sinks": ("sinks", EP2_TP2, Engines(1, 1), SMALL),
@@ -91,8 +94,12 @@ def test_engines_hold_what_an_export_has_and_say_what_the_trainers_say(trainers,
         assert largest_mismatch(tmp_path / "merged", answers) < 1e-5
     if name == "sinks":  # its files hold all experts of a layer in one tensor
         return
-    by_hand = merge(tmp_path / "by_hand", folder, started)
-    exact, merged, base = (load_file(one / "model.safetensors") for one in (by_hand, tmp_path / "merged", folder))
+    assert merge_folders([str(folder), str(tmp_path / "adapters"), str(tmp_path / "by tool")]) == 0
+    rounded = in_fp8(folder, tmp_path / "rounded") if lora.base == "fp8" else folder
+    by_hand = merge(tmp_path / "by_hand", rounded, started)
+    folders = by_hand, tmp_path / "merged", rounded, tmp_path / "by tool"
+    exact, merged, base, by_tool = (load_file(one / "model.safetensors") for one in folders)
+    assert merged.keys() == by_tool.keys() and all(torch.equal(merged[one], by_tool[one]) for one in merged)
     for weight in base:
         torch.testing.assert_close(merged[weight], exact[weight], rtol=0, atol=2e-7)
     changed = {weight for weight in base if (merged[weight] != base[weight]).any()}

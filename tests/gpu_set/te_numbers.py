@@ -47,6 +47,7 @@ WITHOUT_KERNELS = MegatronConfig(transformer={"moe_permute_fusion": False})
 """This one is not a module's, but a function that Megatron calls."""
 ADAPTED = {
     " with adapters": LoraConfig(rank=3, alpha=7),
+    " with a base in fp8": LoraConfig(rank=3, alpha=7, base="fp8"),
     " with some": LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj", "down_proj")),
 }
 """What a model's name ends with, and its adapters. q and v are two of three weights that Megatron fuses."""
@@ -150,6 +151,8 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
             lora = lora.model_copy(update={"start": folder / name})
         recompute = "full" if layout.endswith(" recomputed") else "none"
         layers = "local" if is_one else "transformer_engine"
+        if lora and lora.base == "fp8" and is_one:  # the others have its numbers
+            base, lora = f"{base} rounded", lora.model_copy(update={"base": "unquantised"})
         model = ModelConfig(path=folder / base, dtype="float32", layers=layers, recompute=recompute)
         megatron = MegatronConfig() if is_one else WITHOUT_KERNELS
         policy = PolicyConfig(parallel=parallel, megatron=megatron, lora=lora)
@@ -165,7 +168,7 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
 
 def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
     """What is too far from float64, of each family."""
-    from random_adapters import write_adapters
+    from random_adapters import in_fp8, write_adapters
     from test_actor_families import write_models
 
     cases = [(name, layout) for name, of in layouts.items() for layout in ("float64", "float32", *of)]
@@ -179,6 +182,8 @@ def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
         for base, name, lora in ((base_of(name)[0], name, base_of(name)[1]) for name in layouts):
             if lora:
                 write_adapters(folder / name, folder / base, lora)
+            if lora and lora.base == "fp8":
+                in_fp8(folder / base, folder / f"{base} rounded")
         arguments = folder, cases, results
         ranks = [processes.Process(target=serve, args=(rank, *arguments), daemon=True) for rank in range(max(sizes))]
         for process in ranks:

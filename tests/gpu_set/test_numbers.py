@@ -28,6 +28,8 @@ LAYOUTS = {
     "deepseek_v3 with adapters": ["tp2-cp2", "tp2-dp2-ep2 recomputed", "tp2-pp2", "pp2-vpp2", "dp2-ep2 unchanged"],
     "deepseek_v3_direct with adapters": ["tp2-cp2"],
     "glm4_moe with adapters": ["tp4", "tp2-dp2-ep2-etp1"],
+    "llama with a base in fp8": ["tp2", "pp2 recomputed"],
+    "deepseek_v3 with a base in fp8": ["tp2-dp2-ep2"],
 }
 """`whole`: without sequence parallelism. `recomputed`: layers are computed again in the backward pass. `unchanged`:
 with B = 0 and with adapters that are off, the log-probs are the base model's, bit for bit. Models with adapters have

@@ -4,6 +4,7 @@ reference, wherever tensors are cut. tests/dist/test_actor_weights.py loads one.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
+from megatron_rl.convert.fp8 import quantised
+from megatron_rl.convert.fp8 import rounded as rounded_to_fp8
 from megatron_rl.convert.stored import Maps, dequantised
 from megatron_rl.convert.target import BLOCK_BYTES, blocks
 from megatron_rl.convert.work import _identity
@@ -219,3 +222,33 @@ def test_a_matrix_takes_the_memory_of_a_few_blocks(tmp_path):
 
     before = private_bytes()
     assert max(private_bytes() for _ in blocks(tensor, Maps({}))) - before < 16 * BLOCK_BYTES
+
+
+def nearest_byte(number: float) -> int:
+    """The byte whose value is nearest; of two, the one whose last bit is 0."""
+    finite = [byte for byte in range(256) if byte & 127 != 127]
+    same_sign = [byte for byte in finite if (byte >> 7) == (math.copysign(1, number) < 0)]
+    return min(same_sign, key=lambda byte: (abs(fp8_value(byte) - number), byte & 1))
+
+
+@given(st.integers(1, 140), st.integers(1, 140), st.integers(0, 2**20), st.sampled_from([1e-6, 1.0, 300.0]))
+@settings(max_examples=8)
+def test_each_number_becomes_the_nearest_one_of_its_block(rows, columns, seed, size):
+    weight = size * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) ** 3
+    values, scales = quantised(weight)
+    for row, column in {(0, 0), (rows // 2, columns - 1), (rows - 1, columns // 3), (rows - 1, columns - 1)}:
+        block = weight[row // 128 * 128 :, column // 128 * 128 :][:128, :128]
+        scale = float(block.abs().max() / 448)
+        assert float(scales[row // 128, column // 128]) == scale
+        expected = nearest_byte(float(weight[row, column] / torch.tensor(scale)))
+        assert int(values[row, column].view(torch.uint8)) == expected
+    once = rounded_to_fp8(weight)
+    assert torch.equal(rounded_to_fp8(once), once)
+    short = rounded_to_fp8(weight.bfloat16())
+    assert torch.equal(rounded_to_fp8(short), short)
+
+
+def test_the_worked_example_and_a_block_of_zeros():
+    values, scales = quantised(torch.tensor([[0.896, 0.098, 0.0]]))
+    assert [float(value) for value in values[0].float()] == [448, 48, 0]
+    assert float(scales) == pytest.approx(0.002) and not rounded_to_fp8(torch.zeros(130, 3)).any()
