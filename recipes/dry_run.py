@@ -61,6 +61,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     if not config.cluster.gpus_per_trainer:
         table.add_row("threads of each rank", _threads(config))
     frozen = f", {largest.frozen:,} of them frozen" if largest.frozen else ""
+    frozen += f" ({largest.fp8:,} in fp8)" if largest.fp8 else ""
     table.add_row("parameters of the largest rank", f"{largest.total:,}{frozen}")
     table.add_row("  weights", gigabytes(largest.weight_bytes(dtype)))
     table.add_row("  gradients (fp32)", gigabytes(largest.gradient_bytes))

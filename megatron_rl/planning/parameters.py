@@ -49,8 +49,10 @@ class RankParameters:
     fp8_scales: int = 0
     """The numbers of four bytes that belong to them: scales, and the blocks of columns."""
     dequantised: int = 0
-    """The elements of the largest weight of them, or of a layer's experts with Transformer Engine's layers, which are
-    dequantised together."""
+    """The elements of the largest weight of them or, with Transformer Engine's layers, of the weights of a layer's
+    experts, which are multiplied together."""
+    dequantised_alone: int = 0
+    """The elements of the largest weight of them."""
     copied: int = 0
     """The elements of the embedding that a multi-token head reads on a last stage that is not the first one."""
 
@@ -71,8 +73,9 @@ class RankParameters:
         return self.trained * BYTES[dtype] if self.frozen else self.weight_bytes(dtype)
 
     def dequantised_bytes(self, dtype: str) -> int:
-        """The bytes of a dequantised weight, and of its values and scales in float32 while it is made."""
-        return self.dequantised * (BYTES[dtype] + 8)
+        """The bytes of the weights that are multiplied, and of the values and scales in float32 of the one that is
+        made."""
+        return self.dequantised * BYTES[dtype] + self.dequantised_alone * 8
 
     @property
     def gradient_bytes(self) -> int:
@@ -126,7 +129,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
     totals, constant, matrices, expert_vectors, frozen, copied = {False: 0, True: 0}, 0, 0, 0, 0, 0
-    fp8 = fp8_scales = dequantised = 0
+    fp8 = fp8_scales = dequantised = dequantised_alone = 0
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank, fused):
         in_vocabulary = is_vocabulary(placement.local_name)
@@ -149,6 +152,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
                 fp8 += elements * number
                 fp8_scales += (elements // width * FROZEN_BLOCKS.most_columns(width) + width) * number
                 dequantised = max(dequantised, elements * (number if fused else 1))
+                dequantised_alone = max(dequantised_alone, elements)
             continue
         of_experts = placement.experts is not None
         totals[of_experts] += elements * number
@@ -165,9 +169,8 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         ways = {False: dense_ways, True: expert_ways}
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
-    of_frozen = {"frozen": frozen, "fp8": fp8, "fp8_scales": fp8_scales, "dequantised": dequantised}
-    counted = totals[False], totals[True], padding, constant, matrices, expert_vectors
-    return RankParameters(*counted, **of_frozen, copied=copied)
+    of_frozen = frozen, fp8, fp8_scales, dequantised, dequantised_alone
+    return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors, *of_frozen, copied)
 
 
 def trains(shape: ModelShape, name: str) -> bool:

@@ -133,8 +133,8 @@ def _unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Ite
         )
     if lora.base == "fp8":
         yield (
-            "policy.lora.base is fp8: with rollout.lora served the engines would compute with weights that are not "
-            "rounded to fp8; set rollout.lora: merged"
+            "policy.lora.base is fp8, and engines that serve adapters compute with weights that are not rounded to "
+            "fp8; leave it out"
         )
     if lora.rank > SLOT_RANKS[-1]:
         yield f"policy.lora.rank is {lora.rank}, and vLLM serves at most {SLOT_RANKS[-1]}; lower it"
