@@ -3,7 +3,8 @@
 An adapter of the HF tensor `M.weight` [out, in] is two HF tensors with PEFT's names, `M.lora_A.weight` [rank, in] and
 `M.lora_B.weight` [out, rank]. On a rank of Megatron the parameter `L.weight` of several HF tensors has one parameter
 `L.lora_A` with their As below each other, and one `L.lora_B` with the rows of their Bs in the order of the weight's
-rows. TP splits B where it splits the weight's rows, and A where it splits the columns; the other one is whole.
+rows. That is so too where several rows of the family's table share the parameter (`in_proj` of linear attention). TP
+splits B where it splits the weight's rows, and A where it splits the columns; the other one is whole.
 
 Worked example: q, k and v of 8, 2 and 2 heads of 16, hidden size 128, rank 4, TP2. Each rank has `lora_A` [12, 128],
 three times 4 rows, and `lora_B` [96, 4]: of each of its query groups four heads of q, one of k and one of v.
@@ -14,7 +15,6 @@ weight that the rank has.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,7 +42,10 @@ def adapter_rules(rules: Sequence[Rule], shape: ModelShape) -> list[Rule]:
     """The rows of the adapters of some rows of a layer; none if the model has no adapters."""
     if shape.adapters is None:
         return []
-    return [row for rule in rules for row in _rows_for(rule, shape.adapters.targets)]
+    parts: dict[str, list[Rule]] = {}
+    for rule in filter(_is_linear, rules):
+        parts.setdefault(rule.megatron, []).append(rule)
+    return [row for own in parts.values() for row in _rows_for(own, shape.adapters.targets)]
 
 
 def output_adapter_rules(output: Rule, shape: ModelShape) -> list[Rule]:
@@ -53,12 +56,6 @@ def output_adapter_rules(output: Rule, shape: ModelShape) -> list[Rule]:
 def linear_names(rules: Sequence[Rule]) -> list[str]:
     """The names that `Adapters.targets` may have, in the order of the rows."""
     return list(dict.fromkeys(_target(tensor) for rule in rules if _is_linear(rule) for tensor in rule.hf))
-
-
-def inseparable_names(rules: Sequence[Rule]) -> list[str]:
-    """The linear layers without adapters among the rows of one layer: several rows are one parameter of Megatron."""
-    rows = Counter(rule.megatron for rule in rules)
-    return linear_names([rule for rule in rules if rows[rule.megatron] > 1])
 
 
 def _is_linear(rule: Rule) -> bool:
@@ -73,34 +70,38 @@ def _target(tensor: HfTensor) -> str:
     return tensor.name.split(".")[-2]
 
 
-def _rows_for(rule: Rule, targets: Sequence[str]) -> list[Rule]:
-    if not _is_linear(rule):
-        return []
-    chosen = tuple(i for i, tensor in enumerate(rule.hf) if not targets or _target(tensor) in targets)
+def _rows_for(rules: Sequence[Rule], targets: Sequence[str]) -> list[Rule]:
+    """
+    Args:
+        rules: all rows of one parameter of Megatron, in their order there.
+    """
+    tensors = [tensor for rule in rules for tensor in rule.hf]
+    chosen = tuple(i for i, tensor in enumerate(tensors) if not targets or _target(tensor) in targets)
     if not chosen:
         return []
+    first = rules[0]
 
     def row(part: str, dims: Sequence[tuple[str, str]], split: SplitKind) -> Rule:
-        named = [rule.hf[i].name.removesuffix("weight") + f"{part}.weight" for i in chosen]
+        named = [tensors[i].name.removesuffix("weight") + f"{part}.weight" for i in chosen]
         return replace(
-            rule,
+            first,
             split=split,
             hf=tuple(HfTensor(name, dim) for name, dim in zip(named, dims, strict=True)),
-            megatron=rule.megatron.replace(".weight", f".{part}"),
-            fused=rule.fused and rule.fused.replace(".weight", f".{part}"),
+            megatron=first.megatron.replace(".weight", f".{part}"),
+            fused=first.fused and first.fused.replace(".weight", f".{part}"),
             vllm=None,
             float32=False,
             served_float32=False,
         )
 
-    of_a = [(RANK, rule.hf[i].dims[1]) for i in chosen]
-    of_b = [(rule.hf[i].dims[0], RANK) for i in chosen]
-    split = rule.split
-    if split.dim == 1:
-        assert len(chosen) == len(rule.hf) == 1, "a layer whose input is split has one weight"
-        return [row(A, of_a, split), row(B, of_b, replace(split, megatron=_whole, vllm=_whole, dim=0))]
-    ours, served = (_rows(rule, one, chosen) for one in (split.megatron, split.vllm))
-    fused = split.fused and _rows(rule, split.fused, chosen)
+    of_a = [(RANK, tensors[i].dims[1]) for i in chosen]
+    of_b = [(tensors[i].dims[0], RANK) for i in chosen]
+    if first.split.dim == 1:
+        assert len(chosen) == len(tensors) == 1, "a layer whose input is split has one weight"
+        return [row(A, of_a, first.split), row(B, of_b, replace(first.split, megatron=_whole, vllm=_whole, dim=0))]
+    ours = _rows([(rule, rule.split.megatron) for rule in rules], chosen)
+    served = _rows([(rule, rule.split.vllm) for rule in rules], chosen)
+    fused = _rows([(rule, rule.split.fused or rule.split.megatron) for rule in rules], chosen)
     return [row(A, of_a, SplitKind(_whole, _whole)), row(B, of_b, SplitKind(ours, served, fused=fused))]
 
 
@@ -113,17 +114,24 @@ def _whole(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) ->
     return pieces
 
 
-def _rows(rule: Rule, split: Split, chosen: Sequence[int]) -> Split:
-    """The rows of the chosen tensors that a rank has of the weight, in their order there, without the others'."""
+def _rows(parts: Sequence[tuple[Rule, Split]], chosen: Sequence[int]) -> Split:
+    """The rows of the chosen tensors that a rank has of the weight, in their order there, without the others'.
+
+    Args:
+        parts: the rows of the weight, and how each of them is split.
+        chosen: the numbers of tensors, counted through all parts.
+    """
 
     def of_rank(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         known = sizes(shape)
-        every = split(shape, tuple(known[tensor.dims[0]] for tensor in rule.hf), ways, rank)
-        pieces, offset = [], 0
-        for piece in sorted(every, key=lambda piece: piece.local_start):
-            if piece.tensor in chosen:
-                pieces.append(replace(piece, tensor=chosen.index(piece.tensor), local_start=offset))
-                offset += piece.stop - piece.start
+        pieces, offset, first = [], 0, 0
+        for rule, split in parts:
+            every = split(shape, tuple(known[tensor.dims[0]] for tensor in rule.hf), ways, rank)
+            for piece in sorted(every, key=lambda piece: piece.local_start):
+                if first + piece.tensor in chosen:
+                    pieces.append(replace(piece, tensor=chosen.index(first + piece.tensor), local_start=offset))
+                    offset += piece.stop - piece.start
+            first += len(rule.hf)
         return pieces
 
     return of_rank

@@ -150,7 +150,9 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
             if shape.adapters and shape.adapters.base == "fp8" and is_linear_weight(name, len(local), shape):
                 width = local[1][1] - local[1][0]
                 fp8 += elements * number
-                fp8_scales += (elements // width * FROZEN_BLOCKS.most_columns(width) + width) * number
+                # A parameter has its blocks of columns once, also if several rows of the table are parts of it.
+                columns = width if local[0][0] == 0 else 0
+                fp8_scales += (elements // width * FROZEN_BLOCKS.most_columns(width) + columns) * number
                 dequantised = max(dequantised, elements * (number if fused else 1))
                 dequantised_alone = max(dequantised_alone, elements)
             continue

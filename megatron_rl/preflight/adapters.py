@@ -9,7 +9,7 @@ from dataclasses import replace
 from megatron_rl.config.policy import LoraConfig, ModelConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, critic_shape, linear_layers
-from megatron_rl.layout.adapters import OUTPUT, inseparable_names, linear_names
+from megatron_rl.layout.adapters import OUTPUT, linear_names
 from megatron_rl.layout.hub import MANIFEST
 from megatron_rl.layout.peft import base_of, read_adapters, require_base, require_fitting
 from megatron_rl.loop.checkpoints import Resume, find_checkpoints
@@ -50,12 +50,6 @@ def faults_of_resumed_base(config: BaseConfig, resume: Resume) -> list[str]:
 
 def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape, model: ModelConfig) -> Iterator[str]:
     known = linear_layers(shape)
-    fixed = inseparable_names(FAMILIES[shape.family].layer_rules(shape, shape.linear_layers[0])) if shape.delta else []
-    if left := [name for name in lora.adapters.targets or known if name in fixed]:
-        yield (
-            f"policy.lora.targets means {', '.join(left)}, too: the projections into linear attention have no "
-            f"adapters; choose {', '.join(name for name in known if name not in fixed)}"
-        )
     nameable = [*known, OUTPUT]
     if unknown := [name for name in lora.adapters.targets if name not in nameable]:
         yield (

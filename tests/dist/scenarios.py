@@ -320,9 +320,9 @@ def save(actor: MegatronActor, folder: Path, extra: dict) -> None:
     actor.finish_save()
 
 
-def load_and_save(rank, world_size, url, *, folder, layout, checkpoint, target):
+def load_and_save(rank, world_size, url, *, folder, layout, checkpoint, target, **settings):
     """On this layout, which may be another than that of the checkpoint."""
-    actor = build(rank, world_size, url, folder, layout)
+    actor = build(rank, world_size, url, folder, layout, **settings)
     save(actor, target, actor.load(checkpoint))
     actor.close()
 
@@ -561,6 +561,26 @@ def push_adapters(rank, world_size, url, *, folder, layout, setup, version, lora
     export_adapters(actor, export / "adapters")
     actor.close()
     return pushed, mismatch, of_base
+
+
+def merge_and_export(rank, world_size, url, *, folder, layout, lora, export):
+    """Merge all that this rank has of the weights with adapters, as a push does, and export both.
+
+    Returns:
+        (HF name, HF box, merged rectangle) of each
+    """
+    actor = build(rank, world_size, url, folder, layout, lora=lora)
+    load_adapters(actor, lora.start)
+    made, merged = actor.made(actor.spec.shape.base), []
+    for shard in actor.shards:
+        if shard.local_name in made:
+            part = torch.empty([stop - start for start, stop in shard.hf_box])
+            made[shard.local_name](shard.local_box, part)
+            merged.append((shard.hf_name, shard.hf_box, part))
+    export_hf(actor, export / "merged")
+    export_adapters(actor, export / "adapters")
+    actor.close()
+    return merged
 
 
 def replay_engine(rank, world_size, url, *, folder, layout, setup, version):

@@ -52,11 +52,12 @@ LAYOUTS = {
     "qwen3_moe": ("tp2", "dp2-ep2", "tp2-ep2-etp1", "tp2-dp2-ep2", "tp2-dp2-ep2-etp1"),
     "deepseek_v3": ("tp2", "pp2"),
     "gpt_oss": ("tp2-dp2-ep2",),
-    "qwen3_next": ("tp2", "tp2-dp2-ep2", "cp2"),
+    "qwen3_next": ("tp2", "pp2", "cp2", "tp2-dp2-ep2"),
+    "qwen3_5": ("tp2", "pp2", "tp2-cp2"),
 }
-BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "down_proj"))
-"""All kinds of layers but the projections into linear attention."""
-CHOSEN = {"qwen3": ALL_AND_OUTPUT, "qwen3_next": BESIDE_DELTA}
+SOME_OF_DELTA = LoraConfig(rank=3, alpha=7, targets=("in_proj_z", "in_proj_a", "in_proj_ba", "out_proj", "q_proj"))
+"""Some of the projections that are one weight of Megatron."""
+CHOSEN = {"qwen3": ALL_AND_OUTPUT}
 """The adapters of the models that have not all linear layers' alone."""
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 FORMULA = [
@@ -65,9 +66,13 @@ FORMULA = [
     ("qwen2", LORA),
     ("qwen3_moe", LORA),
     ("deepseek_v3", LORA),
-    ("qwen3_next", BESIDE_DELTA),
+    *(("qwen3_next", lora) for lora in (LORA, SOME_OF_DELTA)),
+    *(("qwen3_5", lora) for lora in (LORA, SOME_OF_DELTA)),
 ]
-RECOMPUTED = [("qwen3", "tp2-pp2"), ("qwen2", "pp2"), ("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "tp2")]
+RECOMPUTED = [
+    *(("qwen3", "tp2-pp2"), ("qwen2", "pp2"), ("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "tp2")),
+    *(("qwen3_next", "tp2"), ("qwen3_5", "pp2")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +162,7 @@ IN_FP8 = [
     ("qwen3_moe", "tp2-dp2-ep2-etp1"),
     ("deepseek_v3", "tp2-dp2-ep2"),
     ("qwen3_next", "tp2"),
+    ("qwen3_5", "tp2-cp2"),
 ]
 
 
@@ -178,12 +184,11 @@ def test_a_base_in_fp8_has_the_gradient_of_the_rounded_weights(start_of, rows, n
 
 
 @pytest.mark.deep
-def test_without_sequence_parallelism_and_with_fewer_targets_too(numbers):
+@pytest.mark.parametrize(("name", "lora"), [("qwen3", SOME_AND_OUTPUT), ("qwen3_5", SOME_OF_DELTA)])
+def test_without_sequence_parallelism_and_with_fewer_targets_too(numbers, name, lora):
     parallel = parse_layout("tp2").model_copy(update={"sequence": False})
-    (one,), (exact,) = (
-        numbers("qwen3", ParallelConfig(), 1, lora=SOME_AND_OUTPUT, exact=exact) for exact in (False, True)
-    )
-    check_equal("tp2", numbers("qwen3", parallel, NUM_MICROBATCHES, lora=SOME_AND_OUTPUT), one, exact)
+    (one,), (exact,) = (numbers(name, ParallelConfig(), 1, lora=lora, exact=exact) for exact in (False, True))
+    check_equal("tp2", numbers(name, parallel, NUM_MICROBATCHES, lora=lora), one, exact)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 from scenarios import Layout
 
+from megatron_rl.config.policy import LoraConfig
 from megatron_rl.convert import target
 from megatron_rl.convert.forms import hub_tensors
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps
+from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.tools import megatron_to_hf, verify_checkpoint
 from megatron_rl.types import Mesh
 
@@ -141,16 +143,24 @@ def test_a_run_resumes_on_another_mesh(trainers, request, samples, tmp_path, cha
     assert resumed[0]["lr"] == unbroken[0][1][0]["lr"]
 
 
+MIXTURES = {
+    "mixtral": {},
+    "deepseek_v3": dict(router_bias_update_rate=0.01),
+    "qwen3_5_moe": dict(lora=LoraConfig(rank=3, alpha=7)),
+}
+"""More keys of `policy`. The adapters are also those of the four projections that are one weight of Megatron."""
+
+
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_experts_resume_on_another_mesh(trainers, folders, long_samples, tmp_path, name):
     first, again = tmp_path / "first", tmp_path / "again"
     saved = Layout(Mesh(tensor=2, data=2, expert=4, expert_tensor=1), num_microbatches=2)
     other = Layout(Mesh(data=2, expert=2), num_microbatches=2)
-    rate = 0.01 if name == "deepseek_v3" else 0.0
-    arguments = dict(folder=folders[name], samples=long_samples, checkpoint=first, router_bias_update_rate=rate)
+    settings = dict(folder=folders[name], checkpoint=first, **MIXTURES[name])
+    arguments = dict(samples=long_samples, **settings)
     unbroken = trainers.run("save_and_go_on", 4, layout=saved, **arguments)
-    trainers.run("load_and_save", 2, folder=folders[name], layout=other, checkpoint=first, target=again)
+    trainers.run("load_and_save", 2, layout=other, target=again, **settings)
     assert everything(first) == everything(again)
     _, resumed, *_ = trainers.run("resume", 2, layout=other, **arguments)[0]
     assert resumed[0]["loss"] == pytest.approx(unbroken[0][1][0]["loss"], rel=1e-5, abs=1e-6)
@@ -166,11 +176,12 @@ def everything(checkpoint: Path) -> dict[tuple[str, str], bytes]:
     assert kinds >= {"weights", "exp_avg", "exp_avg_sq"}
     found = {}
     for kind in kinds:
-        source = open_checkpoint(checkpoint, kind)
+        source = open_checkpoint(checkpoint, kind, adapters=True)
         maps = Maps(source.checksums)
         for described in hub_tensors(source.shape):
             if described.name not in source.regions:
-                assert kind != "weights" and described.name.endswith("e_score_correction_bias")
+                is_bias = kind != "weights" and described.name.endswith("e_score_correction_bias")
+                assert is_bias or source.shape.adapters and not is_adapter(described.name)
                 continue
             blocks = target.blocks(source.tensor(described, None), maps)
             found[kind, described.name] = b"".join(bytes(target.as_bytes(block)) for block in blocks)

@@ -84,7 +84,7 @@ ADAPTED = [
     ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), SOME | {"base": "fp8"}),
     ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), SOME),
     ("qwen3", Layout(Mesh(pipeline=2)), {}),
-    ("qwen3_moe", FAMILY_LAYOUTS["tp2_dp2_ep2"], {"base": "fp8"}),
+    *((name, FAMILY_LAYOUTS["tp2_dp2_ep2"], {"base": "fp8"}) for name in ("qwen3_moe", "qwen3_next")),
 ]
 
 

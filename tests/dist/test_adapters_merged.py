@@ -32,12 +32,11 @@ from test_bridge_engines import (
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import LoraConfig
-from megatron_rl.layout import Engines, read_shape
-from megatron_rl.layout.peft import TENSORS
+from megatron_rl.layout import Engines, read_shape, slices
+from megatron_rl.layout.peft import PREFIX, TENSORS
 from megatron_rl.tools.merge import main as merge_folders
 from megatron_rl.types import Mesh
 
-BESIDE_DELTA = LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj", "o_proj", "out_proj", "down_proj"))
 IN_FP8 = LORA.model_copy(update={"base": "fp8"})
 SMALL = LoraConfig(rank=3, alpha=2)
 """With LORA's 7 fp32 rounds the log-probs of gpt-oss's random model to 1.1e-5."""
@@ -50,7 +49,7 @@ CASES = {
     "latent": ("latent", TP2_PP2, Engines(1, 1), LORA),
     "latent, TP2 and expert parallel": ("latent", EP2_TP2, Engines(1, 2, expert_parallel=True), LORA),
     "sinks": ("sinks", EP2_TP2, Engines(1, 1), SMALL),
-    "linear, TP2": ("linear", EP2_TP2, Engines(1, 2), BESIDE_DELTA),
+    "linear, TP2": ("linear", EP2_TP2, Engines(1, 2), LORA),
 }
 """(model, trainer, engines, adapters). vLLM serves adapters in none of them but the second."""
 
@@ -102,8 +101,29 @@ def test_engines_hold_what_an_export_has_and_say_what_the_trainers_say(trainers,
     assert merged.keys() == by_tool.keys() and all(torch.equal(merged[one], by_tool[one]) for one in merged)
     for weight in base:
         torch.testing.assert_close(merged[weight], exact[weight], rtol=0, atol=2e-7)
+    exported, given = (load_file(one / TENSORS) for one in (tmp_path / "adapters", start))
+    assert exported.keys() == given.keys() and all(torch.equal(exported[key], given[key]) for key in given)
     changed = {weight for weight in base if (merged[weight] != base[weight]).any()}
     assert len(changed) == len(load_file(start / TENSORS)) // 2
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2, pipeline=2), Mesh(tensor=2, context=2)], ids=["tp2-pp2", "tp2-cp2"])
+def test_trainers_of_qwen3_5_merge_the_bits_of_an_export(trainers, folders, tmp_path, mesh):
+    """Four weights are one of Megatron, and one of them is several intervals of its rows. No engine is there, because
+    vLLM's class needs torchvision."""
+    folder = folders["qwen3_5"]
+    started = LORA.model_copy(update={"start": write_adapters(tmp_path / "start", folder, LORA)})
+    given = dict(folder=folder, layout=Layout(mesh), lora=started, export=tmp_path)
+    made = [one for ranks in trainers.run("merge_and_export", mesh.world_size, **given) for one in ranks]
+    by_hand = merge(tmp_path / "by_hand", folder, started)
+    exact, merged = (load_file(one / "model.safetensors") for one in (by_hand, tmp_path / "merged"))
+    for weight, tensor in exact.items():
+        torch.testing.assert_close(merged[weight], tensor, rtol=0, atol=2e-7)
+    assert {f"{PREFIX}{name.removesuffix('weight')}lora_A.weight" for name, _, _ in made} == {
+        key for key in load_file(started.start / TENSORS) if ".lora_A." in key
+    }
+    assert all(torch.equal(part, merged[name][slices(box)]) for name, box, part in made)
 
 
 @pytest.mark.deep

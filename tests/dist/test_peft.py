@@ -1,5 +1,5 @@
 """PEFT itself is the reference of adapters, where it is installed (`pip install peft accelerate`): the gradients of a
-folder that it has written, and the folder that a run would export."""
+folder that it has written, and the bits of the folder that a run exports after reading it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from scenarios import Layout
 from sizes import VOCAB_SIZE
 from test_actor_gradients import relative
 from transformers_models import open_model
@@ -14,6 +15,7 @@ from transformers_models import open_model
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
+from megatron_rl.types import Mesh
 
 pytestmark = pytest.mark.deep
 CASES = {
@@ -22,6 +24,8 @@ CASES = {
     "qwen3_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
     "gpt_oss": ("q_proj", "o_proj"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj"),
+    "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "down_proj"),
 }
 
 
@@ -62,3 +66,11 @@ def test_the_gradient_is_pefts(name, trainers, folders, model_folder, tmp_path):
     stored = load_file(tmp_path / "start" / TENSORS)
     assert found.keys() == expected.keys() == {key.removeprefix(PREFIX) for key in stored}
     assert all(relative(found[key], expected[key]) < 1e-5 for key in found)
+
+    given = dict(folder=folder, layout=Layout(Mesh(tensor=2)), lora=lora, export=tmp_path)
+    trainers.run("merge_and_export", 2, **given)
+    base = open_model(folder, torch.float32)
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    again.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    saved = load_file(tmp_path / "again" / TENSORS)
+    assert saved.keys() == stored.keys() and all(torch.equal(saved[key], stored[key]) for key in stored)

@@ -11,7 +11,7 @@ from numbered import SHAPES
 
 from megatron_rl.layout import FAMILIES, linear_layers, megatron_shards, vllm_shards, volume
 from megatron_rl.layout.adapters import A, B, is_adapter
-from megatron_rl.types import Adapters, Mesh
+from megatron_rl.types import Adapters, DeltaNet, Mesh
 
 RANK = 3
 MESHES = {
@@ -25,8 +25,15 @@ MESHES = {
 CASES = [
     *((name, mesh) for name in ("qwen3", "qwen2", "gpt_oss", "deepseek_v3") for mesh in ("tp2-pp2", "tp4")),
     *((name, mesh) for name in ("qwen3_moe", "deepseek_v3") for mesh in ("ep4", "tp2-ep4-etp1")),
+    *((name, mesh) for name in ("qwen3_next", "qwen3_5_moe_text") for mesh in ("tp2-pp2", "tp2-ep4-etp1")),
     ("qwen3", "tp8"),
 ]
+SOME = ("v_proj", "q_proj", "o_proj", "lm_head")
+SOME_OF = {
+    "deepseek_v3": ("q_b_proj", "o_proj", "lm_head"),
+    "qwen3_next": ("in_proj_ba", "q_proj", "out_proj"),
+    "qwen3_5_moe_text": ("in_proj_z", "in_proj_a", "v_proj"),
+}
 
 
 def adapted(name: str, *targets: str):
@@ -50,12 +57,10 @@ def test_the_ranks_of_a_mesh_partition_a_and_b(name, mesh, fused):
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-@pytest.mark.parametrize("targets", [(), ("v_proj", "q_proj", "o_proj", "lm_head")], ids=["all", "some"])
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("fused", [False, True], ids=["local", "fused"])
-def test_a_rank_has_the_rows_of_b_and_the_columns_of_a_that_it_has_of_the_weight(name, mesh, targets, fused):
-    if name == "deepseek_v3" and targets:
-        targets = ("q_b_proj", "o_proj", "lm_head")
-    shape, mesh = adapted(name, *targets), MESHES[mesh]
+def test_a_rank_has_the_rows_of_b_and_the_columns_of_a_that_it_has_of_the_weight(name, mesh, some, fused):
+    shape, mesh = adapted(name, *(SOME_OF.get(name, SOME) if some else ())), MESHES[mesh]
     for rank in range(mesh.world_size):
         shards = megatron_shards(shape, mesh, rank, fused)
         weights = [s for s in shards if not is_adapter(s.hf_name)]
@@ -73,6 +78,28 @@ def test_a_rank_has_the_rows_of_b_and_the_columns_of_a_that_it_has_of_the_weight
             assert rows == [one for one in in_order if one in rows], "in the order of the weight's, without the others"
             starts = [s.local_box[0][0] for s in of_b]
             assert starts == [sum(volume(s.hf_box) // RANK for s in of_b[:k]) for k in range(len(of_b))]
+
+
+@pytest.mark.parametrize("targets", [(), ("in_proj_qkv", "in_proj_a")], ids=["all", "some"])
+def test_projections_into_linear_attention_are_one_layer(targets):
+    """By hand: rank 1 of 2, of 2 key heads of 3 rows and 4 value heads of 2 rows: q, k and v are 6, 6 and 8 rows, z is
+    8, b and a are 4."""
+    delta = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=3, value_size=2, convolution=4, interleaved=False)
+    shape = replace(adapted("qwen3_5_text", *targets), delta=delta)
+    of_b = [
+        ("qkv", (3, 6)),
+        ("qkv", (9, 12)),
+        ("qkv", (16, 20)),
+        *(() if targets else (("z", (4, 8)), ("b", (2, 4)))),
+        ("a", (2, 4)),
+    ]
+    for part, expected in ((A, [(name, (0, RANK)) for name in dict.fromkeys(name for name, _ in of_b)]), (B, of_b)):
+        local_name = f"decoder.layers.0.self_attention.in_proj.{part}"
+        held = [s for s in megatron_shards(shape, Mesh(tensor=2), 1) if s.local_name == local_name]
+        prefix, ending = "model.layers.0.linear_attn.in_proj_", f".{part}.weight"
+        found = [(s.hf_name.removeprefix(prefix).removesuffix(ending), s.hf_box[0]) for s in held]
+        assert found == expected
+        assert [row for s in held for row in range(*s.local_box[0])] == list(range(held[-1].local_box[0][1]))
 
 
 def test_fused_layers_have_their_own_names():

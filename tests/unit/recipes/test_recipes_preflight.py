@@ -236,8 +236,8 @@ OF_SHAPES = {
     "DeepSeek-V3": {"lora": {}, "served": ["adds no adapter to them", "adapters of experts", "for GPUs alone"]},
     "Qwen3-8B": {"lora": {}, "quantization": "fp8", "served": ["quantization is fp8: it has not been tried"]},
     "Qwen3-Next-80B-A3B-Instruct": {
-        "lora": {"targets": ["q_proj", "o_proj", "out_proj"]},
-        "served": ["not been tried in a model with linear attention", "means out_proj, too", "for GPUs alone"],
+        "lora": {},
+        "served": ["not been tried in a model with linear attention", "in_proj_qkvz, in_proj_ba", "for GPUs alone"],
     },
 }
 
@@ -258,12 +258,13 @@ def test_what_vllm_cannot_serve_can_be_merged(name):
     assert found("merged") == []
 
 
-def test_projections_into_linear_attention_have_no_adapters():
-    shape = read_shape(CONFIGS / "Qwen3-Next-80B-A3B-Instruct.json")
-    [fault] = faults_of_adapters(grpo(policy={"lora": {}}, rollout__lora="merged"), shape)
+def test_targets_are_names_of_the_family():
+    shape = read_shape(CONFIGS / "Qwen3.5-35B-A3B-text.json")
+    wrong = {"lora": {"targets": ["in_proj_z", "in_proj_qkvz"]}}
+    [fault] = faults_of_adapters(grpo(policy=wrong, rollout__lora="merged"), shape)
     assert fault == (
-        "policy.lora.targets means in_proj_qkvz, in_proj_ba, too: the projections into linear attention have no "
-        "adapters; choose out_proj, gate_proj, up_proj, down_proj, q_proj, k_proj, v_proj, o_proj"
+        "policy.lora.targets has in_proj_qkvz, but the linear layers of qwen3_5_moe_text are out_proj, in_proj_qkv, "
+        "in_proj_z, in_proj_b, in_proj_a, gate_proj, up_proj, down_proj, q_proj, k_proj, v_proj, o_proj, lm_head"
     )
 
 
