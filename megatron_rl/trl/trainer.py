@@ -46,7 +46,7 @@ NAMES = {
 """Our metrics by TRL's names. The others, such as `loss`, `grad_norm`, `entropy` and `kl`, keep theirs."""
 REFUSED = {
     "optimizers": "policy.optimizer in GRPOConfig(sections=...) has Adam and Muon",
-    "quantization_config": "the frozen weights of adapters can be fp8: GRPOConfig(sections={'policy': {'lora': {'base': "
+    "quantization_config": "frozen weights of adapters can be fp8: GRPOConfig(sections={'policy': {'lora': {'base': "
     "'fp8'}}, 'rollout': {'lora': 'merged'}})",
     "rollout_func": "rollout.environment in GRPOConfig(sections=...) names an environment or an agent",
     "environment_factory": "rollout.environment in GRPOConfig(sections=...) names the class",
