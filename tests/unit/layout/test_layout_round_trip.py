@@ -48,8 +48,8 @@ def is_whole(name: str, shape: ModelShape, fused: bool) -> bool:
     if "norm" in name:
         wide = FAMILIES[shape.family].qk_norm(shape) == "full" and ("q_norm" in name or "k_norm" in name)
         return not wide
-    ends = (".gate.weight", "shared_expert_gate.weight", "e_score_correction_bias", "o_proj.bias")
-    if name.endswith(ends) or ".router." in name:
+    ends = (".gate.weight", "shared_expert_gate.weight", "e_score_correction_bias", "o_proj.bias", "eh_proj.weight")
+    if name.endswith((*ends, "mtp.fc.weight")) or ".router." in name:
         return True
     return fused and ("q_a_proj" in name or "kv_a_proj" in name)
 
