@@ -48,8 +48,8 @@ def is_whole(name: str, shape: ModelShape, fused: bool) -> bool:
     if "norm" in name:
         wide = FAMILIES[shape.family].qk_norm(shape) == "full" and ("q_norm" in name or "k_norm" in name)
         return not wide
-    ends = (".gate.weight", "shared_expert_gate.weight", "e_score_correction_bias", "o_proj.bias")
-    if name.endswith(ends) or ".router." in name:
+    ends = (".gate.weight", "shared_expert_gate.weight", "e_score_correction_bias", "o_proj.bias", "eh_proj.weight")
+    if name.endswith(ends) or ".router." in name or name == "mtp.fc.weight":
         return True
     return fused and ("q_a_proj" in name or "kv_a_proj" in name)
 
@@ -63,8 +63,8 @@ def check_copies(shape: ModelShape, mesh: Mesh, fused: bool) -> None:
                 wanted *= mesh.expert_ways
         else:
             wanted = mesh.context * mesh.data * (mesh.tensor if is_whole(name, shape, fused) else 1)
-        if "embed_tokens" in name and shape.tied_embeddings and mesh.pipeline > 1:
-            wanted *= 2  # the last stage's copy
+        if "embed_tokens" in name and mesh.pipeline > 1:
+            wanted *= 1 + shape.tied_embeddings + shape.multi_token  # the last stage's copies
         assert (count == wanted).all(), f"{name} on {mesh}: {np.unique(count)} copies, not {wanted}"
 
 
@@ -95,7 +95,7 @@ def test_megatron_holds_every_expert(stages, name):
 
 @pytest.mark.parametrize("name", cover.essential(SHAPES, "qwen2", "qwen3_tied", "olmo3", "mixtral", "deepseek_v3"))
 def test_vllm_holds_every_element(name):
-    shape = SHAPES[name]
+    shape = SHAPES[name].served
     few_ways = FAMILIES[shape.family].qk_norm(shape) == "full" or FAMILIES[shape.family].sinks
     for tensor, expert_parallel, pipeline in cover.cases(
         (1, 2, 4) if few_ways else (1, 2, 4, 8), (False, True), (1, 4)
