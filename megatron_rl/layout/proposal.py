@@ -28,6 +28,7 @@ HARMLESS = {
     *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "use_cache"),
     *("aux_loss_alpha", "ep_size", "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "seq_aux"),
+    "router_jitter_noise",
 }
 """Keys of config.json that change no logits of a trained model."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from test_layout_hub import DEEPSEEK as PUBLISHED
-from test_layout_hub import MIXTRAL, QWEN3
+from test_layout_config import DEEPSEEK as PUBLISHED
+from test_layout_config import MIXTRAL, QWEN3
 
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.config import shape_of
@@ -29,7 +29,7 @@ CONFIGS = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": GLM,
     "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"},
-    "olmo3": QWEN3 | {"model_type": "olmo3", "sliding_window": 8},
+    "olmo3": QWEN3 | {"model_type": "olmo3", "sliding_window": 8, "rope_theta": 5e5},
 }
 
 
