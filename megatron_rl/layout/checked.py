@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -71,3 +71,41 @@ def flag(config: Mapping[str, Any], key: str, absent: bool | None = False) -> bo
     if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, but it is {json.dumps(value)}")
     return value
+
+
+def whole_numbers(config: Mapping[str, Any], key: str, least: int = 1) -> list[int]:
+    """A list of whole numbers.
+
+    Raises:
+        KeyError: there is no such key.
+        ValueError: it is no list of such numbers.
+    """
+    values = config[key]
+    if not isinstance(values, list) or not all(
+        isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values
+    ):
+        lowest = "above 0" if least == 1 else f"of at least {least}"
+        raise ValueError(f"{key} must be a list of whole numbers {lowest}, but it is {json.dumps(values)}")
+    return values
+
+
+def kinds_of_layers(config: Mapping[str, Any], supported: Sequence[str], when: str = "") -> list[str]:
+    """`layer_types`, the kind of attention of each layer; empty if it is null or not there.
+
+    Args:
+        when: the condition of what is supported, for the error.
+
+    Raises:
+        ValueError: it is no list, has another kind, or has not one entry for each layer.
+    """
+    types = config.get("layer_types")
+    if types is None:
+        return []
+    if not isinstance(types, list):
+        raise ValueError(f"layer_types must be a list with one entry for each layer, but it is {json.dumps(types)}")
+    if foreign := sorted(map(str, (kind for kind in types if kind not in supported))):
+        are = "are" if len(supported) > 1 else "is"
+        raise ValueError(f"layer_types has {foreign[0]}; only {' and '.join(supported)} {are} supported{when}")
+    if len(types) != (num_layers := size(config, "num_hidden_layers")):
+        raise ValueError(f"layer_types has {len(types)} entries, but num_hidden_layers is {num_layers}")
+    return types

@@ -4,15 +4,15 @@ names the key."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.layout.checked import flag, number, size
+from megatron_rl.layout.checked import flag, kinds_of_layers, number, size
 from megatron_rl.layout.composite import COMPOSITES, text_of
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.families.windows import SCALED
+from megatron_rl.layout.families.windows import FULL, SCALED, SLIDING
 from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
@@ -51,11 +51,16 @@ def read_shape(folder: Path) -> ModelShape:
     family = config.get("model_type")
     if family not in FAMILIES and family not in COMPOSITES:
         supported = ", ".join(sorted({*FAMILIES, *COMPOSITES}))
-        raise ValueError(f"{path}: model_type {family!r} is not supported; supported: {supported}")
+        raise ValueError(
+            f"{path}: model_type {family!r} is not supported; supported: {supported}. For another model `megatron-rl "
+            f"family {path.parent}`, in a clone, proposes what to add (docs/families.md)"
+        )
     try:
         config = text_of(config)
         family = config["model_type"]
         _check_class(FAMILIES[family], config)
+        if "sliding_window" in FAMILIES[family].known:
+            kinds_of_layers(config, (FULL,), f" for the family {family}")
         return shape_of(FAMILIES[family], config)
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
@@ -77,7 +82,7 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
     heads = size(config, "num_attention_heads")
-    theta, scaling = _rope(config, table.absent.get("rope_theta", 10_000.0), _MROPE if table.linear else ())
+    theta, scaling = _rope(config, table)
     rotary_share = _rotary_share(config, table)
     fields: dict[str, Any] = {
         "num_layers": size(config, "num_hidden_layers"),
@@ -99,6 +104,7 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
     if not given and size(config, "hidden_size") % heads:
         raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
     shape = ModelShape(table.name, **(fields | special))
+    _check_experts(config, shape)
     if _ends_with_value(config):
         shape = critic_shape(shape)
     if shape.rotary_dim % 2 and shape.rotary_share != 1.0:
@@ -155,6 +161,19 @@ def _check_class(family: Family, config: Mapping[str, Any]) -> None:
         )
 
 
+def _check_experts(config: Mapping[str, Any], shape: ModelShape) -> None:
+    """
+    Raises:
+        ValueError: the number of experts is there by two names, which are one to transformers, and they differ.
+    """
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if shape.experts and config.get(key, shape.experts.num_experts) != shape.experts.num_experts:
+            raise ValueError(
+                f"{key} is {json.dumps(config[key])}, but by another key the model has {shape.experts.num_experts} "
+                "experts; make the keys equal"
+            )
+
+
 def _ends_with_value(config: Mapping[str, Any]) -> bool:
     """
     Raises:
@@ -201,7 +220,7 @@ def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
         ValueError: the family rotates whole heads, or this is no share.
     """
     section = _rope_section(config)
-    section = section.get("full_attention", section)
+    section = section.get(FULL) or section
     where = section if "partial_rotary_factor" in section else config
     share = float(number(where, "partial_rotary_factor", family.rotary_share or 1.0))
     if share != 1.0 and family.rotary_share is None:
@@ -211,19 +230,20 @@ def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
     return share
 
 
-def _rope(
-    config: Mapping[str, Any], default: float, unused: Collection[str]
-) -> tuple[float, Llama3Rope | YarnRope | None]:
+def _rope(config: Mapping[str, Any], table: Family) -> tuple[float, Llama3Rope | YarnRope | None]:
     """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
     separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
     rope = dict(_rope_section(config))
     where = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    if "full_attention" in rope:
-        rope, sliding = dict(rope["full_attention"]), rope["sliding_attention"]
-        if sliding.get("rope_type", "default") != "default" or sliding.get("rope_theta") != rope.get("rope_theta"):
-            raise ValueError(
-                "rope_parameters: sliding layers must be unscaled and have the same rope_theta as full attention"
-            )
+    default = table.absent.get("rope_theta", 10_000.0)
+    apart = sorted(rope.keys() & {FULL, SLIDING})
+    if SCALED.get(table.name) is False:
+        rope = _of_full_attention(config, rope, where, default)
+    elif apart:
+        raise ValueError(
+            f"{where} has the section {apart[0]}, but all layers of the family {table.name} are rotated alike, and "
+            f"transformers reads no section; write the keys of the section into {where} itself"
+        )
     theta = float(number(rope if "rope_theta" in rope else config, "rope_theta", default))
     rope.pop("rope_theta", None)
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
@@ -255,6 +275,39 @@ def _rope(
         )
     elif kind != "default":
         raise ValueError(f"{where}.rope_type: rope scaling {kind!r} is not supported; supported are llama3 and yarn")
-    if foreign := sorted(rope.keys() - known - set(unused)):
+    if foreign := sorted(rope.keys() - known - set(_MROPE if table.linear else ())):
         raise ValueError(f"{where}: rope scaling {kind!r} has the key {foreign[0]!r}, which is not supported")
     return theta, scaling
+
+
+def _of_full_attention(
+    config: Mapping[str, Any], rope: Mapping[str, Any], where: str, default: float
+) -> dict[str, Any]:
+    """The rotation of the layers without a window, of a family that has one for each kind of layers. The section of a
+    kind may be missing, as in transformers: it is then unscaled. A `rope_theta` outside the sections and a
+    `rope_scaling` are of the layers without a window alone.
+
+    Raises:
+        ValueError: there are other keys than sections, which transformers would ignore, or layers with a window are
+            rotated otherwise than unscaled with the same base.
+    """
+    if where == "rope_scaling":
+        rope = {FULL: rope}
+    if foreign := sorted(rope.keys() - {FULL, SLIDING}):
+        raise ValueError(
+            f"{where} has the key {foreign[0]!r} outside the sections {FULL} and {SLIDING}, where transformers reads "
+            "nothing; write it into both"
+        )
+    sections = {kind: rope.get(kind) or {} for kind in (FULL, SLIDING)}
+    for kind, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{where}.{kind} must be a mapping, but it is {json.dumps(section)}")
+    outside = sections[FULL] if "rope_theta" in sections[FULL] else config
+    base, of_windows = number(outside, "rope_theta", default), number(sections[SLIDING], "rope_theta", default)
+    kind = sections[SLIDING].get("rope_type", "default")
+    if kind != "default" or base != of_windows:
+        raise ValueError(
+            f"layers with a window must be rotated by rope_type 'default' and the rope_theta of the others, {base:g}, "
+            f"but transformers rotates them by {kind!r} and {of_windows:g}; see {SLIDING} of rope_parameters"
+        )
+    return dict(sections[FULL])

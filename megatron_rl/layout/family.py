@@ -29,7 +29,15 @@ from megatron_rl.types import Mesh, ModelShape
 End = Literal["embedding", "norm", "output"]
 ALL_ENDS: tuple[End, ...] = ("embedding", "norm", "output")
 MEGATRON_LAYER, VLLM_LAYER = "decoder.layers.{}.", "model.layers.{}."
-DESCRIBED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+DESCRIBED: dict[str, Any] = {
+    **{"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
+    "is_causal": True,  # transformers' masks and vLLM's classes read it
+    "per_layer_config": None,  # transformers gives the layers other sizes by it
+    **{"rotary_pct": None, "rotary_emb_fraction": None},  # vLLM's names of partial_rotary_factor
+}
+WINDOWLESS = DESCRIBED | {"sliding_window": None}
+"""The same for families whose layers have no window. transformers' classes of them read no `sliding_window`, but vLLM
+gives every layer of any model the window that config.json names, if there is no `layer_types`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,8 @@ class Family(Traits):
     """What transformers takes for keys that config.json lacks, where it does not derive them from other keys.
     `rope_theta` is 10,000 if it is not here either."""
     known: Mapping[str, Any] = field(default_factory=DESCRIBED.copy)
-    """The only value of some keys of config.json, and their value if they are absent."""
+    """The only value of some keys of config.json, and their value if they are absent. A key that the family's class of
+    transformers or of vLLM computes with is here, or the family reads it (tests/unit/layout)."""
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""

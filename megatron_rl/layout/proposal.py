@@ -9,7 +9,7 @@ Invariant (tests/unit/layout): without the family of a known model the proposal 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ HARMLESS = {
     *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "_name_or_path"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "initializer_range", "use_cache"),
     *("aux_loss_alpha", "ep_size", "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "seq_aux"),
+    "router_jitter_noise",
 }
 """Keys of config.json that change no logits of a trained model."""
 
@@ -73,6 +74,9 @@ class Proposal:
     """The tensors that the rows ask for and the files do not have, or have with other extents."""
     unread: dict[str, Any]
     """The keys of config.json that nothing reads, without `HARMLESS`."""
+    refused: dict[str, str]
+    """What is wrong with config.json for each family that has more rows with the tensors' names than the nearest one.
+    """
 
     def source(self) -> str:
         """The text of the file `layout/families/<model_type>.py`."""
@@ -100,7 +104,8 @@ class Proposal:
         if self.shape.rotary_share != 1.0 and begin.rotary_share is None:
             changes.append(f"rotary_share={self.shape.rotary_share}")
         if self.family.known != begin.known:
-            changes.append(f"known={dict(self.family.known)}")
+            differing = [f"{key!r}: {value!r}" for key, value in self.family.known.items() if value != begin.known[key]]
+            changes.append(f"known={{**{base}.known, {', '.join(differing)}}}")
         text = "\n".join(f"    {change}," for change in changes)
         modules = {family: module_of(family) for family in imported}
         lines = [f"from megatron_rl.layout.families.{modules[one]} import {one.upper()}" for one in imported]
@@ -125,18 +130,24 @@ def propose(config: Mapping[str, Any], tensors: Mapping[str, Extents]) -> Propos
     Raises:
         ValueError: no family can read this config.json; the message has what each of them misses.
     """
-    found, faults = [], []
+    found, faults = [], dict[str, str]()
     for nearest, family in _candidates():
         read = _Read({key: value for key, value in config.items() if key not in family.known})
         try:
             shape = shape_of(family, read)
         except (ValueError, KeyError, TypeError) as error:
-            faults.append(f"{family.name}: {error}")
+            missing = isinstance(error, KeyError)
+            faults.setdefault(nearest, f"the key {error} is missing" if missing else str(error))
             continue
         found.append(_complete(nearest, family, shape, dict(config), read.keys_read, tensors))
     if not found:
-        raise ValueError("no family can read config.json: " + "; ".join(dict.fromkeys(faults)))
-    return min(found, key=lambda one: (len(one.unknown) + len(one.missing), len(one.taken) + len(one.dropped)))
+        told = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+        raise ValueError(f"no family can read config.json: {told}")
+    best = min(found, key=lambda one: (len(one.unknown) + len(one.missing), len(one.taken) + len(one.dropped)))
+    refused = faults.keys() - {one.nearest for one in found}  # some were read with another mixture
+    num_named = _num_named(best.family, tensors)
+    nearer = [name for name in FAMILIES if name in refused and _num_named(FAMILIES[name], tensors) > num_named]
+    return replace(best, refused={name: faults[name] for name in nearer})
 
 
 def _candidates() -> Iterator[tuple[str, Family]]:
@@ -161,7 +172,7 @@ def _complete(
 ) -> Proposal:
     """The proposal that begins with a family."""
     expected = {name: tensor.extents for name, tensor in family.file_tensors(shape).items()}
-    prefix = re.compile(re.escape(family.hf_layer).replace(re.escape("{}"), r"\d+"))
+    prefix = _layer(family)
     over = {_pattern(prefix, name) for name in tensors.keys() - expected.keys()}
     lost = {_pattern(prefix, name) for name, extents in expected.items() if tensors.get(name) != extents}
     dropped = tuple(dict.fromkeys(first_name(rule) for rule in family.rules if all(_is_in(t, lost) for t in rule.hf)))
@@ -193,7 +204,19 @@ def _complete(
             for key, value in config.items()
             if (key not in read | HARMLESS and value is not None) or family.known.get(key, value) != value
         },
+        refused={},
     )
+
+
+def _num_named(family: Family, tensors: Iterable[str]) -> int:
+    """The number of a family's rows whose tensors are all there by name, with any extents."""
+    prefix = _layer(family)
+    names = {_pattern(prefix, name) for name in tensors}
+    return sum(all(_is_in(tensor, names) for tensor in rule.hf) for rule in family.rules)
+
+
+def _layer(family: Family) -> re.Pattern[str]:
+    return re.compile(re.escape(family.hf_layer).replace(re.escape("{}"), r"\d+"))
 
 
 def _taken(family: Family, shape: ModelShape, over: set[str]) -> Iterator[tuple[str, str, str]]:

@@ -34,7 +34,7 @@ from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base
 from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.environment_source import faults_of_environment
-from megatron_rl.preflight.multi_token import check_head
+from megatron_rl.preflight.multi_token import check_head, kept_bytes
 from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.rollout.programs.budgets import Budgets
@@ -351,7 +351,8 @@ def _disk(config: BaseConfig, shape: ModelShape) -> list[str]:
     is_resumed = bool(find_checkpoints(config.run_folder / "checkpoints"))
     number, told = (1, "a further checkpoint needs") if is_resumed else (2, "two checkpoints need")
     adapted = config.policy.adapted(shape)
-    needed = number * checkpoint_bytes(adapted, config.model.dtype, config.policy.optimizer)
+    one = checkpoint_bytes(adapted, config.model.dtype, config.policy.optimizer) + kept_bytes(config, shape)
+    needed = number * one
     free = shutil.disk_usage(_nearest(config.run_folder)).free
     if free >= needed:
         return []

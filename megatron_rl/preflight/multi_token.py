@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.composite import read_config
@@ -54,3 +56,14 @@ def check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
             f"checkpoints and exports {done} the {len(head)} tensors of the model's multi-token head, which is not "
             f"trained (policy.multi_token)"
         )
+
+
+def kept_bytes(config: BaseConfig, shape: ModelShape) -> int:
+    """The bytes of a multi-token head that is kept, in every checkpoint. One that is trained is among the model's
+    weights."""
+    if config.policy.multi_token != "keep":
+        return 0
+    head = find_head(config.model.path, shape)
+    headers = {path: read_header(path) for path in set(head.values())}
+    stored = [headers[path][name] for name, path in head.items()]
+    return sum(prod(extents) * int(dtype.lstrip("BF")) // 8 for dtype, extents, _ in stored)  # such as BF16

@@ -57,12 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     given = parser.parse_args(arguments)
     try:
-        config = json.loads((given.folder / "config.json").read_text())
-        if (kind := config.get("model_type")) in COMPOSITES:
-            raise ValueError(
-                f"{kind} is a model with other parts than text, and its family is there already: `megatron-rl convert` "
-                "takes the text model out"
-            )
+        config = read(given.folder)
+        kind = config["model_type"]
         tensors = {
             name: extents for path in weight_files(given.folder) for name, (_, extents, _) in read_header(path).items()
         }
@@ -82,6 +78,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(fault is None for fault in checks.values()) else 1
 
 
+def read(folder: Path) -> dict[str, Any]:
+    """config.json, which names its class: if it does not, the one that transformers has for its `model_type`.
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: it is no model's, or of a composite, or names no class that is known.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    if not isinstance(config, dict) or not isinstance(kind := config.get("model_type"), str):
+        raise ValueError('config.json is no mapping with a model_type, such as "llama"; is it the one of a model?')
+    if kind in COMPOSITES:
+        raise ValueError(
+            f"{kind} is a model with other parts than text, and its family is there already: `megatron-rl convert` "
+            "takes the text model out"
+        )
+    named = config.get("architectures")
+    if named is None or named == []:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+
+        if kind not in CLASSES:
+            raise ValueError(
+                f"config.json has no architectures, and transformers has no class for {kind}; add the name of vLLM's "
+                'class, such as "architectures": ["LlamaForCausalLM"]'
+            )
+        return config | {"architectures": [CLASSES[kind]]}
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"architectures of config.json must be a list of names, but it is {json.dumps(named)}")
+    return config
+
+
 def counts(proposal: Proposal) -> dict[str, Any]:
     return {
         "understood": proposal.understood,
@@ -89,6 +115,7 @@ def counts(proposal: Proposal) -> dict[str, Any]:
         "unknown": patterns(proposal.unknown),
         "missing": patterns(proposal.missing),
         "unread": proposal.unread,
+        "refused": proposal.refused,
     }
 
 
@@ -133,24 +160,31 @@ def _faulty(part: Any, *arguments: Any) -> str | None:
     return found
 
 
+def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same config.json with small sizes."""
+    tiny: dict[str, Any] = {key: _TINY.get(key, value) if value is not None else None for key, value in config.items()}
+    if config.get("num_key_value_heads") != config.get("num_attention_heads"):
+        tiny["num_key_value_heads"] = 2
+    elif "num_key_value_heads" in tiny:
+        tiny["num_key_value_heads"] = _TINY["num_attention_heads"]
+    if "head_dim" in tiny and config["head_dim"] == config.get("qk_rope_head_dim"):  # one size by two names
+        tiny["head_dim"] = tiny["qk_rope_head_dim"]
+    for key in ("layer_types", "mlp_layer_types"):
+        if tiny.get(key):
+            tiny[key] = tiny[key][:NUM_LAYERS]
+    return tiny
+
+
 def _make_tiny(config: Mapping[str, Any], folder: Path) -> str | None:
     """Write a tiny random model; returns why it cannot be made."""
     import torch
     import transformers
 
     theirs: Any = transformers  # it has few types
-    tiny: dict[str, Any] = {key: _TINY.get(key, value) if value is not None else None for key, value in config.items()}
-    if config.get("num_key_value_heads") != config.get("num_attention_heads"):
-        tiny["num_key_value_heads"] = 2
-    elif "num_key_value_heads" in tiny:
-        tiny["num_key_value_heads"] = _TINY["num_attention_heads"]
-    for key in ("layer_types", "mlp_layer_types"):
-        if tiny.get(key):
-            tiny[key] = tiny[key][:NUM_LAYERS]
     torch.manual_seed(0)
     theirs.utils.logging.disable_progress_bar()
     try:
-        known = theirs.AutoConfig.for_model(**tiny)
+        known = theirs.AutoConfig.for_model(**tiny_config(config))
         model = theirs.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except (ValueError, KeyError, TypeError) as error:
         return f"transformers makes none of this config.json: {str(error).splitlines()[0][:200]}"
@@ -244,6 +278,7 @@ def tell(proposal: Proposal, num_tensors: int, checks: Mapping[str, str | None],
         ("a row asks for it", patterns(proposal.missing)),
         ("ignored", patterns(proposal.ignored)),
         ("nothing reads this key", proposal.unread),
+        ("a nearer family by the names, which refuses config.json", proposal.refused),
     ]
     for what, entries in told:
         for name, value in entries.items():

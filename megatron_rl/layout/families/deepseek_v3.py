@@ -19,7 +19,7 @@ from megatron_rl.layout.families.biased_mixture import (
     served_in_float32,
 )
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import WINDOWLESS, Family
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS, query_rank
 from megatron_rl.types import LatentAttention, ModelShape
@@ -104,6 +104,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         rope_dim=size(config, "qk_rope_head_dim"),
         value_dim=size(config, "v_head_dim"),
     )
+    only(config, head_dim=latent.rope_dim)  # as many dims are rotated by transformers
     return {"latent": latent, "head_dim": latent.nope_dim + latent.rope_dim, **read_experts(config)}
 
 
@@ -114,6 +115,7 @@ DEEPSEEK_V3 = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=BIASED_MIXTURE,
     read_config=_read,
+    known=WINDOWLESS | {"index_topk": None, "llama_4_scaling": None, "moe_router_dtype": None},
     ignored=(TOKEN_AFTER_NEXT,),
     **ENDS,
 )

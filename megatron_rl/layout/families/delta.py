@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.checked import size
+from megatron_rl.layout.checked import kinds_of_layers, number, size, whole_numbers
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, HEAD_NORMS, INPUT_NORM, QKV_WEIGHT
-from megatron_rl.layout.families.windows import check_length
+from megatron_rl.layout.families.windows import FULL
+from megatron_rl.layout.family import DESCRIBED
 from megatron_rl.layout.multi_token import MultiTokenHead, head_rows
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, DELTA_SECTIONS, GATED_QKV, REPLICATED, ROWS
@@ -95,8 +96,9 @@ SHARED_EXPERT = (
         megatron="mlp.shared_experts.linear_fc2.weight",
     ),
 )
+DESCRIBED_DELTA = DESCRIBED | {"qkv_bias": False, "layer_scale": False, "dual_chunk_attention_config": None}
 _GATES = ("silu", "swish")
-_SOFTMAX, _LINEAR = "full_attention", "linear_attention"
+_LINEAR = "linear_attention"
 
 
 def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]:
@@ -112,10 +114,8 @@ def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]
     if config.get("output_gate_type", "silu") not in _GATES:
         raise ValueError(f"output_gate_type is {config['output_gate_type']!r}; supported are {' and '.join(_GATES)}")
     num_layers, every = size(config, "num_hidden_layers"), size(config, "full_attention_interval", 4)
-    types = config.get("layer_types") or [_LINEAR if (n + 1) % every else _SOFTMAX for n in range(num_layers)]
-    if foreign := sorted(set(types) - {_SOFTMAX, _LINEAR}):
-        raise ValueError(f"layer_types has {foreign[0]}; supported are {_LINEAR} and {_SOFTMAX}")
-    check_length(config, types)
+    types = kinds_of_layers(config, (_LINEAR, FULL))
+    types = types or [_LINEAR if (n + 1) % every else FULL for n in range(num_layers)]
     delta = DeltaNet(
         num_key_heads=size(config, "linear_num_key_heads", 16),
         num_value_heads=size(config, "linear_num_value_heads", 32),
@@ -136,12 +136,14 @@ def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]
 def _check_sections(config: Mapping[str, Any]) -> None:
     """The sections of rotary frequencies for time, height and width mean nothing for text, whose tokens have the same
     position in all three. `layout.config` leaves them out."""
-    rope = config.get("rope_parameters") or {}
-    section = rope.get("mrope_section")
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
-    half = int(config.get("head_dim", 256) * share) // 2
-    if section is not None and (len(section) != 3 or sum(section) != half):
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("mrope_section") is None:
+        return
+    sections = whole_numbers(rope, "mrope_section", least=0)
+    share = number(rope if "partial_rotary_factor" in rope else config, "partial_rotary_factor", 0.25)
+    half = int(size(config, "head_dim", 256) * share) // 2
+    if len(sections) != 3 or sum(sections) != half:
         raise ValueError(
-            f"mrope_section of rope_parameters is {section}; only three numbers whose sum is {half}, the half of the "
-            "rotated dims of a head, are supported"
+            f"mrope_section is {sections}; only three numbers whose sum is {half}, the half of the rotated dims of a "
+            "head, are supported"
         )

@@ -24,7 +24,7 @@ from megatron_rl.layout.families.rows import (
     QKV_BIAS,
     QKV_WEIGHT,
 )
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import WINDOWLESS, Family
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +50,7 @@ GLM4_MOE = Family(
     mixture=served_in_float32(BIASED_MIXTURE),
     read_config=_read,
     rotary_share=0.5,
-    known={"mlp_bias": False, "hidden_act": "silu"},
+    known={key: value for key, value in WINDOWLESS.items() if key != "attention_bias"},
     ignored=(TOKEN_AFTER_NEXT,),
     **ENDS,
 )

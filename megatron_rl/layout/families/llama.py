@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, LLAMA_ATTENTION, MLP_NORM
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import WINDOWLESS, Family
 from megatron_rl.layout.rule import Ignored
 
 LLAMA = Family(
@@ -14,5 +14,6 @@ LLAMA = Family(
     ignored=(
         Ignored(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "rotary buffers follow from config.json"),
     ),
+    known=WINDOWLESS | {"bias": False, "qkv_bias": False, "logit_scale": 1.0},
     **ENDS,
 )

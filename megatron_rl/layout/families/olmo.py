@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, ENDS, GATED_MLP, QKV_WEIGHT
 from megatron_rl.layout.families.windows import window
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import DESCRIBED, WINDOWLESS, Family
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import REPLICATED, WIDE_NORM
 
@@ -41,6 +41,8 @@ _ATTENTION = (
         megatron="post_mlp_layernorm.weight",
     ),
 )
+_BACKEND = {"logit_scale": 1.0, "final_logit_softcapping": None, "attn_logit_softcapping": None, "kv_lora_rank": None}
+"""What vLLM's Transformers backend reads for every model."""
 
 
 def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +55,7 @@ OLMO2 = Family(
     published_model="Olmo2ForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,
+    known=WINDOWLESS | _BACKEND,
     **ENDS,
 )
 OLMO3 = Family(
@@ -62,6 +65,7 @@ OLMO3 = Family(
     attention=_ATTENTION,
     dense=GATED_MLP,
     read_config=_three_of_four,
+    known=DESCRIBED | _BACKEND,
     absent={"rope_theta": 500_000.0},
     **ENDS,
 )

@@ -12,7 +12,7 @@ from megatron_rl.layout.families.rows import (
     QKV_WEIGHT,
 )
 from megatron_rl.layout.families.windows import upper_layers
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import DESCRIBED, Family
 
 QWEN2 = Family(
     name="qwen2",
@@ -21,5 +21,6 @@ QWEN2 = Family(
     attention=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, ATTENTION_OUTPUT),
     dense=(MLP_NORM, *GATED_MLP),
     read_config=upper_layers,
+    known=DESCRIBED | {"qk_norm": False, "dual_chunk_attention_config": None},
     **ENDS,
 )

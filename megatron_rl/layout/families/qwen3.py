@@ -13,7 +13,7 @@ from megatron_rl.layout.families.rows import (
     QKV_WEIGHT,
 )
 from megatron_rl.layout.families.windows import upper_layers
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import DESCRIBED, Family
 
 QWEN3 = Family(
     name="qwen3",
@@ -22,5 +22,6 @@ QWEN3 = Family(
     attention=(INPUT_NORM, QKV_WEIGHT, *HEAD_NORMS, ATTENTION_OUTPUT),
     dense=(MLP_NORM, *GATED_MLP),
     read_config=upper_layers,
+    known=DESCRIBED | {"dual_chunk_attention_config": None},
     **ENDS,
 )

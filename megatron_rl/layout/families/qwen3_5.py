@@ -15,6 +15,7 @@ from typing import Any
 from megatron_rl.layout.checked import size
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
+    DESCRIBED_DELTA,
     GATED_ATTENTION,
     HEAD,
     IN_PROJ,
@@ -71,6 +72,7 @@ QWEN3_5_TEXT = Family(
     linear=(*DELTA_ROWS, *_INPUT),
     dense=(MLP_NORM, *GATED_MLP),
     read_config=_dense,
+    known=DESCRIBED_DELTA,
     ignored=(HEAD,),
     absent={"num_key_value_heads": 4, "head_dim": 256},
     rotary_share=0.25,
@@ -85,6 +87,7 @@ QWEN3_5_MOE_TEXT = Family(
     dense=(),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_mixture,
+    known=DESCRIBED_DELTA | {"norm_topk_prob": True},
     ignored=(HEAD,),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.checked import flag, size
+from megatron_rl.layout.checked import flag, size, whole_numbers
 from megatron_rl.layout.families.qwen3 import QWEN3
 from megatron_rl.layout.families.rows import ENDS, mixture_rows
-from megatron_rl.layout.families.windows import all_layers
+from megatron_rl.layout.families.windows import all_layers_if_switched_on
 from megatron_rl.layout.family import ALL_ENDS, Family
 from megatron_rl.types import Experts
 
@@ -20,7 +20,8 @@ def first_dense_layers(config: Mapping[str, Any]) -> int:
         ValueError: a layer behind the first mixture is dense.
     """
     every = size(config, "decoder_sparse_step", 1)
-    only_dense = config.get("mlp_only_layers") or []
+    named = config.get("mlp_only_layers") is not None
+    only_dense = whole_numbers(config, "mlp_only_layers", least=0) if named else []
     layers = range(size(config, "num_hidden_layers"))
     dense = [layer for layer in layers if layer in only_dense or (layer + 1) % every]
     if dense != list(range(len(dense))):
@@ -39,7 +40,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
         first_dense_layers=first_dense_layers(config),
         normalised=flag(config, "norm_topk_prob", absent=None),
     )
-    return {"experts": experts} | (all_layers(config) if config.get("use_sliding_window") else {})
+    return {"experts": experts} | all_layers_if_switched_on(config)
 
 
 QWEN3_MOE = Family(
@@ -50,6 +51,7 @@ QWEN3_MOE = Family(
     dense=QWEN3.dense,
     mixture=mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"),
     read_config=_read,
+    known={**QWEN3.known, "shared_expert_intermediate_size": 0},
     vllm_repeats_ends=ALL_ENDS,
     **ENDS,
 )

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_rl.layout.checked import flag, size
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
+    DESCRIBED_DELTA,
     GATED_ATTENTION,
     HEAD,
     IN_PROJ,
@@ -61,6 +62,7 @@ QWEN3_NEXT = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_read,
+    known=DESCRIBED_DELTA,
     ignored=(replace(HEAD, key="num_nextn_predict_layers"),),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,

@@ -36,6 +36,7 @@ _QWEN3_MOE = {
 _LATENT = {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 8,
+    "head_dim": 2,
     "q_lora_rank": 8,
     "kv_lora_rank": 14,
     "qk_nope_head_dim": 4,
@@ -87,7 +88,7 @@ CONFIGS = {
     "qwen3_moe": _COMMON | _QWEN3_MOE,
     "qwen3_moe_dense": _COMMON | _QWEN3_MOE | {"mlp_only_layers": [0]},
     "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-    "olmo3": _COMMON | {"model_type": "olmo3", "sliding_window": 8},
+    "olmo3": _COMMON | {"model_type": "olmo3", "sliding_window": 8, "rope_theta": 5e5},
     "qwen3_next": _COMMON | _LINEAR | _GATED | {"model_type": "qwen3_next"},
     "qwen3_5_text": _COMMON | _LINEAR | {"model_type": "qwen3_5_text", "tie_word_embeddings": True},
     "qwen3_5_moe_text": _COMMON | _LINEAR | _GATED | {"model_type": "qwen3_5_moe_text"},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 
 import pytest
-from test_layout_hub import DEEPSEEK as PUBLISHED
-from test_layout_hub import MIXTRAL, QWEN3
+from test_layout_config import DEEPSEEK as PUBLISHED
+from test_layout_config import MIXTRAL, QWEN3
 
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.config import shape_of
@@ -29,7 +29,7 @@ CONFIGS = {
     "deepseek_v3": DEEPSEEK,
     "glm4_moe": GLM,
     "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"},
-    "olmo3": QWEN3 | {"model_type": "olmo3", "sliding_window": 8},
+    "olmo3": QWEN3 | {"model_type": "olmo3", "sliding_window": 8, "rope_theta": 5e5},
 }
 
 
@@ -110,3 +110,17 @@ def test_keys_that_nothing_reads_and_tensors_without_a_row_are_told(monkeypatch)
 def test_a_config_json_that_no_family_reads_is_refused():
     with pytest.raises(ValueError, match=r"no family can read config.json: llama: .*num_attention_heads"):
         propose({"model_type": "new"}, {})
+
+
+def test_a_nearer_family_that_refuses_config_json_is_told():
+    """Its table may be the right beginning, when the key is understood."""
+    family, config = FAMILIES["deepseek_v3"], DEEPSEEK | {"model_type": "new", "num_key_value_heads": 2}
+    tensors = {key: held.extents for key, held in family.file_tensors(shape_of(family, DEEPSEEK)).items()}
+    found = propose(config, tensors)
+    assert found.nearest not in ("deepseek_v3", "kimi_k2", "glm4_moe_lite") and found.unknown
+    assert found.refused == dict.fromkeys(
+        ("deepseek_v3", "kimi_k2", "glm4_moe_lite"), "num_key_value_heads is 2; only 128 is supported"
+    )
+    without = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+    assert propose(without, tensors).refused["kimi_k2"] == "the key 'first_k_dense_replace' is missing"
+    assert not propose(DEEPSEEK, tensors).refused

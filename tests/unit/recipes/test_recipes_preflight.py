@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
-from megatron_rl.types import Adapters
+from megatron_rl.types import Adapters, ModelShape
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 CONFIG = {
@@ -273,15 +274,22 @@ def test_merged_weights_need_adapters():
         grpo(rollout__lora="merged")
 
 
-def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
+def with_head(home: Path, **head: tuple[int, ...]) -> ModelShape:
+    """Make the model a Qwen3-Next with these tensors of a multi-token head."""
     config = CONFIG | {"model_type": "qwen3_next", "layer_types": ["full_attention"] * CONFIG["num_hidden_layers"]}
     config |= {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     (home / "model/config.json").write_text(json.dumps(config | {"shared_expert_intermediate_size": 8}))
-    (home / "model/model.safetensors.index.json").unlink()
+    (home / "model/model.safetensors.index.json").unlink(missing_ok=True)
     for path in (home / "model").glob("*.safetensors"):
         path.unlink()
     tensors = FAMILIES["qwen3_next"].hf_tensors(read_shape(home / "model"))
     (home / "model/a.safetensors").write_bytes(safetensors(tensors))
+    (home / "model/b.safetensors").write_bytes(safetensors(head))
+    return read_shape(home / "model")
+
+
+def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
+    shape = with_head(home)
     notes = []
     keep = grpo(policy={"multi_token": "keep"})
     assert faults(keep) == [
@@ -294,7 +302,7 @@ def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
     train = grpo(policy={"multi_token": "train"})
     [fault] = faults(train)
     assert "model has no mtp.layers.0.input_layernorm.weight (" in fault and "multi-token head are missing" in fault
-    head = FAMILIES["qwen3_next"].head_tensors(replace(read_shape(home / "model"), multi_token=True))
+    head = FAMILIES["qwen3_next"].head_tensors(replace(shape, multi_token=True))
     (home / "model/b.safetensors").write_bytes(safetensors(head | {"mtp.fc.weight": head["mtp.fc.weight"][::-1]}))
     [fault] = faults(train)
     assert "mtp.fc.weight of the multi-token head has the extents (16, 8), but config.json means (8, 16)" in fault
@@ -733,6 +741,18 @@ def test_a_full_disk_is_told_with_both_numbers(home, monkeypatch):
     [fault] = faults(grpo())
     parameters = FAMILIES["qwen3"].num_parameters(read_shape(Path("model")))
     assert f"has 0.01 MB free, and two checkpoints need {2 * 12 * parameters / 1e6:.2f} MB" in fault
+
+
+@pytest.mark.parametrize(("choice", "of_head"), [("drop", 0), ("keep", 4), ("train", 12)])
+def test_the_disk_has_room_for_a_multi_token_head_too(home, monkeypatch, choice, of_head):
+    """One that is kept has 4 bytes of each fp32 number of its files, and one that is trained has a state, too."""
+    shape = with_head(home)
+    tensors = FAMILIES["qwen3_next"].head_tensors(replace(shape, multi_token=True))
+    with_head(home, **tensors)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 10**4))
+    [fault] = faults(grpo(policy={"multi_token": choice}))
+    needed = 12 * FAMILIES["qwen3_next"].num_parameters(shape) + of_head * sum(map(prod, tensors.values()))
+    assert f"two checkpoints need {2 * needed / 1e6:.2f} MB" in fault
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_000002"])

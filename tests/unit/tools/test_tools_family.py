@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import transformers
 
+from megatron_rl.tools.bench.family import main, read, tiny_config
+
 SIZES = dict(
     hidden_size=32,
     num_hidden_layers=4,
@@ -52,3 +54,36 @@ def test_rounding_of_norms_stored_minus_one_is_no_other_forward_pass(tmp_path):
     command = [sys.executable, "-m", "megatron_rl", "family", str(tmp_path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert set(json.loads(done.stdout)["checks"].values()) == {None} and done.returncode == 0
+
+
+def test_the_class_of_a_config_json_without_one_is_transformers(tmp_path):
+    def of(**config) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read(tmp_path)["architectures"]
+
+    assert of(model_type="seed_oss") == of(model_type="seed_oss", architectures=[]) == ["SeedOssForCausalLM"]
+    assert of(model_type="seed_oss", architectures=["Other"]) == ["Other"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "no mapping with a model_type"),
+        ({"architectures": ["LlamaForCausalLM"]}, "no mapping with a model_type"),
+        ({"model_type": "new"}, "has no architectures, and transformers has no class for new"),
+        ({"model_type": "new", "architectures": "New"}, 'must be a list of names, but it is "New"'),
+        ({"model_type": "qwen3_5"}, "its family is there already"),
+    ],
+)
+def test_a_config_json_that_nothing_can_be_proposed_for_is_named(tmp_path, capsys, config, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main([str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_tiny_model_keeps_what_sizes_have_in_common():
+    latent = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64, "qk_rope_head_dim": 64}
+    assert tiny_config(latent) == dict.fromkeys(latent, 4) | {"head_dim": 8, "qk_rope_head_dim": 8}
+    grouped = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "layer_types": ["full"] * 9}
+    small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full"] * 4}
+    assert tiny_config(grouped) == small
