@@ -26,9 +26,9 @@ from megatron_rl.actor.adapters import SPLITS
 from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert.fp8 import quantised
 from megatron_rl.convert.manifest import WEIGHTS
-from megatron_rl.convert.source import Source
+from megatron_rl.convert.source import Region, Source
 from megatron_rl.convert.stored import Maps
-from megatron_rl.layout import FAMILIES, Box, Shard, slices
+from megatron_rl.layout import Box, Shard, slices
 from megatron_rl.layout.quantised import FROZEN_BLOCKS as BLOCKS
 from megatron_rl.layout.shards import extents, translate
 
@@ -155,26 +155,32 @@ def load(weight: Fp8Weight, shards: Iterable[Shard], source: Source, maps: Maps)
     Raises:
         ValueError: a tensor has other bytes than the manifest says.
     """
-    wholes = FAMILIES[source.shape.family].hf_tensors(source.shape)
     for shard in shards:
-        (first, last), (left, right) = (
-            (start // block * block, min(-(-stop // block) * block, whole))
-            for (start, stop), block, whole in zip(
-                shard.hf_box, (BLOCKS.rows, BLOCKS.columns), wholes[shard.hf_name], strict=True
-            )
-        )
-        box = ((first, last), (left, right))
+        box = (first, last), (left, right) = _whole_blocks(shard.hf_box, source.regions[shard.hf_name])
         read = torch.empty(extents(box))
-        everything = translate(box, box, ((0, last - first), (0, right - left)))
+        everything = (0, last - first), (0, right - left)
         blocks = Shard(shard.hf_name, box, shard.local_name, everything)
         fill(Target(WEIGHTS, shard.local_name, tuple(read.shape), 0, read.view(-1)), [blocks], source, maps)
-        values, scales = quantised(read)
-        rows = slices(shard.local_box)[0]
-        inner = slices(translate(shard.hf_box, box, everything))
-        weight.values_OH[slices(shard.local_box)] = values[inner].to(weight.device)
-        block_of_row = torch.arange(*shard.hf_box[0]) // BLOCKS.rows - first // BLOCKS.rows
-        weight.scales_Oh[rows, : scales.shape[1]] = scales[block_of_row].to(weight.device)
-        weight.block_H.copy_(torch.arange(*shard.hf_box[1]) // BLOCKS.columns - left // BLOCKS.columns)
+        values, scales = quantised(read.to(weight.device))
+        rows, columns = (torch.arange(*interval, device=weight.device) for interval in shard.hf_box)
+        own_rows = slices(shard.local_box)[0]
+        weight.values_OH[slices(shard.local_box)] = values[slices(translate(shard.hf_box, box, everything))]
+        weight.scales_Oh[own_rows, : scales.shape[1]] = scales[(rows - first) // BLOCKS.rows]
+        weight.block_H.copy_((columns - left) // BLOCKS.columns)
+
+
+def _whole_blocks(box: Box, regions: Iterable[Region]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The rectangle of all blocks that a rectangle of a matrix has parts of.
+
+    Args:
+        regions: of the whole matrix.
+    """
+    wholes = (max(region.hf_box[dim][1] for region in regions) for dim in (0, 1))
+    rows, columns = (
+        (start // block * block, min(-(-stop // block) * block, whole))
+        for (start, stop), block, whole in zip(box, (BLOCKS.rows, BLOCKS.columns), wholes, strict=True)
+    )
+    return rows, columns
 
 
 def dense(weight: Tensor) -> Tensor:
