@@ -20,6 +20,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.peft import base_digest, require_fitting
+from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
@@ -745,6 +746,31 @@ def test_a_used_run_folder_needs_resume(home, left):
     assert faults(grpo(), resume="auto") == []
     [fault] = faults(grpo(), resume=99)
     assert fault.endswith(f"holds no checkpoint of step 99; it has {[2] if 'step' in left else 'none at all'}")
+
+
+def test_a_folder_of_something_else_never_becomes_a_runs(home):
+    """The run's config.json would take the place of a model's, and its export of what is in `hf`."""
+    folder = home / "runs" / "adds" / "first"
+    shutil.copytree(home / "model", folder)
+    for how in ({}, {"planning": True}, {"resume": "auto"}):
+        [fault] = faults(grpo(model={"path": str(folder), "dtype": "float32"}), **how)
+        assert fault.startswith("run.name: runs/adds/first has config.json, which is no run's")
+    own = write_provenance(home, grpo()).read_text()
+    for left in ("hf/config.json", "critic_hf/config.json", "exports/step_000002/a", "manifest.json", "a.distcp"):
+        shutil.rmtree(folder)
+        (folder / left).parent.mkdir(parents=True)
+        (folder / left).touch()
+        [fault] = faults(grpo())
+        assert f"has {Path(left).parts[0]}, which is no run's" in fault
+        (folder / "config.json").write_text(own)
+        assert faults(grpo()) == [], "the rest of a run that has written its config.json"
+    (folder / "config.json").write_text("")
+    assert "has config.json" in faults(grpo(), resume="auto")[0]
+    shutil.rmtree(folder)
+    for kept in ("logs/driver.log", "lock", "notes.md", "model/config.json", "rows/train.jsonl"):
+        (folder / kept).parent.mkdir(parents=True, exist_ok=True)
+        (folder / kept).touch()
+    assert faults(grpo()) == [], "what a run leaves as it is"
 
 
 def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(home, monkeypatch):
