@@ -160,11 +160,19 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     held.write_bytes(safetensors(tensors)[:-3])
     [truncated] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
     assert truncated.startswith("policy.lora.start: ") and "adapter_model.safetensors" in truncated
+    held.write_bytes(safetensors(tensors).replace(b'"F32"', b'"I8" '))
+    [integers] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
+    assert "q_proj.lora_A.weight is I8, and only BF16, F16, F32, F64 are supported" in integers
     held.write_bytes(safetensors(tensors))
     assert [fault[:40] for fault in faults(lora(start="started", rank=4, alpha=16))] == [
         "policy.lora.alpha is 16, but the adapter",
         "policy.lora.start: the adapters in start",
     ]
+    (home / "started/adapter_config.json").write_text(json.dumps(given | {"use_rslora": True}))
+    assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == [
+        "policy.lora.rank_stabilised is false, but use_rslora of the adapters in started is true; set it to true"
+    ]
+    assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"], rank_stabilised=True)) == []
     everything = FAMILIES["qwen3"].hf_tensors(replace(read_shape(home / "model"), adapters=Adapters(4, 8.0)))
     held.write_bytes(safetensors({f"base_model.model.{k}": v for k, v in everything.items() if ".lora_" in k}))
     (home / "started/adapter_config.json").write_text(json.dumps(given | {"target_modules": "all-linear"}))
@@ -180,7 +188,7 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     assert faults(grpo(policy={"lora": {"rank": 513, "base": "fp8"}}, **merged)) == []
     (home / "started/adapter_config.json").write_text(json.dumps(given | {"use_dora": True}))
     [other] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
-    assert "has use_dora: True, and only False is supported" in other
+    assert "use_dora is True, and only False is supported" in other
     (home / "base").mkdir()
     weights = grpo(policy={"lora": {}}, model={"path": "model", "weights": "base", "dtype": "float32"})
     assert any("the engines load the base model from model.path" in fault for fault in faults(weights))
@@ -257,6 +265,15 @@ def test_what_vllm_cannot_serve_can_be_merged(name):
     assert len(served) == len(given["served"])
     assert all(part in fault for part, fault in zip(given["served"], served, strict=True)), served
     assert found("merged") == []
+
+
+def test_a_layer_that_is_not_there_has_one_fault():
+    """It is not told as a layer of experts, too."""
+    lora = {"targets": ["gate", "q_proj"]}
+    [fault, _] = faults_of_adapters(grpo(policy={"lora": lora}), read_shape(CONFIGS / "Qwen3-30B-A3B.json"))
+    assert fault.startswith(
+        "policy.lora.targets has gate, but the linear layers of qwen3_moe are q_proj, k_proj, v_proj"
+    )
 
 
 def test_targets_are_names_of_the_family():
