@@ -165,8 +165,9 @@ def base_digest(folder: Path) -> str:
     return f"manifest:{digest.hexdigest()[:16]}"
 
 
-def require_base(told: str, folder: Path, whose: str) -> None:
-    """Check that a model is the base model of adapters, as far as digests of one kind are known.
+def require_base(told: str, folder: Path, whose: str) -> bool:
+    """Check that a model is the base model of adapters, as far as digests of one kind are known. Returns whether they
+    are.
 
     Args:
         told: the digest of the base model that the adapters say; empty if they do not.
@@ -176,11 +177,13 @@ def require_base(told: str, folder: Path, whose: str) -> None:
         ValueError: it is another model.
     """
     found = base_digest(folder)
-    if told.partition(":")[0] == found.partition(":")[0] and told != found:
+    is_known = told.partition(":")[0] == found.partition(":")[0]
+    if is_known and told != found:
         raise ValueError(
             f"{folder} is not the base model that {whose} were trained on: its weights have the digest {found}, and "
             f"theirs had {told}; give their base model, and not a model that they are already added to"
         )
+    return is_known
 
 
 def metadata_for(shape: ModelShape, base: str) -> dict[str, str]:

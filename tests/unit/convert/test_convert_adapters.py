@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+from folders import read, write_folder
+from numbered import SHAPES
 from safetensors.torch import save_file
 
-from megatron_rl.convert import adapters
+from megatron_rl.convert import adapters, manifest
 from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.stored import read_safetensors
-from megatron_rl.layout.peft import CONFIG, base_digest, read_adapters, require_base
+from megatron_rl.layout import critic_shape
+from megatron_rl.layout.peft import BASE, CONFIG, TENSORS, base_digest, read_adapters, require_base
 from megatron_rl.planning.trainer import MERGED_BYTES
+from megatron_rl.tools import export_checkpoint, merge
 from megatron_rl.types import Adapters
 
 WRITTEN = """{"alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
@@ -120,6 +126,58 @@ def test_what_peft_writes_is_read(tmp_path):
     assert found(use_rslora=True, lora_alpha=7.5) == Adapters(3, 7.5, ("q_proj", "v_proj"), True)
     assert found(target_modules="all-linear").targets == ()
     assert found(target_modules=["model.layers.0.self_attn.q_proj"]).targets == ("q_proj",)
+
+
+def test_merge_refuses_what_is_not_finite_and_tells_what_it_did_not_check(tmp_path, capsys):
+    base, start, target = tmp_path / "base", tmp_path / "start", tmp_path / "made" / "merged"
+    write_folder(base, "qwen3", num_hidden_layers=1, hidden_size=8)
+    start.mkdir()
+    (start / CONFIG).write_text(WRITTEN)
+    weights, prefix = read(base), "base_model.model.model.layers.0.self_attn"
+    tensors = {}
+    for name in ("q_proj", "v_proj"):
+        rows, columns = weights[f"model.layers.0.self_attn.{name}.weight"].shape
+        tensors[f"{prefix}.{name}.lora_A.weight"] = random(3, columns)
+        tensors[f"{prefix}.{name}.lora_B.weight"] = random(rows, 3)
+
+    def merged(**metadata: str) -> tuple[int, str, str]:
+        save_file(tensors, start / TENSORS, metadata=metadata or None)
+        status = merge.main([str(base), str(start), str(target)])
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    spoilt, before = tensors[f"{prefix}.v_proj.lora_B.weight"], sorted(tmp_path.iterdir())
+    for value in (float("nan"), float("-inf")):
+        kept, spoilt[1, 2] = spoilt[1, 2].item(), value
+        status, _, error = merged()
+        assert status == 1 and "v_proj.lora_B.weight has numbers that are not finite; give" in error
+        assert sorted(tmp_path.iterdir()) == before, "nothing is written"
+        spoilt[1, 2] = kept
+    status, said, _ = merged()
+    assert status == 0 and f"not checked, because {start} does not name its base model: whether that is {base}" in said
+    changed = {
+        name
+        for name, tensor in read(target).items()
+        if not torch.equal(tensor.nan_to_num(), weights[name].nan_to_num())
+    }
+    assert changed == {f"model.layers.0.self_attn.{name}.weight" for name in ("q_proj", "v_proj")}
+    shutil.rmtree(target)
+    status, said, _ = merged(**{BASE: base_digest(base)})
+    assert status == 0 and "not checked" not in said
+    shutil.rmtree(target)
+    status, said, _ = merged(**{BASE: "manifest:0123456789abcdef"})
+    assert status == 0 and f"not checked, because {start} names its base model in another form" in said
+
+
+def test_a_critics_adapters_are_not_exported_without_its_value_head(tmp_path, capsys):
+    checkpoint = tmp_path / "checkpoints" / "critic" / "step_000004"
+    shape = replace(critic_shape(SHAPES["qwen3"]), adapters=Adapters(4, 8.0))
+    checkpoint.mkdir(parents=True)
+    text = manifest.describe(manifest.OPEN, shape, None, True, {}, training={"dtype": "float32"})
+    (checkpoint / manifest.NAME).write_bytes(text)
+    assert export_checkpoint.main([str(checkpoint), str(tmp_path / "exported")]) == 1
+    assert "holds the adapters of a critic and its value head, " in (told := capsys.readouterr().err)
+    assert "take the folder critic_hf" in told and not (tmp_path / "exported").exists()
 
 
 FAULTS = {
