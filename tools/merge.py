@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.convert import Options, carry_out, manifest, open_checkpoint, to_hub
-from megatron_rl.convert.adapters import write_merged
+from megatron_rl.convert.adapters import finite, write_merged
 from megatron_rl.convert.command import num_cores, run
 from megatron_rl.convert.fp8 import rounded
 from megatron_rl.convert.source import Source
@@ -38,6 +38,7 @@ from megatron_rl.layout.peft import (
     require_fitting,
 )
 from megatron_rl.processes import piped
+from megatron_rl.types import ModelShape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,29 +57,36 @@ def _merge(arguments: Sequence[str] | None) -> None:
     source = open_checkpoint(given.base)
     shape = replace(source.shape, adapters=read_adapters(given.adapters))
     require_fitting(given.adapters, shape, given.base)
-    require_base(base_of(given.adapters), given.base, str(given.adapters))
+    told = base_of(given.adapters)
+    if not require_base(told, given.base, str(given.adapters)):
+        why = "names its base model in another form" if told else "does not name its base model"
+        print(f"not checked, because {given.adapters} {why}: whether that is {given.base}")
+    maps = Maps({})
+    tensors = {
+        name: finite(maps.tensor(held), held) for name, held in read_safetensors(given.adapters / TENSORS).items()
+    }
     carry_out(to_hub(source, Options()), unfinished, num_cores(), lambda num_bytes: None)
-    num_merged = add_adapters(unfinished, given.adapters)
+    num_merged = _add(tensors, unfinished, shape, is_base_in_fp8(given.adapters))
     (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
     unfinished.rename(given.target)
     print(f"{num_merged} weights of {given.base} merged with {given.adapters}: {given.target}")
 
 
 @torch.no_grad()
-def add_adapters(folder: Path, adapters: Path) -> int:
+def _add(adapters: dict[str, Tensor], folder: Path, shape: ModelShape, in_fp8: bool) -> int:
     """Add scale B A to the weights of a Hugging Face folder, in its files. Returns the number of weights."""
-    stored, maps = read_safetensors(adapters / TENSORS), Maps({})
-    scale, source = read_adapters(adapters).scale, open_checkpoint(folder)
-    if is_base_in_fp8(adapters):
+    source = open_checkpoint(folder)
+    assert shape.adapters is not None, "`_merge` has read them"
+    if in_fp8:
         for name, extents in FAMILIES[source.shape.family].hf_tensors(source.shape).items():
             if is_linear_weight(name, len(extents), source.shape):
                 weight = _open(source, name)
                 weight.copy_(rounded(weight))
-    named = [name for name in stored if name.endswith(f".{A}.weight")]
+    named = [name for name in adapters if name.endswith(f".{A}.weight")]
     for name in named:
-        a, b = (maps.tensor(stored[one]) for one in (name, name.replace(A, B)))
+        a, b = adapters[name], adapters[name.replace(A, B)]
         weight = _open(source, name.removeprefix(PREFIX).replace(f"{A}.", ""))
-        write_merged(weight, weight, a, b, scale)
+        write_merged(weight, weight, a, b, shape.adapters.scale)
     return len(named)
 
 

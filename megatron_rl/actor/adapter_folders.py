@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl.actor.folders import atomic_folder, write_text
 from megatron_rl.actor.weights import HubTensor, find_holders, gather, write_tensors
+from megatron_rl.convert.adapters import finite
 from megatron_rl.convert.stored import Maps, read_safetensors
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import is_adapter
@@ -53,10 +54,8 @@ def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
         stored, maps = read_safetensors(folder / TENSORS), Maps({})
         for shard in actor.shards:
             if is_adapter(shard.local_name):
-                part = maps.values(stored[PREFIX + shard.hf_name])(shard.hf_box)
-                if not torch.isfinite(part).all():
-                    raise ValueError(f"{folder / TENSORS}: {shard.hf_name} has numbers that are not finite")
-                parameters[shard.local_name][slices(shard.local_box)] = part
+                held = stored[PREFIX + shard.hf_name]
+                parameters[shard.local_name][slices(shard.local_box)] = finite(maps.values(held)(shard.hf_box), held)
     actor.weights_changed()
 
 

@@ -1,24 +1,40 @@
-"""What a run's adapters become: merged weights, and a folder in PEFT's form that is made of a checkpoint.
+"""What a run's adapters become: merged weights, and a folder in PEFT's form that is made of a checkpoint. Adapters that
+come from a folder are checked here.
 
 Invariant (tests/unit/convert): every rectangle of a merged weight has the bits that it has in the whole one.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from megatron_rl.convert.source import Source
-from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.stored import Maps, Stored
+from megatron_rl.convert.target import naming
 from megatron_rl.layout import slices
 from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, metadata_for, tensors_of
 
 MERGED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """The numbers of a weight that are merged at once, by the type of the device: two float32 numbers for each, in a
 processor's cache."""
+
+
+def finite(part: Tensor, stored: Stored) -> Tensor:
+    """The part of a stored tensor that is given.
+
+    Raises:
+        ValueError: it has a number that is not finite in float32.
+    """
+    if not torch.isfinite(part.float()).all():
+        raise ValueError(
+            f"{stored.path}: {stored.name} has numbers that are not finite; give the adapters of an earlier step"
+        )
+    return part
 
 
 @torch.no_grad()
@@ -54,17 +70,26 @@ def write_adapters(source: Source, dtype: torch.dtype, folder: Path, base: str) 
 
     Raises:
         ValueError: a tensor has other bytes than the manifest says.
+        OSError: the disk has too little space; the error names the file.
     """
     maps, tensors = Maps(source.checksums), {}
     for name, extents in tensors_of(source.shape).items():
         tensors[name] = whole = torch.empty(extents, dtype=dtype)
         for region in source.regions[name]:
             whole[slices(region.hf_box)] = maps.values(region.stored)(region.box)
-    unfinished = folder.with_name(f"{folder.name}.partial")
-    unfinished.mkdir(parents=True, exist_ok=True)
     assert source.manifest is not None, "a checkpoint of a run has one"
     metadata = metadata_for(source.shape, source.manifest["training"]["base"])
-    save_file({PREFIX + name: t for name, t in tensors.items()}, unfinished / TENSORS, metadata=metadata)
-    (unfinished / CONFIG).write_text(config_of(source.shape, base), encoding="utf-8")
-    unfinished.rename(folder)
+    files = {
+        TENSORS: save({PREFIX + name: tensor for name, tensor in tensors.items()}, metadata),
+        CONFIG: config_of(source.shape, base).encode(),
+    }
+    unfinished = folder.with_name(f"{folder.name}.partial")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    try:
+        for name, content in files.items():
+            with naming(unfinished / name):
+                (unfinished / name).write_bytes(content)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
     return sum(tensor.nbytes for tensor in tensors.values())

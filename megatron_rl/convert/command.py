@@ -144,7 +144,10 @@ def run(work: Callable[[Sequence[str] | None], None], arguments: Sequence[str] |
     try:
         work(arguments)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"error: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(

@@ -100,13 +100,14 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     Raises:
         ValueError: the file is truncated, its header is damaged, or a dtype is not known.
     """
-    try:
-        tensors = {
-            name: Stored(path, name, DTYPES[dtype], extents, start)
-            for name, (dtype, extents, start) in read_header(path).items()
-        }
-    except KeyError as error:
-        raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
+    tensors = {}
+    for name, (dtype, extents, start) in read_header(path).items():
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{path}: tensor {name} is {dtype}, which is no dtype that can be read; copy the file again, or take "
+                "another release of the model"
+            )
+        tensors[name] = Stored(path, name, DTYPES[dtype], extents, start)
     size = path.stat().st_size
     end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=size)
     if end != size:

@@ -195,10 +195,13 @@ def require_new(folder: Path) -> None:
     """A command calls this before it reads a checkpoint, which can take long.
 
     Raises:
-        ValueError: the target exists.
+        ValueError: the target exists, be it as a link to nothing, or would be in a file.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         raise ValueError(f"{folder} exists; remove it or choose another name")
+    above = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
+    if not above.is_dir():
+        raise ValueError(f"{folder} cannot be made, because {above} is no folder; choose another name")
 
 
 def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Report) -> Outcome:
@@ -308,7 +311,7 @@ def _identity(conversion: Conversion) -> str:
 @contextmanager
 def _journal(partial: Path, identity: str) -> Iterator[tuple[TextIO, dict[str, Any]]]:
     """The open journal, locked, and the entries of an earlier run of the same conversion. If the folder belongs to
-    another conversion, it is emptied."""
+    another conversion, it is emptied. A folder that ends without a finished file is removed."""
     partial.mkdir(parents=True, exist_ok=True)
     path = partial / JOURNAL
     with path.open("a+") as journal:
@@ -316,18 +319,21 @@ def _journal(partial: Path, identity: str) -> Iterator[tuple[TextIO, dict[str, A
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ValueError(f"{partial} is being written by another process; wait until it ends") from error
-        journal.seek(0)
-        known = _entries(journal.read().splitlines(), identity)
-        if known is None:
-            for stale in partial.iterdir():
-                if stale.is_dir():
-                    shutil.rmtree(stale)
-                elif stale != path:
-                    stale.unlink()
-            journal.truncate(0)
-            journal.write(json.dumps({"identity": identity}) + "\n")
-            journal.flush()
-        yield journal, known or {}
+        try:
+            journal.seek(0)
+            known = _entries(journal.read().splitlines(), identity)
+            if known is None:
+                for stale in partial.iterdir():
+                    if stale.is_dir():
+                        shutil.rmtree(stale)
+                    elif stale != path:
+                        stale.unlink()
+                with naming(path):
+                    path.write_text(json.dumps({"identity": identity}) + "\n")
+            yield journal, known or {}
+        finally:
+            if path.exists() and not _entries(path.read_text().splitlines(), identity):
+                shutil.rmtree(partial)
 
 
 def _entries(lines: list[str], identity: str) -> dict[str, Any] | None:

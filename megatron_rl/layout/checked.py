@@ -1,6 +1,8 @@
-"""Reads single values of config.json. A value that is none of its kind is an error with key and value.
+"""Reads single values of config.json and adapter_config.json. A value that is none of its kind is an error with key and
+value.
 
-A key that is missing is a KeyError, which `layout.config` turns into a sentence with the name of the file.
+A key that is missing is a KeyError, which `layout.config` and `layout.peft` turn into a sentence with the name of the
+file.
 """
 
 from __future__ import annotations

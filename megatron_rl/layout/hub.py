@@ -190,7 +190,7 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
                         f"release of the model in bf16"
                     )
                 quantised[name] = extents
-            elif dtype not in _DTYPES:
+            elif dtype not in FLOATS:
                 raise ValueError(
                     f"{where} is {dtype}, which is no dtype of weights that can be read; copy the file again, or take "
                     f"the release of the model in bf16"
@@ -222,7 +222,8 @@ def _are_stacked(family: Family, shape: ModelShape, names: set[str]) -> bool:
     return not names.isdisjoint(with_stacked_experts(family).file_tensors(shape).keys() - family.file_tensors(shape))
 
 
-_DTYPES = {"F64", "F32", "F16", "BF16"}
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""The dtypes of weights that are not quantised, by their names in a safetensors header."""
 
 
 class _Scales(NamedTuple):
@@ -314,7 +315,9 @@ def metadata_of(path: Path) -> dict[str, str]:
     Raises:
         ValueError: the file is truncated, or its header is damaged.
     """
-    metadata: dict[str, str] = _read_json(path)[0].get("__metadata__") or {}
+    metadata = _read_json(path)[0].get("__metadata__") or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{path}: the safetensors header is damaged (__metadata__ is no object); copy the file again")
     return metadata
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from megatron_rl.layout import FAMILIES, linear_layers
 from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.hub import MANIFEST, metadata_of, read_header
+from megatron_rl.layout.checked import flag, number, size
+from megatron_rl.layout.hub import FLOATS, MANIFEST, metadata_of, read_header
 from megatron_rl.types import Adapters, ModelShape
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -25,6 +26,7 @@ SAMPLE = 64
 """The bytes of each tensor that a digest of a base model reads."""
 _ONLY: Mapping[str, Any] = {
     "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
     "bias": "none",
     "use_dora": False,
     "fan_in_fan_out": False,
@@ -37,7 +39,20 @@ _ONLY: Mapping[str, Any] = {
     "trainable_token_indices": None,
     "lora_bias": False,
 }
-"""The keys that change what an adapter computes, with the value that this project has. Absent means the same."""
+"""Keys that change what an adapter computes, with the value that this project has and exports. Absent or null means the
+same."""
+_FREE = {
+    *("r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"),  # `read_adapters` reads them
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
+    *("lora_dropout", "runtime_config"),  # for training alone
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # init_lora_weights says whether they were used
+    *("megatron_config", "megatron_core", "ensure_weight_tying"),  # they change names or number of tensors, if anything
+    "qalora_group_size",  # use_qalora says whether it was used
+}
+"""The keys that may have any value, because a trained adapter computes the same. As of PEFT 0.21.2."""
+_INITIAL = {"true", "false", "none", "gaussian", "orthogonal", "eva", "mica"}
+"""The values of init_lora_weights that leave the base model as it is. pissa, olora, corda, loftq and lora_ga take
+something out of its weights."""
 
 
 def read_adapters(folder: Path) -> Adapters:
@@ -48,20 +63,52 @@ def read_adapters(folder: Path) -> Adapters:
     """
     path = folder / CONFIG
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ValueError(f"{folder} has no {CONFIG}; give a folder that PEFT or an export has written") from error
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no mapping; give a folder that PEFT or an export has written")
+    try:
+        _check_kind(config)
+        rank, alpha, stabilised = size(config, "r"), number(config, "lora_alpha"), flag(config, "use_rslora")
+        return Adapters(rank, float(alpha), _targets(config.get("target_modules")), stabilised)
+    except KeyError as error:
+        raise ValueError(f"{path} lacks the key {error}; give a folder that PEFT or an export has written") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """A key that is not known counts as one that changes what the adapter computes, unless it is null, false or empty:
+    a newer PEFT writes its new features so if they are not used."""
     for key, value in _ONLY.items():
-        found = config.get(key, value)
+        found = value if config.get(key) is None else config[key]
         if found != value and (found or value):
-            raise ValueError(f"{path} has {key}: {found!r}, and only {value!r} is supported")
-    targets = config.get("target_modules") or ()
-    if isinstance(targets, str) and targets != "all-linear":
-        raise ValueError(f"{path} has target_modules: {targets!r}; only a list of names, or all-linear, is supported")
-    named = () if isinstance(targets, str) else tuple(sorted({target.rpartition(".")[2] for target in targets}))
-    return Adapters(config["r"], float(config["lora_alpha"]), named, bool(config.get("use_rslora")))
+            raise ValueError(f"{key} is {found!r}, and only {value!r} is supported")
+    initial = config.get("init_lora_weights")
+    if str(initial).lower() not in _INITIAL:
+        raise ValueError(
+            f"init_lora_weights is {initial!r}, which changes the base model; save the adapters with PEFT's "
+            "path_initial_model_for_weight_conversion, or save the changed base model, give that one, and set the key "
+            "to true"
+        )
+    for key in sorted(config.keys() - _ONLY.keys() - _FREE):
+        if config[key]:
+            raise ValueError(
+                f"{key} is {config[key]!r}, which is not supported, because it may change what the adapters compute; "
+                "if it does not, remove the key"
+            )
+
+
+def _targets(given: Any) -> tuple[str, ...]:
+    """The last parts of the names; empty for all linear layers."""
+    if given == "all-linear":
+        return ()
+    if not isinstance(given, list) or not given or not all(isinstance(name, str) and name for name in given):
+        raise ValueError(f"target_modules is {given!r}, and only a list of names, or all-linear, is supported")
+    return tuple(sorted({name.rpartition(".")[2] for name in given}))
 
 
 def config_of(shape: ModelShape, base: str) -> str:
@@ -73,7 +120,6 @@ def config_of(shape: ModelShape, base: str) -> str:
     adapters = shape.adapters
     assert adapters is not None, "a model without adapters has no such file"
     config = dict(_ONLY) | {
-        "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": adapters.rank,
@@ -119,8 +165,9 @@ def base_digest(folder: Path) -> str:
     return f"manifest:{digest.hexdigest()[:16]}"
 
 
-def require_base(told: str, folder: Path, whose: str) -> None:
-    """Check that a model is the base model of adapters, as far as digests of one kind are known.
+def require_base(told: str, folder: Path, whose: str) -> bool:
+    """Check that a model is the base model of adapters, as far as digests of one kind are known. Returns whether they
+    are.
 
     Args:
         told: the digest of the base model that the adapters say; empty if they do not.
@@ -130,11 +177,13 @@ def require_base(told: str, folder: Path, whose: str) -> None:
         ValueError: it is another model.
     """
     found = base_digest(folder)
-    if told.partition(":")[0] == found.partition(":")[0] and told != found:
+    is_known = told.partition(":")[0] == found.partition(":")[0]
+    if is_known and told != found:
         raise ValueError(
             f"{folder} is not the base model that {whose} were trained on: its weights have the digest {found}, and "
             f"theirs had {told}; give their base model, and not a model that they are already added to"
         )
+    return is_known
 
 
 def metadata_for(shape: ModelShape, base: str) -> dict[str, str]:
@@ -165,15 +214,23 @@ def require_fitting(folder: Path, shape: ModelShape, model: Path) -> None:
         model: what the error calls the model.
 
     Raises:
-        ValueError: a tensor is missing, has other extents, or belongs to no layer with adapters.
+        ValueError: a tensor is missing, has other extents or no floating-point numbers, or belongs to no layer with
+            adapters.
     """
     path = folder / TENSORS
     if not path.is_file():
         raise ValueError(f"{folder} has no {TENSORS}; copy the folder again, or let PEFT save it with safetensors")
-    held = {name: tuple(extents) for name, (_, extents, _) in read_header(path).items()}
+    header = read_header(path)
+    held = {name: tuple(extents) for name, (_, extents, _) in header.items()}
     expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
     wrong = sorted(name for name, _ in held.items() ^ expected.items())
     if not wrong:
+        for name, (dtype, _, _) in header.items():
+            if dtype not in FLOATS:
+                raise ValueError(
+                    f"{path}: tensor {name} is {dtype}, and only {', '.join(sorted(FLOATS))} are supported; save the "
+                    "adapters again, unquantised"
+                )
         return
     name = wrong[0]
     if name not in held:

@@ -37,7 +37,10 @@ MAY_CHANGE = re.compile(
 stay the same: otherwise the stream of the checkpoint refuses them."""
 
 ABSENT = object()
-MERGED = ". Of adapters the export is a folder without their base model: `megatron-rl merge` adds them to it"
+ADAPTERS = (
+    ". Of adapters the export is a folder without their base model: policy.lora.start begins with them if their rank, "
+    "scale and layers stay, and otherwise `megatron-rl merge` adds them to it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
             "a resumed run cannot change these (checkpoint -> now):\n"
             + "\n".join(f"  {change}" for change in refused)
             + "\nUndo them, or export the checkpoint (megatron-rl export) and start a new run from its weights"
-            + MERGED * any(".lora" in change.path for change in refused)
+            + ADAPTERS * bool(before.get("policy", {}).get("lora"))
         )
     return changes
 

@@ -1,6 +1,7 @@
 """The file in the run folder with the resolved configuration, the versions of packages and the commit.
 
-Invariant: the configuration that is read back from the file equals the configuration of the run.
+Invariants (tests/unit): the configuration that is read back from the file equals the configuration of the run; a folder
+with a model, a converted checkpoint or adapters never becomes a run's.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ PACKAGES = (
     "transformers",
     "numpy",
 )
+
+CONFIG = "config.json"
+FOREIGN = ("hf", "critic_hf", "exports", "*.safetensors", "*.distcp", "manifest.json", "adapter_config.json")
+"""What a folder without a run's CONFIG may not have: the folders that a run replaces, and the files of models."""
 
 
 def provenance(config: BaseConfig) -> dict[str, Any]:
@@ -63,7 +68,7 @@ def write_provenance(run_folder: Path, config: BaseConfig, first_step: int = 0) 
             `resumed_at`, and steps that are done again are removed from it.
     """
     run_folder.mkdir(parents=True, exist_ok=True)
-    path = run_folder / "config.json"
+    path = run_folder / CONFIG
     resumed_at: list[int] = []
     if first_step:
         earlier = json.loads(path.read_text(encoding="utf-8")).get("resumed_at", []) if path.exists() else []
@@ -71,6 +76,33 @@ def write_provenance(run_folder: Path, config: BaseConfig, first_step: int = 0) 
     record = provenance(config) | {"resumed_at": resumed_at}
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
+
+
+def check_own(run_folder: Path) -> None:
+    """Check that a run does not write into a folder of something else.
+
+    Raises:
+        ValueError: the folder has another config.json than a run's, or none and a model, a checkpoint or adapters.
+    """
+    path = run_folder / CONFIG
+    if path.exists():
+        found, is_own = CONFIG, _is_record(path)
+    else:
+        found = next((held.name for name in FOREIGN for held in run_folder.glob(name)), "")
+        is_own = not found
+    if not is_own:
+        raise ValueError(
+            f"run.name: {run_folder} has {found}, which is no run's, and this run would write its own files there; "
+            "choose another run.name or run.folder, or move it away"
+        )
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(record, dict) and {"config", "versions"} <= record.keys()
 
 
 def git_state(package_folder: Path) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from megatron_rl.observe.curves import draw_comparison, draw_curves
 from megatron_rl.observe.panels import Panel, Records, colour_of, comparison_panels, experiments_of, run_panels
-from megatron_rl.observe.provenance import flat
+from megatron_rl.observe.provenance import CONFIG, flat
 from megatron_rl.observe.records import (
     METRICS,
     SAMPLES,
@@ -33,7 +33,6 @@ from megatron_rl.observe.records import (
 from megatron_rl.observe.samples_shown import add_explained, shown_samples
 from megatron_rl.processes import open_text
 
-CONFIG = "config.json"
 NO_VALUE = "\N{EN DASH}"
 
 

@@ -73,6 +73,12 @@ def _faults(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape, model: Mo
     for key, has, wanted in (("rank", found.rank, mine.rank), ("alpha", found.alpha, mine.alpha)):
         if has != wanted:
             yield f"policy.lora.{key} is {wanted:g}, but the adapters in {lora.start} have {has:g}; set it to {has:g}"
+    if found.rank_stabilised != mine.rank_stabilised:
+        theirs, ours = (str(one.rank_stabilised).lower() for one in (found, mine))
+        yield (
+            f"policy.lora.rank_stabilised is {ours}, but use_rslora of the adapters in {lora.start} is {theirs}; set "
+            f"it to {theirs}"
+        )
     try:
         weights = model.weights or model.path
         require_fitting(lora.start, replace(shape, adapters=found), weights)
@@ -115,7 +121,7 @@ def _unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Ite
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
             f"to them; train the adapters of {shape.family} with recipes/sft.py"
         )
-    if shape.experts and (left := [name for name in targets if name not in (*_attention(shape), OUTPUT)]):
+    if shape.experts and (left := [n for n in targets if n in linear_layers(shape) and n not in _attention(shape)]):
         yield (
             f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
             f"{', '.join(_attention(shape))}"

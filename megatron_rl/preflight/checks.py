@@ -26,6 +26,7 @@ from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.layout import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
 from megatron_rl.layout.hub import MANIFEST
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
+from megatron_rl.observe.provenance import check_own
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
@@ -323,8 +324,8 @@ def _check_folder(config: BaseConfig, resume: Resume) -> bool:
     """Returns True.
 
     Raises:
-        ValueError: the folder cannot be written, it has an earlier run that is not resumed, or it has no checkpoint of
-            the step to resume from.
+        ValueError: the folder cannot be written, it belongs to something else, it has an earlier run that is not
+            resumed, or it has no checkpoint of the step to resume from.
     """
     folder = config.run_folder
     there = _nearest(folder)
@@ -336,6 +337,7 @@ def _check_folder(config: BaseConfig, resume: Resume) -> bool:
             f"run.folder: {folder} cannot be written ({there}: {error.strerror}); choose another run.folder, or "
             f"correct its permissions"
         ) from error
+    check_own(folder)
     if resume is None:
         check_unused(folder)
     if resume != "auto":

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks, work
 from megatron_rl.convert.manifest import saved_shape
+from megatron_rl.convert.work import require_new
 from megatron_rl.layout import read_shape
 from megatron_rl.tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 from megatron_rl.types import ModelShape
@@ -118,7 +119,7 @@ def test_a_conversion_refuses_a_flipped_bit(forms, form, dtype, tmp_path_factory
     finally:
         work.MIN_STRETCH_BYTES = before
     assert f"{name}: tensor {tensor} is damaged" in str(error.value) or "the two should be the same" in str(error.value)
-    assert sorted(path.name for path in root.iterdir()) == ["broken", "target.partial"]
+    assert {path.name for path in root.iterdir()} <= {"broken", "target.partial"}
     assert not list((root / "target.partial").rglob("*.unfinished"))
 
 
@@ -212,7 +213,19 @@ def test_a_disk_without_space_is_refused_before_the_start(forms, tmp_path, monke
     monkeypatch.setattr("megatron_rl.convert.work.shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=f"{conversion.num_bytes:,} bytes must be written, but only {usage.free:,}"):
         write(conversion, tmp_path / "target")
-    assert not (tmp_path / "target").exists()
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_a_target_that_cannot_be_made_is_refused_before_a_source_is_read(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nothing")
+    for target in ("file", "link"):
+        with pytest.raises(ValueError, match=f"{target} exists; remove it or choose another name"):
+            require_new(tmp_path / target)
+    for target in ("file/a", "file/a/b", "link/a"):
+        with pytest.raises(ValueError, match=f"{target} cannot be made, because .*/{target[:4]} is no folder"):
+            require_new(tmp_path / target)
+    require_new(tmp_path / "a/b/c")
 
 
 def test_a_full_disk_names_the_file_and_the_same_command_continues(tmp_path, capfd):
@@ -227,8 +240,8 @@ def test_a_full_disk_names_the_file_and_the_same_command_continues(tmp_path, cap
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     errors, name = capfd.readouterr().err, "target.partial/tensor0_pipeline0-00001-of-00010.safetensors.unfinished"
-    assert status == 1 and "error: [Errno 27] File too large" in errors and name in errors
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "target.partial"]
+    assert status == 1 and "File too large" in errors and f"{name}: " in errors
+    assert {path.name for path in tmp_path.iterdir()} <= {"hub", "target.partial"}, "finished files may be there"
     assert not list((tmp_path / "target.partial").rglob("*.unfinished"))
     assert hf_to_megatron.main(arguments) == 0
     assert verify(target, hub).num_compared

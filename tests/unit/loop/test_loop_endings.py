@@ -151,6 +151,20 @@ def test_the_kind_of_the_optimizer_stays_and_its_numbers_may_change(section):
         compare(of(lr=1.0), of(kind="muon", lr=1.0))
 
 
+def test_what_becomes_of_the_adapters_of_a_run_that_cannot_go_on_is_told():
+    adapters = (
+        "policy.lora.start begins with them if their rank, scale and layers stay, and otherwise `megatron-rl merge`"
+    )
+    before = {"run": {"seed": 0}, "policy": {"lora": {"rank": 4}}}
+    for now in (before | {"run": {"seed": 1}}, before | {"policy": {"lora": {"rank": 8}}}):
+        with pytest.raises(ValueError) as refused:
+            compare(before, now)
+        assert adapters in str(refused.value)
+    with pytest.raises(ValueError) as refused:
+        compare(before | {"policy": {"lora": None}}, before)
+    assert adapters not in str(refused.value), "all weights were trained"
+
+
 def test_lists_are_compared_entry_by_entry():
     before, now = (
         {"rewards": [{"on_error": "stop", "weight": 1.0}]},

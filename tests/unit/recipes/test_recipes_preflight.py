@@ -21,6 +21,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.peft import base_digest, require_fitting
+from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
@@ -160,11 +161,19 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     held.write_bytes(safetensors(tensors)[:-3])
     [truncated] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
     assert truncated.startswith("policy.lora.start: ") and "adapter_model.safetensors" in truncated
+    held.write_bytes(safetensors(tensors).replace(b'"F32"', b'"I8" '))
+    [integers] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
+    assert "q_proj.lora_A.weight is I8, and only BF16, F16, F32, F64 are supported" in integers
     held.write_bytes(safetensors(tensors))
     assert [fault[:40] for fault in faults(lora(start="started", rank=4, alpha=16))] == [
         "policy.lora.alpha is 16, but the adapter",
         "policy.lora.start: the adapters in start",
     ]
+    (home / "started/adapter_config.json").write_text(json.dumps(given | {"use_rslora": True}))
+    assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == [
+        "policy.lora.rank_stabilised is false, but use_rslora of the adapters in started is true; set it to true"
+    ]
+    assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"], rank_stabilised=True)) == []
     everything = FAMILIES["qwen3"].hf_tensors(replace(read_shape(home / "model"), adapters=Adapters(4, 8.0)))
     held.write_bytes(safetensors({f"base_model.model.{k}": v for k, v in everything.items() if ".lora_" in k}))
     (home / "started/adapter_config.json").write_text(json.dumps(given | {"target_modules": "all-linear"}))
@@ -180,7 +189,7 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     assert faults(grpo(policy={"lora": {"rank": 513, "base": "fp8"}}, **merged)) == []
     (home / "started/adapter_config.json").write_text(json.dumps(given | {"use_dora": True}))
     [other] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
-    assert "has use_dora: True, and only False is supported" in other
+    assert "use_dora is True, and only False is supported" in other
     (home / "base").mkdir()
     weights = grpo(policy={"lora": {}}, model={"path": "model", "weights": "base", "dtype": "float32"})
     assert any("the engines load the base model from model.path" in fault for fault in faults(weights))
@@ -257,6 +266,15 @@ def test_what_vllm_cannot_serve_can_be_merged(name):
     assert len(served) == len(given["served"])
     assert all(part in fault for part, fault in zip(given["served"], served, strict=True)), served
     assert found("merged") == []
+
+
+def test_a_layer_that_is_not_there_has_one_fault():
+    """It is not told as a layer of experts, too."""
+    lora = {"targets": ["gate", "q_proj"]}
+    [fault, _] = faults_of_adapters(grpo(policy={"lora": lora}), read_shape(CONFIGS / "Qwen3-30B-A3B.json"))
+    assert fault.startswith(
+        "policy.lora.targets has gate, but the linear layers of qwen3_moe are q_proj, k_proj, v_proj"
+    )
 
 
 def test_targets_are_names_of_the_family():
@@ -765,6 +783,31 @@ def test_a_used_run_folder_needs_resume(home, left):
     assert faults(grpo(), resume="auto") == []
     [fault] = faults(grpo(), resume=99)
     assert fault.endswith(f"holds no checkpoint of step 99; it has {[2] if 'step' in left else 'none at all'}")
+
+
+def test_a_folder_of_something_else_never_becomes_a_runs(home):
+    """The run's config.json would take the place of a model's, and its export of what is in `hf`."""
+    folder = home / "runs" / "adds" / "first"
+    shutil.copytree(home / "model", folder)
+    for how in ({}, {"planning": True}, {"resume": "auto"}):
+        [fault] = faults(grpo(model={"path": str(folder), "dtype": "float32"}), **how)
+        assert fault.startswith("run.name: runs/adds/first has config.json, which is no run's")
+    own = write_provenance(home, grpo()).read_text()
+    for left in ("hf/config.json", "critic_hf/config.json", "exports/step_000002/a", "manifest.json", "a.distcp"):
+        shutil.rmtree(folder)
+        (folder / left).parent.mkdir(parents=True)
+        (folder / left).touch()
+        [fault] = faults(grpo())
+        assert f"has {Path(left).parts[0]}, which is no run's" in fault
+        (folder / "config.json").write_text(own)
+        assert faults(grpo()) == [], "the rest of a run that has written its config.json"
+    (folder / "config.json").write_text("")
+    assert "has config.json" in faults(grpo(), resume="auto")[0]
+    shutil.rmtree(folder)
+    for kept in ("logs/driver.log", "lock", "notes.md", "model/config.json", "rows/train.jsonl"):
+        (folder / kept).parent.mkdir(parents=True, exist_ok=True)
+        (folder / kept).touch()
+    assert faults(grpo()) == [], "what a run leaves as it is"
 
 
 def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(home, monkeypatch):

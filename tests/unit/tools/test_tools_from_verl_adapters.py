@@ -134,7 +134,7 @@ def test_a_folder_that_is_here_says_what_its_adapters_are(tmp_path):
     }
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     found = found_of(*given)
-    assert section(found) is None and "use_dora: True" in found.rows[-1].why
+    assert section(found) is None and "use_dora is True" in found.rows[-1].why
 
 
 def test_the_default_of_megatron_says_that_a_is_shared_there():
