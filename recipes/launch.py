@@ -278,12 +278,7 @@ def read_resume(text: str) -> Resume:
 
 def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
     """The run's checkpoints. Prints how the configuration of a resumed run differs from the one before."""
-    checkpoints = Checkpoints(
-        config.run_folder / "checkpoints",
-        config.checkpoint,
-        resume=resume,
-        config=config.model_dump(mode="json"),
-    )
+    checkpoints = Checkpoints(config.run_folder / "checkpoints", config, resume=resume)
     if checkpoints.first_step:
         console.print(f"Continuing with step {checkpoints.first_step}.")
     for change in checkpoints.changes:

@@ -12,6 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
+from megatron_rl.config.schema import BaseConfig
+
 MAY_CHANGE = re.compile(
     "|".join(
         [
@@ -51,6 +55,19 @@ class Change:
 
     def __str__(self) -> str:
         return f"{self.path}: {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def with_new_keys(saved: Mapping[str, Any], kind: type[BaseConfig]) -> Mapping[str, Any]:
+    """The configuration of a checkpoint in JSON's types, with the defaults of the keys that have come since: they mean
+    what every earlier run did. One that does not fit the present keys in another way stays as it is.
+
+    Args:
+        kind: of the run.
+    """
+    try:
+        return kind.model_validate(saved).model_dump(mode="json")
+    except ValidationError:
+        return saved
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

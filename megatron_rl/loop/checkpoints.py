@@ -17,8 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from megatron_rl.config.schema import CheckpointConfig
-from megatron_rl.loop.changes import Change, compare
+from megatron_rl.config.schema import BaseConfig
+from megatron_rl.loop.changes import Change, compare, with_new_keys
 from megatron_rl.ports import Policy, PolicyLost, Sink, StopRequested
 
 PATTERN = re.compile(r"step_(\d{6,})")
@@ -89,17 +89,17 @@ def find_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, kept: CheckpointConfig, *, resume: Resume, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, config: BaseConfig, *, resume: Resume) -> None:
         """
         Args:
-            kept: says which checkpoints are kept, and whether training goes on while one is written.
-            config: the run's configuration, in JSON's types.
+            config: the run's configuration. `checkpoint` says which checkpoints are kept, and whether training goes on
+                while one is written.
 
         Raises:
             ValueError: the folder holds checkpoints, but the run is a new one; or there is no checkpoint of the step
                 to resume from; or a key differs from the configuration of the checkpoint that may not change.
         """
-        self.folder, self.kept, self.resume, self._config = folder, kept, resume, dict(config)
+        self.folder, self.kept, self.resume, self._config = folder, config.checkpoint, resume, config
         self._is_writing = False
         """Whether the policy is writing a checkpoint."""
         self._scores: dict[int, float] = _read_scores(folder / SCORES)
@@ -119,7 +119,8 @@ class Checkpoints:
         self.changes: list[Change] = []
         """The differences from the configuration of the checkpoint that the run is resumed from."""
         if self.first_step:
-            self.changes = compare(read_extra(self.path(self.first_step))["config"], self._config)
+            saved = read_extra(self.path(self.first_step))["config"]
+            self.changes = compare(with_new_keys(saved, type(config)), config.model_dump(mode="json"))
 
     @property
     def resume_at(self) -> int | None:
@@ -136,7 +137,7 @@ class Checkpoints:
     def _paths(self, step: int) -> list[Path]:
         """The folders of a checkpoint."""
         path = self.path(step)
-        return [path, critic_path(path)] if self._config.get("critic") is not None else [path]
+        return [path, critic_path(path)] if getattr(self._config, "critic", None) is not None else [path]
 
     def restore(self, policy: Policy, state: Mapping[str, Stateful]) -> int:
         """Load the checkpoint to resume from, if there is one, and return the step to begin with.
@@ -169,7 +170,7 @@ class Checkpoints:
         if step in self.steps():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        policy.save(self.path(step), {"step": step, "config": self._config, **state})
+        policy.save(self.path(step), {"step": step, "config": self._config.model_dump(mode="json"), **state})
         self._is_writing = True
         if not self.kept.asynchronous:
             self.finish(policy)

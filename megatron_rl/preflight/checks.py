@@ -341,9 +341,7 @@ def _check_folder(config: BaseConfig, resume: Resume) -> bool:
     if resume is None:
         check_unused(folder)
     if resume != "auto":
-        Checkpoints(
-            folder / "checkpoints", config.checkpoint, resume=resume, config=config.absolute().model_dump(mode="json")
-        )
+        Checkpoints(folder / "checkpoints", config.absolute(), resume=resume)
     return True
 
 

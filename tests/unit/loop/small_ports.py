@@ -200,7 +200,7 @@ class StopAfter:
 
 
 def open_checkpoints(folder: Path, cfg: GrpoRunConfig, resume) -> Checkpoints:
-    return Checkpoints(folder, cfg.checkpoint, resume=resume, config=cfg.model_dump(mode="json"))
+    return Checkpoints(folder, cfg, resume=resume)
 
 
 def config(**changes) -> GrpoRunConfig:

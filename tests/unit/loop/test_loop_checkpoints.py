@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from small_ports import config
 
-from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState, critic_path
 
 
@@ -41,7 +41,7 @@ class Policy:
 
 
 def make(folder: Path, resume=None, **kept) -> Checkpoints:
-    return Checkpoints(folder, CheckpointConfig(**kept), resume=resume, config={})
+    return Checkpoints(folder, config(checkpoint=kept, data={"train": "rows", "eval": "held out"}), resume=resume)
 
 
 def save_all(checkpoints: Checkpoints, policy: Policy, steps, scores=None) -> None:
@@ -132,7 +132,8 @@ def test_with_a_critic_a_checkpoint_has_two_parts(tmp_path):
             super().write()
 
     def opened(resume=None) -> Checkpoints:
-        return Checkpoints(tmp_path, CheckpointConfig(keep=2), resume=resume, config={"critic": {}})
+        with_critic = {"critic": {}, "algorithm": {"adv_estimator": {"kind": "gae"}}}
+        return Checkpoints(tmp_path, config(checkpoint={"keep": 2}, **with_critic), resume=resume)
 
     checkpoints = opened()
     save_all(checkpoints, Both(), range(1, 5))
@@ -142,3 +143,20 @@ def test_with_a_critic_a_checkpoint_has_two_parts(tmp_path):
     critic_path(checkpoints.path(4)).rename(tmp_path / "critic" / "step_000004.tmp-1")  # killed before its critic's
     again = opened("auto")
     assert again.first_step == 3
+
+
+def test_a_checkpoint_from_before_a_key_was_there_is_resumed_with_its_default(tmp_path):
+    lora = {"rank": 4, "alpha": 8.0}
+    checkpoints = Checkpoints(tmp_path, config(policy={"lora": lora}), resume=None)
+    save_all(checkpoints, Policy(), [1])
+    extra = checkpoints.path(1) / "extra.json"
+    saved = json.loads(extra.read_text())
+    del saved["config"]["policy"]["lora"]["base"], saved["config"]["policy"]["multi_token"]
+    extra.write_text(json.dumps(saved))
+    assert Checkpoints(tmp_path, config(policy={"lora": lora}), resume="auto").changes == []
+    with pytest.raises(ValueError, match="policy.lora.base: 'unquantised' -> 'fp8'"):
+        Checkpoints(tmp_path, config(policy={"lora": lora | {"base": "fp8"}}), resume="auto")
+    saved["config"]["policy"]["removed"] = 1
+    extra.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="policy.removed: 1 -> .no such key."):
+        Checkpoints(tmp_path, config(policy={"lora": lora}), resume="auto")
