@@ -31,8 +31,8 @@ from megatron_rl.layout.adapters import A, B
 from megatron_rl.layout.peft import (
     PREFIX,
     TENSORS,
+    base_form,
     base_of,
-    is_base_in_fp8,
     read_adapters,
     require_base,
     require_fitting,
@@ -50,6 +50,12 @@ def _merge(arguments: Sequence[str] | None) -> None:
     parser.add_argument("base", type=Path, help="the base model, in any form that the converter reads")
     parser.add_argument("adapters", type=Path, help="the folder with adapter_config.json")
     parser.add_argument("target", type=Path, help="a folder that does not exist yet")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="convert the base model to this dtype first; with the run's model.dtype the result has the bits of its "
+        "folder hf. By default each tensor keeps its own",
+    )
     given = parser.parse_args(arguments)
     require_new(given.target)
     unfinished = given.target.with_name(f"{given.target.name}.unmerged")
@@ -65,8 +71,8 @@ def _merge(arguments: Sequence[str] | None) -> None:
     tensors = {
         name: finite(maps.tensor(held), held) for name, held in read_safetensors(given.adapters / TENSORS).items()
     }
-    carry_out(to_hub(source, Options()), unfinished, num_cores(), lambda num_bytes: None)
-    num_merged = _add(tensors, unfinished, shape, is_base_in_fp8(given.adapters))
+    carry_out(to_hub(source, Options(dtype=given.dtype)), unfinished, num_cores(), lambda num_bytes: None)
+    num_merged = _add(tensors, unfinished, shape, base_form(given.adapters) == "fp8")
     (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
     unfinished.rename(given.target)
     print(f"{num_merged} weights of {given.base} merged with {given.adapters}: {given.target}")

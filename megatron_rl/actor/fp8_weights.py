@@ -157,7 +157,7 @@ def load(weight: Fp8Weight, shards: Iterable[Shard], source: Source, maps: Maps)
     """
     for shard in shards:
         box = (first, last), (left, right) = _whole_blocks(shard.hf_box, source.regions[shard.hf_name])
-        read = torch.empty(extents(box))
+        read = torch.empty(extents(box), dtype=weight.dtype)
         everything = (0, last - first), (0, right - left)
         blocks = Shard(shard.hf_name, box, shard.local_name, everything)
         fill(Target(WEIGHTS, shard.local_name, tuple(read.shape), 0, read.view(-1)), [blocks], source, maps)

@@ -196,9 +196,10 @@ def metadata_for(shape: ModelShape, base: str) -> dict[str, str]:
     return {"format": "pt", BASE: base, FORM: shape.adapters.base}
 
 
-def is_base_in_fp8(folder: Path) -> bool:
-    """Whether the adapters in a folder were trained on weights that are rounded to fp8."""
-    return metadata_of(folder / TENSORS).get(FORM) == "fp8"
+def base_form(folder: Path) -> str:
+    """How the trainer of the adapters in a folder held the base model (`Adapters.base`); empty if another program wrote
+    them."""
+    return metadata_of(folder / TENSORS).get(FORM, "")
 
 
 def base_of(folder: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron_rl.config.policy import LoraConfig, ModelConfig, PolicyConfig
@@ -11,7 +12,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, critic_shape, linear_layers
 from megatron_rl.layout.adapters import OUTPUT, linear_names
 from megatron_rl.layout.hub import MANIFEST
-from megatron_rl.layout.peft import base_of, read_adapters, require_base, require_fitting
+from megatron_rl.layout.peft import TENSORS, base_form, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.loop.checkpoints import Resume, find_checkpoints
 from megatron_rl.planning.adapters import SLOT_RANKS
 from megatron_rl.types import ModelShape
@@ -32,6 +33,20 @@ def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
         of_critic = _faults(config.critic.trainer, config.critic.lora, critic_shape(shape), model)
         found += [fault.replace("policy.", "critic.") for fault in of_critic]
     return found
+
+
+def notes_on_adapters(config: BaseConfig) -> Iterator[str]:
+    """What a user should know of adapters that a run begins with."""
+    sections = {"policy": config.policy.lora, "critic": getattr(getattr(config, "critic", None), "lora", None)}
+    for section, lora in sections.items():
+        if lora is None or lora.start is None or not (lora.start / TENSORS).is_file():
+            continue
+        with suppress(ValueError):  # a fault, which `faults_of_adapters` tells
+            if (found := base_form(lora.start)) not in ("", lora.base):
+                yield (
+                    f"the adapters in {lora.start} were trained on a base model with {section}.lora.base {found}, and "
+                    f"this run has {lora.base}, so it begins with a slightly different model"
+                )
 
 
 def faults_of_resumed_base(config: BaseConfig, resume: Resume) -> list[str]:

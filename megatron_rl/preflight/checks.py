@@ -32,7 +32,7 @@ from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base
+from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
@@ -91,6 +91,8 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
         faults += _positions(config, shape) + faults_of_adapters(config, shape)
+        for note in notes_on_adapters(config):
+            tell(note)
     tokenizer = None
     if elsewhere:
         tell(

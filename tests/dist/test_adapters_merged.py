@@ -128,15 +128,15 @@ def test_trainers_of_qwen3_5_merge_the_bits_of_an_export(trainers, folders, tmp_
 
 @pytest.mark.deep
 def test_a_quantised_engine_has_the_numbers_of_one_that_loads_the_export(trainers, tmp_path):
-    """In bfloat16, every layer and its scales, after vLLM has quantised them to fp8."""
+    """In bfloat16, every layer and its scales, after vLLM has quantised them to fp8. The trainers' base is in fp8."""
     folder, store = write_model("dense", tmp_path / "model"), host_store("127.0.0.1")
-    start, engines, mesh = write_adapters(tmp_path / "start", folder, LORA), Engines(), Mesh(tensor=2)
+    start, engines, mesh = write_adapters(tmp_path / "start", folder, IN_FP8), Engines(), Mesh(tensor=2)
     fleet = Fleet(folder, engines, TEMPERATURE, dtype="bfloat16", quantization="fp8_per_channel")
     try:
         address, shape = ("bfloat16", "127.0.0.1", store.port), read_shape(folder)
         recorded = fleet.record(shape)
         setup = BridgeSetup(shape, mesh, False, engines, *address, timeout_s=deadline(60), recorded=recorded)
-        lora = LORA.model_copy(update={"start": start})
+        lora = IN_FP8.model_copy(update={"start": start})
         layout = Layout(mesh, dtype="bfloat16")
         with ThreadPoolExecutor(1) as pool:
             given = dict(folder=folder, layout=layout, setup=setup, version=1, lora=lora, export=tmp_path)
@@ -149,6 +149,10 @@ def test_a_quantised_engine_has_the_numbers_of_one_that_loads_the_export(trainer
         (held,) = fleet.checksums()
     finally:
         fleet.close()
+    by_tool = [str(folder), str(tmp_path / "adapters"), str(tmp_path / "by tool"), "--dtype", "bfloat16"]
+    assert merge_folders(by_tool) == 0
+    exported, made = (load_file(tmp_path / one / "model.safetensors") for one in ("merged", "by tool"))
+    assert exported.keys() == made.keys() and all(torch.equal(exported[one], made[one]) for one in made)
     (merged,), (base,) = warm.together(
         checksums, [(tmp_path / "merged", "fp8_per_channel", 1), (folder, "fp8_per_channel", 1)], deadline(240)
     )

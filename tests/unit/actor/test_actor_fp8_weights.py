@@ -59,7 +59,7 @@ def test_a_rank_holds_its_part_of_the_whole_matrix_as_it_is_rounded(folder, rank
         load(weight, shards, source, maps)
         write = writers({name: weight})[name]
         for shard in shards:
-            expected = rounded(stored[shard.hf_name])[slices(shard.hf_box)].to(dtype)
+            expected = rounded(stored[shard.hf_name].to(dtype))[slices(shard.hf_box)]
             assert torch.equal(weight[slices(shard.local_box)], expected)
             (first, last), (left, right) = shard.local_box
             part = (first + 7, last), (left, right - 60)

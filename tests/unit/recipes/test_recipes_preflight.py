@@ -158,6 +158,13 @@ def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     )
     held.write_bytes(safetensors(tensors, {"base_digest": base_digest(home / "model")}))
     assert faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"])) == []
+    notes: list[str] = []
+    held.write_bytes(safetensors(tensors, {"base_form": "fp8"}))
+    assert preflight(lora(start="started", rank=4, alpha=8, targets=["q_proj"]), notes.append) == []
+    assert notes == [
+        "the adapters in started were trained on a base model with policy.lora.base fp8, and this run has unquantised, "
+        "so it begins with a slightly different model"
+    ]
     held.write_bytes(safetensors(tensors)[:-3])
     [truncated] = faults(lora(start="started", rank=4, alpha=8, targets=["q_proj"]))
     assert truncated.startswith("policy.lora.start: ") and "adapter_model.safetensors" in truncated
