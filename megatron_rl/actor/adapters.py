@@ -254,13 +254,17 @@ class Adapter:
         """
         whole, a_RH, b_OR = (getattr(self._layer, name + expert) for name in ("weight", A, B))
         (first, last), columns = box[0], slice(*box[1])
-        out.copy_(whole[slices(box)])
+        part = whole[slices(box)]
+        out.copy_(part)
+        if out.dtype == part.dtype:
+            part = out  # so a weight in fp8 blocks is dequantised once
         for (start, stop), (b_start, _), rows_of_a in self._products:
             begin, end = max(start, first), min(stop, last)
             if begin < end:
                 b_rows = b_OR[b_start + begin - start : b_start + end - start]
                 a_part = a_RH[slice(*rows_of_a), columns]
-                write_merged(out[begin - first : end - first], whole[begin:end, columns], a_part, b_rows, self._scale)
+                rows = slice(begin - first, end - first)
+                write_merged(out[rows], part[rows], a_part, b_rows, self._scale)
 
     def _added(self, input_TH: Tensor, expert: str) -> Tensor:
         """`scale B A x`, of the tokens and the outputs that the layer returns on this rank."""
