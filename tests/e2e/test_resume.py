@@ -123,7 +123,7 @@ def test_a_step_is_explained_from_the_state_before_it(recipe, whole):
     done = recipe.run("recipes/explain.py", "runs/whole", "--step", "3", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     told, logged = json.loads(done.stdout.splitlines()[-1]), lines(whole)[3]
-    assert told["is_exact"] and "the checkpoint of step 2, trained on the 1 steps between" in told["state"]
+    assert told["is_exact"] and "the checkpoint of step 2, trained on the step between" in told["state"]
     assert told["gradient"]["norm"] == pytest.approx(logged["grad_norm"], rel=1e-6)
     assert sum(told["gradient"]["squares"].values()) == pytest.approx(logged["grad_norm"] ** 2, rel=1e-6)
     assert sum(sum(one["tokens"]["loss"]) for one in told["samples"] if one["tokens"]) == pytest.approx(
