@@ -59,7 +59,7 @@ class Change:
 
 def with_new_keys(saved: Mapping[str, Any], kind: type[BaseConfig]) -> Mapping[str, Any]:
     """The configuration of a checkpoint in JSON's types, with the defaults of the keys that have come since: they mean
-    what every earlier run did. One that does not fit the present keys in another way stays as it is.
+    what every earlier run did. A configuration that the present schema refuses is returned as it is.
 
     Args:
         kind: of the run.

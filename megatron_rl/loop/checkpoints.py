@@ -45,7 +45,7 @@ class Stateful(Protocol):
 
 
 def critic_path(folder: Path) -> Path:
-    """Where the critic's part of the checkpoint in `folder` is."""
+    """The folder of the critic's part of the checkpoint in `folder`."""
     return folder.parent / "critic" / folder.name
 
 

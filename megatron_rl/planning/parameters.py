@@ -47,7 +47,7 @@ class RankParameters:
     fp8: int = 0
     """The elements of `frozen` that are in fp8 blocks, one byte each."""
     fp8_scales: int = 0
-    """The numbers of four bytes that belong to them: scales, and the blocks of columns."""
+    """The number of their float32 scales and int32 block numbers, four bytes each."""
     dequantised: int = 0
     """The elements of the largest weight of them or, with Transformer Engine's layers, of the weights of a layer's
     experts, which are multiplied together."""

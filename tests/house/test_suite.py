@@ -192,7 +192,11 @@ def test_what_may_last_and_what_is_clean_passes(outcome):
 
 def test_a_file_above_its_budget_is_named():
     budgets = {"tests/dist/test_a.py": 20.0, "tests/unit/balance/test_b.py": 6.0}
-    at_most = {"tests/dist/test_a.py": 30.0, "tests/unit/balance/test_b.py": 9.0, "tests/unit/balance/test_new.py": 7.5}
+    at_most = {
+        "tests/dist/test_a.py": 40.0,
+        "tests/unit/balance/test_b.py": 12.0,
+        "tests/unit/balance/test_new.py": 10.0,
+    }
     assert budget.over(at_most, budgets) == []
     for name in at_most:
         [line] = budget.over(at_most | {name: at_most[name] + 0.1}, budgets)
