@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,14 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     from transformers.convert_slow_tokenizer import TikTokenConverter  # takes seconds, and few folders need it
 
     config, vocab_size = _read(folder / "tokenizer_config.json"), read_config(folder)["vocab_size"]
-    try:
-        num_ranks = len(TikTokenConverter.load_tiktoken_bpe(str(folder / RANKS)))
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{folder / RANKS} cannot be read ({error}); copy it again") from error
+    ranks = read_ranks(folder / RANKS)
     named = {int(number): token["content"] for number, token in config.get("added_tokens_decoder", {}).items()}
     # The module names the rows that are left so; ids of a template must not move.
-    special = [named.get(number, f"<|reserved_token_{number}|>") for number in range(num_ranks, vocab_size)]
+    special = [named.get(number, f"<|reserved_token_{number}|>") for number in range(len(ranks), vocab_size)]
     pattern = read_pattern(folder, config)
-    converter: Any = TikTokenConverter  # it has no types
-    made = converter(str(folder / RANKS), pattern=pattern, extra_special_tokens=special).converted()
+    converter: Any = TikTokenConverter(pattern=pattern, extra_special_tokens=special)  # type: ignore[no-untyped-call]
+    converter.load_tiktoken_bpe = lambda _: ranks
+    made = converter.converted()
     kept = {key: value for key, value in config.items() if key != "auto_map"}
     return {
         "tokenizer.json": made.to_str().encode(),
@@ -51,6 +50,25 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
             kept | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2, ensure_ascii=False
         ).encode(),
     }
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Each token's bytes and its rank.
+
+    The library tiktoken is not asked, because it keeps what it has once read by its path, in a folder of the machine: a
+    file that was copied again would be read as it was before.
+
+    Raises:
+        ValueError: a line is not a token in base64 and a number.
+    """
+    ranks = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[b64decode(token, validate=True)] = int(rank)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} cannot be read ({error}); copy it again") from error
+    return ranks
 
 
 def read_pattern(folder: Path, config: dict[str, Any]) -> str:

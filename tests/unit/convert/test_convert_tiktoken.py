@@ -140,3 +140,19 @@ def test_a_pattern_that_cannot_be_read_is_named(folder, tmp_path, code, message)
     (tmp_path / "tokenization_kimi.py").unlink()
     with pytest.raises(ValueError, match=r"tokenization_kimi.py must be there"):
         tiktoken_files.tokenizer_files(tmp_path)
+
+
+def test_ranks_that_were_copied_again_are_read_again(folder, tmp_path):
+    """The library tiktoken keeps what it has read by its path."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    whole, path = tiktoken_files.tokenizer_files(tmp_path)["tokenizer.json"], tmp_path / tiktoken_files.RANKS
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-1]))
+    fewer = tiktoken_files.tokenizer_files(tmp_path)["tokenizer.json"]
+    assert len(json.loads(fewer)["model"]["merges"]) == len(json.loads(whole)["model"]["merges"]) - 1
+    path.write_text("\n".join([*lines[:-1], "YQ=="]))
+    with pytest.raises(ValueError, match=f"tiktoken.model, line {len(lines)} cannot be read"):
+        tiktoken_files.tokenizer_files(tmp_path)
+    path.write_text("\n".join(lines))
+    assert tiktoken_files.tokenizer_files(tmp_path)["tokenizer.json"] == whole
