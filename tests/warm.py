@@ -19,7 +19,7 @@ from typing import Any
 
 import leaks
 
-from megatron_rl.rollout.start import set_cpu_environment
+from megatron_rl.rollout.start import look_at_classes_here, set_cpu_environment
 
 IMPORTS = [
     "megatron_rl.actor.actor",
@@ -47,6 +47,7 @@ class WarmProcess(ForkServerProcess):
         # What an engine core starts in its turn is forked from it: it has the imports, and no thread yet.
         for name in STARTERS:
             importlib.import_module(name).get_mp_context = lambda: multiprocessing.get_context("fork")
+        look_at_classes_here()
         super().run()
 
 

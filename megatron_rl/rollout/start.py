@@ -90,6 +90,7 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
         enable_return_routed_experts=returns_routes and on_gpu,
         **options,
     )
+    look_at_classes_here()
     config = arguments.create_engine_config()
     # On a CPU vLLM refuses it, because its workers do not collect them; ours do.
     config.aux_output_config.enable_return_routed_experts = returns_routes
@@ -115,6 +116,19 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     if progress is not None:
         _record_steps(engine, progress)
     return engine
+
+
+def look_at_classes_here() -> None:
+    """Let vLLM look at the classes of models in this process.
+
+    vLLM asks a class what it can do before it starts, and keeps the answer in the cache of the user. It asks in another
+    process, because the class may initialise CUDA and processes that are forked later could not use it. That process
+    imports all of vLLM: seven seconds at the first start with each class on a machine, in every engine that starts at
+    that time. Nothing is forked here with CUDA: on a CPU there is none, and in a Ray actor vLLM spawns its workers.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def slot_rank(rank: int) -> int:

@@ -183,6 +183,12 @@ def test_names_and_extents_are_those_that_megatron_builds(folders):
         check_parameters(shards, live(parameters), f"{name}, rank {rank} of {mesh}")
 
 
+def test_an_engines_first_start_on_a_machine_looks_at_its_class_without_another_process(folders, tmp_path):
+    call = ("vllm_models", "looked_at", str(folders["llama"]), str(tmp_path))
+    (files,) = warm.together(in_process, [call], deadline(240))
+    assert files == ["vllm-model_executor-models-llama-LlamaForCausalLM.json"]
+
+
 ENGINES = [
     # name, tensor, pipeline, expert_parallel
     ("llama", 1, 1, False),

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import file_forms
 import torch
@@ -15,11 +18,17 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names as absent_layers_by_id
+from vllm.v1.engine import llm_engine
 
 from megatron_rl.bridge.recording import record_loading
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording, read_shape
 from megatron_rl.layout.interleaved import are_zeros, described
+from megatron_rl.rollout.backend import EngineSpec
+from megatron_rl.rollout.start import make_engine
 from megatron_rl.types import ModelShape
 
 
@@ -84,3 +93,28 @@ def rank_parameters(url: str, rank: int, cases: Sequence[tuple]) -> list[tuple |
         parameters(*case[:4], rank, f"{url}{number}", *case[4:]) if rank < case[1] * case[2] else None
         for number, case in enumerate(cases)
     ]
+
+
+def looked_at(folder: str, cache: str) -> list[str]:
+    """The files that vLLM has in an empty cache when an engine with a model has its configuration. An error, if vLLM
+    starts another process to look at the model's class."""
+
+    class _HasConfiguration(Exception):
+        pass
+
+    def configured(*_: Any, **__: Any) -> None:
+        raise _HasConfiguration
+
+    def fails(_: Any) -> None:
+        raise AssertionError("vLLM starts a process that imports vLLM again")
+
+    os.environ["VLLM_CACHE_ROOT"] = cache
+    registry._run_in_subprocess, llm_engine.LLMEngine = fails, configured
+    spec = EngineSpec(
+        ModelConfig(path=Path(folder)),
+        RolloutConfig(prompts_per_step=1, max_prompt_tokens=32, max_response_tokens=32),
+        0,
+    )
+    with suppress(_HasConfiguration):
+        make_engine(spec, SimpleNamespace(opening=None, beams=None), None)
+    return [path.name for path in Path(cache, "modelinfos").iterdir()]
