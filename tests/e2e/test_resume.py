@@ -179,8 +179,10 @@ def stop_after_three_deaths(recipe, command: list[str], folder: Path) -> None:
     (recipe.folder / "gate").touch()
     run = recipe.start(*command)
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
-    for name in ("VerifierRank", "TrainerRank", "EngineRank"):
-        recipe.process(run, f"ray::{name}").kill()
+    killed = [recipe.process(run, f"ray::{name}") for name in ("VerifierRank", "TrainerRank", "EngineRank")]
+    for process in killed:
+        process.kill()
+    psutil.wait_procs(killed, timeout=recipe.deadline_s)  # until then the verifier may still leave the file
     (recipe.folder / "waiting").unlink()
     # A verifier's first call does not wait at the gate: the second attempt at step 1 is one.
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
@@ -189,7 +191,7 @@ def stop_after_three_deaths(recipe, command: list[str], folder: Path) -> None:
     assert run.wait(recipe.deadline_s) == 128 + signal.SIGTERM
     recipe.wait_until(None, lambda: not any(works(process) for process in family))
     said = (recipe.folder / "out.txt").read_text()
-    assert "Stopped after 2 of 4 steps" in said and "--resume auto" in said and "Traceback" not in said
+    assert "Stopped after 2 of 4 steps" in said and "--resume auto" in said and "Traceback" not in said, said
     assert (folder / "report.html").exists()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000002"]
     log = (folder / "logs" / "driver.log").read_text()

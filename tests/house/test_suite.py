@@ -1,5 +1,5 @@
-"""The suite's own rules: what a test leaves behind, a test that hangs, a file above its budget, and tiers are told by
-name. Each rule is seen to fail."""
+"""The suite's own rules: what a test leaves behind, a test that hangs, files that cost more than a bound, and tiers are
+told by name. Each rule is seen to fail."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import budget
 import cover
+import due
 import leaks
 import pytest
 from patience import deadline
@@ -190,33 +190,52 @@ def test_what_may_last_and_what_is_clean_passes(outcome):
     } <= passed - failed, outcome
 
 
-def test_a_file_above_its_budget_is_named():
-    budgets = {"tests/dist/test_a.py": 20.0, "tests/unit/balance/test_b.py": 6.0}
-    at_most = {
-        "tests/dist/test_a.py": 40.0,
-        "tests/unit/balance/test_b.py": 12.0,
-        "tests/unit/balance/test_new.py": 10.0,
-    }
-    assert budget.over(at_most, budgets) == []
-    for name in at_most:
-        [line] = budget.over(at_most | {name: at_most[name] + 0.1}, budgets)
-        assert name in line and "its budget" in line and "tests/cover.py" in line
+COSTLY = """
+import time
+
+def test_costly():
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [(["-n0"], 0), (["-n2", "--bound=1000"], 0), (["-n2", "--bound=0.1"], 1)]
+)
+def test_seconds_decide_the_exit_status_only_for_who_gives_a_bound(tmp_path, options, status):
+    (tmp_path / "test_costly.py").write_text(COSTLY)
+    (tmp_path / "test_cheap.py").write_text("def test_cheap(): pass\n")
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["costs"]\n')
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, *options, "--rootdir", tmp_path, tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+    )
+    assert done.returncode == status, done.stdout
+    assert "2 passed" in done.stdout and "CPU seconds in 2 files, most of them in:" in done.stdout
+    dearest = [line.split()[1] for line in done.stdout.splitlines() if line.endswith(".py")]
+    assert dearest == ["test_costly.py", "test_cheap.py"]
+    assert ("That is more than 0 CPU seconds" in done.stdout) == bool(status)
 
 
 KILLED = """
 import os, signal, subprocess, sys, time
-import budget, leaks
-costs = budget.Costs()
-before = costs.used()
+import costs, leaks
+own = costs.Costs()
+before = own.used()
 orphan = int(subprocess.check_output(["sh", "-c", f"{sys.executable} -c 'while True: pass' >&2 & echo $!"]))
-while int(leaks.stat(orphan)[11]) * budget.TICK_S < 0.5:
+while int(leaks.stat(orphan)[11]) * costs.TICK_S < 0.5:
     time.sleep(0.02)
 os.kill(orphan, signal.SIGKILL)
 while os.path.exists(f"/proc/{orphan}") and leaks.stat(orphan)[0] not in "ZX":
     time.sleep(0.02)
-used = costs.used() - before
-costs.close()
-print(used, costs.group is not None, costs.group and costs.group.exists())
+used = own.used() - before
+own.close()
+print(used, own.group is not None, own.group and own.group.exists())
 """
 
 
@@ -234,24 +253,78 @@ def test_what_was_killed_is_counted():
     assert float(seconds) > 0.5 and is_left == "False"
 
 
-def test_shards_are_all_files_once_and_about_equal():
-    budgets = {f"tests/test_{i}.py": float(i % 7 + 1) for i in range(40)}
-    parts = [budget.shard(set(budgets), budgets, index, 4) for index in range(4)]
-    assert sorted(name for part in parts for name in part) == sorted(budgets)
-    seconds = [sum(budgets[name] for name in part) for part in parts]
-    assert max(seconds) - min(seconds) <= 7
+def test_each_turn_runs_what_has_not_run_for_the_longest_time_until_all_has_run():
+    seconds = {f"tests/test_{i}.py": float(i % 7 + 1) for i in range(40)}
+    results = {name: due.Result(1, seconds=seconds[name]) for name in seconds}
+    ran: set[str] = set()
+    for turn in range(2, 14):
+        part = due.due(set(seconds), results, 10)
+        assert part and sum(seconds[name] for name in part) <= sum(seconds.values()) / 10
+        left = set(seconds) - ran
+        assert part <= left or left < part, "none runs twice before all have run"
+        ran |= part
+        results |= {name: due.Result(turn, seconds=seconds[name]) for name in part}
+    assert ran == set(seconds)
 
 
-def test_a_budget_keeps_what_did_not_run_and_forgets_files_that_are_gone(tmp_path):
-    target = tmp_path / "budget.json"
-    target.write_text(
-        json.dumps({"test": {"tests/gone.py": 1.0, "tests/cover.py": 2.0}, "deep": {"tests/leaks.py": 1.0}})
-    )
-    budget.write(target, "test", {"tests/budget.py": 3.04})
-    assert json.loads(target.read_text()) == {
-        "test": {"tests/budget.py": 3.0, "tests/cover.py": 2.0},
-        "deep": {"tests/leaks.py": 1.0},
-    }
+def test_files_that_failed_and_new_files_are_due_first_and_slurms_run_alone():
+    known = {"tests/a.py": due.Result(3), "tests/b.py": due.Result(4, failed=("tests/b.py::test",))}
+    assert due.due({"tests/a.py", "tests/b.py", "tests/new.py"}, known, 3) == {"tests/b.py"}
+    assert due.due({"tests/a.py", "tests/new.py"}, known, 2) == {"tests/new.py"}
+    slurm = {"tests/slurm/a.py", "tests/slurm/b.py"}
+    assert due.due({"tests/a.py", *slurm}, known, 2) == {"tests/slurm/a.py"}
+    later = known | dict.fromkeys(slurm, due.Result(9))
+    assert due.due({"tests/a.py", *slurm}, later, 1) == {"tests/a.py"}
+    dear = {"tests/a.py": due.Result(3, seconds=50.0), "tests/b.py": due.Result(4)}
+    assert due.due(set(dear), dear, 10) == {"tests/a.py"}, "one file at least"
+
+
+SEEN = """
+import pytest
+
+def test_passes(): pass
+
+def test_fails(): assert False
+
+def test_is_skipped(): pytest.skip("for a reason")
+
+@pytest.fixture
+def ends_badly():
+    yield
+    assert False
+
+def test_ends_badly(ends_badly): pass
+"""
+
+
+def test_results_are_of_what_ran_and_of_files_that_are_there(tmp_path):
+    known = {"tests/gone.py": {"turn": 1}, "tests/cover.py": {"turn": 1, "passed": 5}}
+    (tmp_path / "deep.json").write_text(json.dumps(known))
+    (tmp_path / "tests").mkdir()
+    seen = tmp_path / "tests" / "shares.py"  # a name that is there
+    seen.write_text(SEEN)
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["costs", "due"]\n')
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-c", os.devnull]
+    command += ["--results=deep.json", "--rootdir", tmp_path]
+
+    def run(*more: str | Path) -> int:
+        environment = os.environ | {"PYTHONPATH": str(TESTS)}
+        return subprocess.run([*command, *more], capture_output=True, cwd=tmp_path, env=environment).returncode
+
+    assert run(seen, "-n2") == 1
+    results = due.read(tmp_path / "deep.json")
+    assert set(results) == {"tests/cover.py", "tests/shares.py"} and results["tests/cover.py"].passed == 5
+    result = results["tests/shares.py"]
+    assert (result.turn, result.passed, result.skipped) == (2, 1, 1)
+    assert result.failed == ["tests/shares.py::test_ends_badly", "tests/shares.py::test_fails"]
+    before = (tmp_path / "deep.json").read_text()
+    assert run(f"{seen}::test_passes") == run(seen, "-k", "passes") == 4, "these are not whole files"
+    assert (tmp_path / "deep.json").read_text() == before
+
+
+def test_no_file_of_the_deep_tier_has_failed():
+    failed = [test for result in due.read(due.RESULTS).values() for test in result.failed]
+    assert failed == [], "mend them, and run make test-due again"
 
 
 def test_cases_that_are_not_essential_are_deep():
@@ -260,20 +333,3 @@ def test_cases_that_are_not_essential_are_deep():
     assert [mark.name for mark in cases[1].marks] == ["deep"]
     with pytest.raises(AssertionError, match="cp2 is not one of the cases"):
         cover.essential(["tp2"], "cp2")
-
-
-def test_every_file_of_tests_has_a_budget():
-    root = budget.BUDGET.parents[1]
-    budgets = json.loads(budget.BUDGET.read_text())
-    files = {
-        str(path.relative_to(root))
-        for room in ("nodes", "e2e", "dist", "unit", "house")
-        for path in (root / "tests" / room).rglob("test_*.py")
-    }
-    missing = sorted(files - {*budgets["test"], *budgets["deep"]})
-    assert not missing, f'make test ARGS="--write-costs=tests/budget.json" writes those of {missing}'
-
-
-def test_every_budget_is_of_a_file_that_exists():
-    budgets = json.loads(budget.BUDGET.read_text())
-    assert [name for tier in budgets.values() for name in tier if not (TESTS.parent / name).exists()] == []

@@ -41,6 +41,8 @@ NOT_COMPARED = (
 class Slurm:
     """A Slurm on this machine, with the nodes n1, n2 and n3, and a working folder with the tiny task."""
 
+    ON_TWO_NODES = ("slurm={nodes: 1, rollout_nodes: 1, time_limit_h: 1}", "checkpoint.every=1")
+
     def __init__(self, folder: Path, task: Path) -> None:
         self.daemons = folder / "slurm"
         self.folder = folder / "a working folder"
@@ -197,3 +199,33 @@ def _no_job_outlives_its_test(slurm) -> Iterator[None]:
     slurm.wait_until(lambda: not slurm.call("squeue", "--noheader"), newest)
     # Slurm 22.05 goes on counting what a job had when one of its nodes died; this makes it count again.
     slurm.call("scontrol", "reconfigure")
+
+
+@pytest.fixture(scope="session")
+def whole(slurm) -> list[dict]:
+    """The metrics of a run that nothing disturbs: the first node trains, and the second one rolls out."""
+    before = slurm.unused_shared_memory()
+    slurm.close_gate()
+    number = slurm.submit("grpo", *slurm.recipe("whole", *slurm.ON_TWO_NODES))
+    slurm.wait_at_gate(number)
+    assert slurm.nodes_of(number, "ray::TrainerRank") == {"n1"}
+    assert slurm.nodes_of(number, "ray::EngineRank") == {"n2"}
+    token = next(filter(None, (process.environ().get("RAY_AUTH_TOKEN") for process in slurm.processes(number))))
+    lines = [command_line(process) for process in slurm.processes(number)]
+    assert len(token) == 64 and not any(token in line for line in lines)
+    slurm.open_gate()
+    assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
+
+    run = slurm.folder / "runs" / "whole"
+    assert (run / "report.html").exists() and (run / "hf" / "model.safetensors").exists()
+    logs = {path.name for path in (run / "slurm").iterdir()}
+    expected = {f"{number}.log", f"{number}_ray_train_n1.log", f"{number}_ray_rollout_n2.log", "train.sbatch"}
+    assert expected <= logs
+    texts = [path for path in run.rglob("*") if path.suffix in (".log", ".json", ".jsonl", ".sbatch", ".html")]
+    assert len(texts) > 8 and not any(token in path.read_text() for path in texts)
+    assert token not in slurm.call("scontrol", "show", "job", str(number))
+    assert slurm.processes(number) == [] and slurm.unused_shared_memory() <= before
+    records = slurm.metrics("whole")
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
+    assert records[0]["loss"] != records[1]["loss"] and max(r.get("mismatch/mean_abs", 0) for r in records) < 1e-4
+    return records

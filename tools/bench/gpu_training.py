@@ -260,9 +260,9 @@ def _updates(folder: Path, shares: Sequence[Share], offload: bool, device: str) 
     optimizer: Any = actor.optimizer  # this one gets another method
     update, marks = actor.optimizer.update, []
 
-    def timed_update(grad_norm: float, is_last: bool) -> tuple[float, float]:
+    def timed_update(*arguments: Any) -> tuple[float, float]:
         begin = Mark.now(device)
-        norms = update(grad_norm, is_last)
+        norms = update(*arguments)
         marks.append((begin, Mark.now(device)))
         return norms
 

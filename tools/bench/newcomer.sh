@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Plays a newcomer: clones the last commit into a new folder without .venv, types README's two commands, builds the site,
-# and runs every block of README, site and tutorials as printed. Prints the seconds of each part.
+# Plays a newcomer on a new machine: with empty caches it clones the last commit into a new folder without .venv, types
+# README's two commands, builds the site, and runs every block of README, site and tutorials as printed. Prints the
+# seconds of each part.
 #
 # tools/bench/newcomer.sh [FOLDER]
 set -euo pipefail
 source=$(cd "$(dirname "$0")/../.." && pwd)
-folder=${1:-$(mktemp -d)}/megatron_rl
+given=${1:-$(mktemp -d)}
+[ -n "${IS_NEWCOMER:-}" ] || IS_NEWCOMER=1 exec "$source/tools/bench/new_machine.sh" "$0" "$given"
+folder=$given/megatron_rl
 git clone --quiet "$source" "$folder"
 cd "$folder"
 timed() {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tiny_trainers import write_model
 
 from megatron_rl.rollout.progress import recorded
 from megatron_rl.types import Mesh, Prompt
@@ -15,16 +16,18 @@ PROMPTS = [Prompt(f"row {i}", (5, 6, 7 + i), "") for i in range(16)]
 
 
 @pytest.fixture(scope="module")
-def stage(make_stage, folders, tmp_path_factory):
+def stage(make_stage, tmp_path_factory):
+    """All 40 rows of its model are tokens, so that few answers end soon."""
+    folder = write_model(tmp_path_factory.mktemp("long") / "model", seed=1, num_tokens=40)
     made = make_stage(
-        folders[0],
+        folder,
         Mesh(),
         vllm={"num_gpu_blocks_override": CAPACITY // BLOCK, "block_size": BLOCK},
         record=tmp_path_factory.mktemp("record") / "engine.tokens",
         max_prompt_tokens=8,
         max_response_tokens=LONGEST,
     )
-    made.push(folders[0], 0)
+    made.push(folder, 0)
     return made
 
 

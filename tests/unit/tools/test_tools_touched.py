@@ -41,7 +41,7 @@ def test_what_nothing_imports_touches_nothing_and_a_test_touches_itself():
 
 def test_a_configuration_touches_who_names_it_and_a_module_that_is_gone_who_imports_it():
     assert "tests/e2e/test_resume.py" in reached("configs/run/tiny_grpo.yaml")
-    assert "tests/slurm/test_slurm_jobs.py" in reached("slurm/train.sbatch")
+    assert "tests/slurm/test_slurm_kinds.py" in reached("slurm/train.sbatch")
     names = touched.module_names([Path("megatron_rl/balance/gone.py")])
     assert names["megatron_rl.balance.gone"] == Path("megatron_rl/balance/gone.py")
     changed = [Path("a/gone.py"), Path("a/gone.txt"), Path("tools/bench/touched.py")]
