@@ -121,10 +121,11 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
 def look_at_classes_here() -> None:
     """Let vLLM look at the classes of models in this process.
 
-    vLLM asks a class what it can do before it starts, and keeps the answer in the cache of the user. It asks in another
-    process, because the class may initialise CUDA and processes that are forked later could not use it. That process
-    imports all of vLLM: seven seconds at the first start with each class on a machine, in every engine that starts at
-    that time. Nothing is forked here with CUDA: on a CPU there is none, and in a Ray actor vLLM spawns its workers.
+    vLLM asks a class what it can do before it starts, and keeps the answer in the user's cache. It asks in another
+    process, which imports all of vLLM: seven seconds at the first start with each class on a machine, in every engine
+    that starts at that time. The reason is that the class may initialise CUDA, and a process that is forked later
+    cannot use it. Ours are never forked then: on a CPU there is no CUDA, and in a Ray actor vLLM spawns its workers.
+    Not run on a GPU.
     """
     from vllm.model_executor.models import registry
 
