@@ -75,7 +75,7 @@ test-all: setup
 	@$(pytest) --all $(ARGS)
 
 test-slurm: setup
-	@$(python) -m pytest tests/slurm $(ARGS)
+	@$(python) -m pytest -m deep tests/slurm $(ARGS)
 
 .PHONY: gpu-env test-gpu-set
 gpu-env:

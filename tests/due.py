@@ -1,20 +1,22 @@
 """The deep tier in turns, and what each of its files did when it last ran: tests/deep.json. (pytest plugin)
 
-    make test-due                                         # the files that are due: a tenth of the tier, or Slurm's
+    make test-due                                         # the files that are due
     make test-deep ARGS="--results=tests/deep.json"       # the tier whole, apart from Slurm's
 
-Both write the file. Due are the files that failed, then files that have never run, then those that have not run for the
-longest time. So `make test-due` runs the whole tier in about eleven times, if each time's results are committed.
+Both write the file. Due are files that failed, and the ones that have never run or not for the longest time. So
+`make test-due` runs the whole tier, and Slurm's jobs, in about sixteen turns, if the results of each are committed.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 
 import costs
@@ -42,12 +44,7 @@ class Result:
     failed: Sequence[str] = ()
     """The names of tests that failed."""
     seconds: float = 1.0
-    """CPU seconds (tests/costs.py); the default is a guess for a file that has not run."""
-
-    @property
-    def rank(self) -> int:
-        """Files with lower numbers are due earlier."""
-        return -1 if self.failed else self.turn
+    """CPU seconds (tests/costs.py)."""
 
 
 Outcomes = dict[str, str]
@@ -55,20 +52,24 @@ Outcomes = dict[str, str]
 
 
 def due(names: set[str], results: Mapping[str, Result], num_turns: int) -> set[str]:
-    """The files that are due: together one of `num_turns` parts of all seconds at most, but at least one file."""
-    known = {name: results.get(name, Result()) for name in sorted(names)}
-    order = sorted(known, key=lambda name: known[name].rank)
+    """The files that are due, about one of `num_turns` parts of all seconds: files that failed for half of it at most,
+    and then those that have not run for the longest time, new files first. At least one is of the latter kind."""
+    seconds = {name: results[name].seconds for name in names if name in results}
+    guess = sum(seconds.values()) / len(seconds) if seconds else 1.0
+    order = sorted(names, key=lambda name: (results.get(name, Result()).turn, name))
     if order and order[0].startswith(ALONE):
         return {order[0]}
     order = [name for name in order if not name.startswith(ALONE)]
-    room = sum(known[name].seconds for name in order) / num_turns
-    chosen: set[str] = set()
-    for name in order:
-        room -= known[name].seconds
-        if chosen and room < 0:
-            break
-        chosen.add(name)
-    return chosen
+
+    def first(names: Sequence[str], room: float) -> list[str]:
+        """As many of the first files as there is room for, and one at least."""
+        sums = list(accumulate(seconds.get(name, guess) for name in names))
+        return list(names[: max(1, sum(one <= room for one in sums))])
+
+    room = sum(seconds.get(name, guess) for name in order) / num_turns
+    again = first([name for name in order if name in results and results[name].failed], room / 2)
+    room -= sum(seconds[name] for name in again)
+    return {*again, *first([name for name in order if name not in again], room)}
 
 
 def read(path: Path) -> dict[str, Result]:
@@ -105,10 +106,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--results") and (
-        config.getoption("keyword") or any("::" in argument for argument in config.args)
-    ):
-        raise pytest.UsageError("--results is of whole files, and -k or :: has chosen some of their tests")
+    if path := config.getoption("--results"):
+        option = config.getoption
+        some = option("keyword") or option("deselect") or option("maxfail") or any("::" in one for one in config.args)
+        if some or option("markexpr") != "deep":
+            raise pytest.UsageError("--results is of whole files: give -m deep, and neither -k, -x, --deselect nor ::")
+        try:
+            read(path)
+        except (TypeError, ValueError) as error:
+            raise pytest.UsageError(f"{path} cannot be read ({error}): git checkout {path}") from None
     config.stash[_outcomes] = outcomes = {}
     if not hasattr(config, "workerinput"):  # a worker's reports reach the process that started it
         config.pluginmanager.register(Recorder(outcomes))
@@ -120,8 +126,12 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report):
         seen = self._outcomes.setdefault(file_of(report.nodeid), {})
-        if seen.get(report.nodeid, "passed") == "passed":  # its teardown may fail, too
+        if report.failed or seen.get(report.nodeid, "passed") == "passed":  # a teardown may fail, too
             seen[report.nodeid] = report.outcome
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self._outcomes.setdefault(file_of(report.nodeid), {})[report.nodeid] = "failed"
 
 
 @pytest.hookimpl(trylast=True)
@@ -138,6 +148,7 @@ def pytest_sessionfinish(session, exitstatus):
     path, outcomes = session.config.getoption("--results"), session.config.stash[_outcomes]
     if not path or hasattr(session.config, "workerinput") or exitstatus not in (0, 1):
         return  # a run that was interrupted has not seen its files whole
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(words, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+    words, commit = ["git", "rev-parse", "--short", "HEAD"], ""
+    if shutil.which("git"):
+        commit = subprocess.run(words, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
     write(path, outcomes, costs.of_files(session.config), commit, date.today().isoformat())

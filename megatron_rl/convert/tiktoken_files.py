@@ -63,6 +63,8 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """
     ranks = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        if not line:
+            continue
         try:
             token, rank = line.split()
             ranks[b64decode(token, validate=True)] = int(rank)

@@ -30,6 +30,9 @@ def fetch(folder: Path) -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     done = subprocess.run([*pip, "--no-compile", "--target", partial, "-r", PINS], stderr=subprocess.PIPE, text=True)
     if done.returncode:
+        if folder.is_dir():
+            console.print(f"{PINS.name} cannot be installed now; what an earlier start left in {folder} is used")
+            return
         told = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()[-1:]
         raise RuntimeError(
             f"the packages of {PINS.name} cannot be had ({' '.join(told)}). The first start needs a network, or an "

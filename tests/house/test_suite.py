@@ -267,20 +267,23 @@ def test_each_turn_runs_what_has_not_run_for_the_longest_time_until_all_has_run(
     assert ran == set(seconds)
 
 
-def test_files_that_failed_and_new_files_are_due_first_and_slurms_run_alone():
-    known = {"tests/a.py": due.Result(3), "tests/b.py": due.Result(4, failed=("tests/b.py::test",))}
-    assert due.due({"tests/a.py", "tests/b.py", "tests/new.py"}, known, 3) == {"tests/b.py"}
-    assert due.due({"tests/a.py", "tests/new.py"}, known, 2) == {"tests/new.py"}
+def test_new_files_are_due_first_failed_ones_too_and_slurms_run_alone():
+    known = {f"tests/{name}.py": due.Result(turn, seconds=10.0) for turn, name in enumerate("abcdef", 1)}
+    everything = {*known, "tests/new.py"}
+    assert due.due(everything, known, 3) == {"tests/new.py", "tests/a.py"}
+    failed = known | {f"tests/{name}.py": due.Result(9, failed=["x"], seconds=60.0) for name in "ef"}
+    assert due.due(everything, failed, 9) == {"tests/e.py", "tests/new.py"}, "what always fails holds up no other file"
     slurm = {"tests/slurm/a.py", "tests/slurm/b.py"}
-    assert due.due({"tests/a.py", *slurm}, known, 2) == {"tests/slurm/a.py"}
-    later = known | dict.fromkeys(slurm, due.Result(9))
-    assert due.due({"tests/a.py", *slurm}, later, 1) == {"tests/a.py"}
-    dear = {"tests/a.py": due.Result(3, seconds=50.0), "tests/b.py": due.Result(4)}
-    assert due.due(set(dear), dear, 10) == {"tests/a.py"}, "one file at least"
+    assert due.due(everything | slurm, known | dict.fromkeys(slurm, due.Result(0)), 3) == {"tests/new.py", "tests/a.py"}
+    later = {name: due.Result(8) for name in everything}
+    assert due.due(everything | slurm, later, 3) == {"tests/slurm/a.py"}
+    assert len(due.due({f"tests/{i}.py" for i in range(100)} | set(known), known, 10)) < 12, "new files may be dear"
 
 
 SEEN = """
 import pytest
+
+pytestmark = pytest.mark.deep
 
 def test_passes(): pass
 
@@ -305,7 +308,7 @@ def test_results_are_of_what_ran_and_of_files_that_are_there(tmp_path):
     seen.write_text(SEEN)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["costs", "due"]\n')
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-c", os.devnull]
-    command += ["--results=deep.json", "--rootdir", tmp_path]
+    command += ["--results=deep.json", "--rootdir", tmp_path, "-m", "deep"]
 
     def run(*more: str | Path) -> int:
         environment = os.environ | {"PYTHONPATH": str(TESTS)}
@@ -318,7 +321,8 @@ def test_results_are_of_what_ran_and_of_files_that_are_there(tmp_path):
     assert (result.turn, result.passed, result.skipped) == (2, 1, 1)
     assert result.failed == ["tests/shares.py::test_ends_badly", "tests/shares.py::test_fails"]
     before = (tmp_path / "deep.json").read_text()
-    assert run(f"{seen}::test_passes") == run(seen, "-k", "passes") == 4, "these are not whole files"
+    for part in ([f"{seen}::test_passes"], [seen, "-k", "passes"], [seen, "-x"], [seen, "-m", "not deep"]):
+        assert run(*part) == 4, "these are not whole files"
     assert (tmp_path / "deep.json").read_text() == before
 
 

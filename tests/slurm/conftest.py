@@ -178,6 +178,8 @@ def _variable(process: psutil.Process, name: str) -> str | None:
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
     from megatron_rl.recipes.tiny.task import write_task
 
+    if os.geteuid() != 0 and not shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin:/sbin"):
+        pytest.skip("Slurm is not installed, and root installs it: apt-get install slurm-wlm munge")
     task = tmp_path_factory.mktemp("task")
     write_task(task)
     # A short path, because the sockets of munge and Ray have paths of 107 characters at most.

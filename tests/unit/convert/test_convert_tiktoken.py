@@ -154,5 +154,5 @@ def test_ranks_that_were_copied_again_are_read_again(folder, tmp_path):
     path.write_text("\n".join([*lines[:-1], "YQ=="]))
     with pytest.raises(ValueError, match=f"tiktoken.model, line {len(lines)} cannot be read"):
         tiktoken_files.tokenizer_files(tmp_path)
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines) + "\n\n")
     assert tiktoken_files.tokenizer_files(tmp_path)["tokenizer.json"] == whole
