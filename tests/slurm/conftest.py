@@ -174,7 +174,7 @@ def _variable(process: psutil.Process, name: str) -> str | None:
         return None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Slurm]:
     from megatron_rl.recipes.tiny.task import write_task
 
@@ -203,7 +203,7 @@ def _no_job_outlives_its_test(slurm) -> Iterator[None]:
     slurm.call("scontrol", "reconfigure")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def whole(slurm) -> list[dict]:
     """The metrics of a run that nothing disturbs: the first node trains, and the second one rolls out."""
     before = slurm.unused_shared_memory()
