@@ -53,7 +53,7 @@ def layers(recompute: str, device: str) -> Found:
     actor.begin(share, {})
 
     marks: dict[str, Mark] = {}
-    """Of the latest update, by their names."""
+    """The marks of the latest update, by their names."""
 
     def marker(name: str) -> Callable[..., None]:
         def mark(*unused: object) -> None:
