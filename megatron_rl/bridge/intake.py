@@ -142,8 +142,9 @@ class Intake:
         upstream, downstream = plan.upstream(me), plan.downstream(me)
         sources = list(dict.fromkeys(message.source for message in self._schedule))
         near = joining.readable(sources) if upstream is None else set()
-        far = {source for source in sources if upstream is None and source not in near}
-        joining.share_contents(far | {trainers + one for one in (upstream, downstream) if one is not None})
+        feeding = [trainers + upstream] if upstream is not None else [one for one in sources if one not in near]
+        fed = [trainers + downstream] if downstream is not None else []
+        joining.share_contents(outlets=dict.fromkeys(fed, hop + 1), inlets=dict.fromkeys(feeding, hop))
         if upstream is None:
             self._lines = {source: joining.inlet(source, source in near) for source in sources}
         else:

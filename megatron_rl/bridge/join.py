@@ -3,7 +3,7 @@
 Only two ranks that exchange messages open a line, so a thousand ranks do not make a million connections. The default
 process group is not touched. Invariants (tests/unit/bridge): if ranks disagree about the plan, all of them refuse to
 join with the same error; a rank that is missing is named within the deadline; once joining has been given up, every
-rank that waits, or comes later, ends with an error.
+rank that waits, or comes later, ends with an error; when joining ends, no message of a push waits for a connection.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -22,7 +22,7 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from megatron_rl.bridge.line import Contents, GroupInlet, GroupOutlet, MessageGroup
-from megatron_rl.bridge.memory import Probe, Slots, opened, reads
+from megatron_rl.bridge.memory import Probe, Slots, opened, reads, synchronize
 from megatron_rl.bridge.setup import BridgeSetup
 
 CONNECT_S = 60.0
@@ -108,13 +108,15 @@ class Joining:
         """Let the ranks that are near open these buffers."""
         self._store.set(f"slots/{self.rank}", slots.handle)
 
-    def share_contents(self, far: Iterable[int]) -> None:
-        """Make the process groups over which contents pass between devices that have them together. All their ranks
-        make them, or none: if no rank has a line that needs them, because a communicator takes memory, and if ranks
-        share a GPU, because NCCL refuses this. Lines between GPUs then have groups of their own.
+    def share_contents(self, outlets: Mapping[int, int], inlets: Mapping[int, int]) -> None:
+        """Make the process groups over which contents pass between devices that have them together, and connect this
+        rank with its peers in them. All their ranks make them, or none: if no rank has a line that needs them, because
+        a communicator takes memory, and if ranks share a GPU, because NCCL refuses this. Lines between GPUs then have
+        groups of their own.
 
         Args:
-            far: the ranks that this rank will have a line to, and whose memory is not read.
+            outlets, inlets: the hop of each line that this rank will have, by the rank at its other end; only lines
+                whose receiver does not read the sender's memory.
         """
         if self.device.type not in SHARED_GROUPS:
             return
@@ -125,7 +127,7 @@ class Joining:
         gpus = [one["probe"][-1] for one in said if one["device"] == "cuda"]
         if len(set(gpus)) < len(gpus):
             return
-        needed = any(said[rank]["device"] == self.device.type for rank in far)
+        needed = any(said[rank]["device"] == self.device.type for rank in (*outlets, *inlets))
         self._store.set(f"far/{self.rank}", "yes" if needed else "no")
         if b"yes" not in self._store.multi_get([f"far/{rank}" for rank in alike]):  # waits until all have said it
             return
@@ -133,6 +135,8 @@ class Joining:
         for number in range(2 if self._are_chained else 1):
             store = PrefixStore(f"contents/{number}", self._store)
             group = make(store, places[self.rank], len(places), self._patience, self.device)
+            to, sources = ([places[r] for r, hop in ends.items() if hop % 2 == number] for ends in (outlets, inlets))
+            _connect(group, to, sources, self.device)
             self._contents.append(Contents(group, places))
 
     def outlet(self, destination: int, near: bool, hop: int = 0) -> GroupOutlet:
@@ -162,6 +166,7 @@ class Joining:
             if self._contents:
                 return control, self._contents[hop % 2], self.device
             group = make(PrefixStore("contents", store), int(second), 2, self._patience, self.device)
+            _connect(group, [] if second else [1], [0] if second else [], self.device)
             return control, Contents(group, {peer: 1 - second}), self.device
         return control, Contents(control), torch.device("cpu")
 
@@ -265,12 +270,30 @@ def _nccl(store: Store, rank: int, num_ranks: int, timeout: timedelta, device: t
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
+    options._timeout = 2 * timeout  # then torch ends the process; the deadline of a push comes first, with an error
     group: Any = ProcessGroupNCCL(store, rank, num_ranks, options)
     # A connected group sends and receives over its own communicator; otherwise each pair of ranks gets another one.
     group.eager_connect_single_device(device)
     made: MessageGroup = group
     return made
+
+
+def _connect(group: MessageGroup, to: Iterable[int], sources: Iterable[int], device: torch.device) -> None:
+    """Connect this rank with all its peers of a group, which do the same, by a byte to or from each.
+
+    NCCL connects a pair at its first message: the send and the receive both wait, on the host, until the other one has
+    been called. An engine that receives from two trainers would wait for the second one before it has answered the
+    first, and in a push these waits can form a circle. The messages of one NCCL group are connected together, so here
+    no order matters.
+    """
+    group._start_coalescing()
+    for rank in to:
+        group.send([torch.zeros(1, dtype=torch.uint8, device=device)], rank, 0)
+    for rank in sources:
+        group.recv([torch.empty(1, dtype=torch.uint8, device=device)], rank, 0)
+    if work := group._end_coalescing():  # None: this rank has no peer
+        work.wait()
+        synchronize(device)
 
 
 SHARED_GROUPS: dict[str, Callable[[Store, int, int, timedelta, torch.device], MessageGroup]] = {"cuda": _nccl}

@@ -26,6 +26,6 @@ def test_a_part_passes(name, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL joins no two ranks on one GPU")
 def test_a_push_over_nccl():
-    found = push_between("cuda:0", "cuda:1", SIZES["cuda"].pushed)
+    found = push_between(["cuda:0", "cuda:1"], SIZES["cuda"].pushed, share_memory=False)
     print(f"\n{dict(found.numbers)}")
     assert found.problems == []

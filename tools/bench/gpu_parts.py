@@ -8,12 +8,13 @@ Shape letters: T packed tokens, V rows of the output layer, H hidden size.
 
 from __future__ import annotations
 
+import itertools
 import platform
 import shutil
 import subprocess
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -179,20 +180,37 @@ def logprobs(device: str) -> Found:
 def bridge(device: str) -> Found:
     """A push between two processes: through CUDA IPC on one GPU, through shared memory on a CPU."""
     one = "cuda:0" if device == "cuda" else device
-    return push_between(one, one, SIZES[device].pushed)
+    return push_between([one, one], SIZES[device].pushed)
 
 
-def push_between(trainer: str, engine: str, sizes: Mapping[str, int]) -> Found:
-    """A push from a process on the device `trainer` to one on the device `engine`."""
+def push_between(
+    devices: Sequence[str],
+    sizes: Mapping[str, int],
+    mesh: Mesh = Mesh(),
+    engines: Engines = Engines(),
+    share_memory: bool = True,
+) -> Found:
+    """Pushes between processes.
+
+    Args:
+        devices: one for each rank, trainers first.
+        share_memory: engines read the memory of trainers on their node. Otherwise all bytes pass over NCCL (gloo).
+    """
     from megatron_rl.bridge.join import host_store
     from megatron_rl.bridge.setup import BridgeSetup
 
     shape = write_config(Path(tempfile.mkdtemp()) / "model", sizes)
-    store = host_store("127.0.0.1")
-    setup = BridgeSetup(shape, Mesh(), False, Engines(), "bfloat16", "127.0.0.1", store.port, timeout_s=30.0)
-    pushes, wrong = all_at_once([(_push, (setup, trainer)), (_receive, (setup, engine))])
-    first_s, *others_s = (push["seconds"] for push in pushes)
-    num_bytes = pushes[0]["bytes"]
+    store, host = host_store("127.0.0.1"), "127.0.0.1"
+    setup = BridgeSetup(
+        shape, mesh, False, engines, "bfloat16", host, store.port, timeout_s=30.0, share_memory=share_memory
+    )
+    ends = [
+        (_push if rank < mesh.world_size else _receive, (setup, rank, device)) for rank, device in enumerate(devices)
+    ]
+    results = all_at_once(ends)
+    pushes, wrong = results[: mesh.world_size], list(itertools.chain.from_iterable(results[mesh.world_size :]))
+    first_s, *others_s = (max(push["seconds"] for push in rank) for rank in zip(*pushes, strict=True))
+    num_bytes = sum(push[0]["bytes"] for push in pushes)
     numbers = {
         "bytes": num_bytes,
         "first push, which is verified, seconds": first_s,
@@ -200,30 +218,31 @@ def push_between(trainer: str, engine: str, sizes: Mapping[str, int]) -> Found:
         "GB/s": num_bytes / min(others_s) / 1e9,
         "tensors with other bits": len(wrong),
     }
-    return Found(numbers, [f"The engine holds other bits than were sent, in {name}." for name in wrong])
+    return Found(numbers, [f"An engine holds other bits than were sent, in {name}." for name in wrong])
 
 
-def _push(setup: BridgeSetup, device: str) -> list[dict[str, float]]:
+def _push(setup: BridgeSetup, rank: int, device: str) -> list[dict[str, float]]:
     from megatron_rl.bridge.sender import BridgeSender
 
     if device != "cpu":
         torch.cuda.set_device(device)
-    weights = cut(megatron_shards(setup.shape, setup.mesh, 0), hf_weights(setup.shape, 0))
-    sender = BridgeSender(setup, 0, {name: t.to(device, torch.bfloat16) for name, t in weights.items()})
+    weights = cut(megatron_shards(setup.shape, setup.mesh, rank), hf_weights(setup.shape, 0))
+    sender = BridgeSender(setup, rank, {name: t.to(device, torch.bfloat16) for name, t in weights.items()})
     pushes = [sender.push(version) for version in range(NUM_PUSHES)]
     sender.close()
     return pushes
 
 
-def _receive(setup: BridgeSetup, device: str) -> list[str]:
+def _receive(setup: BridgeSetup, rank: int, device: str) -> list[str]:
     """The names of the tensors that differ from what vLLM would have loaded."""
     from megatron_rl.bridge.intake import Intake, Parameters
 
     if device != "cpu":
         torch.cuda.set_device(device)
-    expected = cut(vllm_shards(setup.shape, 1, 0), hf_weights(setup.shape, 0))
+    engine, within = divmod(rank - setup.mesh.world_size, setup.engines.world_size)
+    expected = cut(vllm_shards(setup.shape, setup.engines.tensor, within), hf_weights(setup.shape, 0))
     live = {name: torch.zeros(t.shape, dtype=torch.bfloat16, device=device) for name, t in expected.items()}
-    intake = Intake(setup, 0, 0, Parameters(live), next(iter(live.values())).device)
+    intake = Intake(setup, engine, within, Parameters(live), next(iter(live.values())).device)
     for version in range(NUM_PUSHES):
         intake.receive(version)
     return [name for name, t in expected.items() if not torch.equal(live[name].cpu(), t.bfloat16())]

@@ -16,10 +16,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_rl.layout import read_shape
+import torch
+
+from megatron_rl.layout import Engines, read_shape
 from megatron_rl.tools.bench.compare_layouts import compare, random_rows, too_far
 from megatron_rl.tools.bench.gpu_parts import push_between
 from megatron_rl.tools.bench.gpu_sizes import QWEN3_30B_A3B, QWEN3_32B, SIZES, Found, Number, write_model
+from megatron_rl.types import Mesh
 
 LAYOUTS = {
     "dense": ["tp2", "pp2", "dp2", "pp2-vpp2", "tp2-pp2"],
@@ -56,10 +59,13 @@ def layouts(kind: str, dtype: str, device: str, model: Path) -> Found:
     return Found(numbers, [f"{problem}." for found in others for problem in too_far(found, one)])
 
 
-def push(device: str, model: Path) -> Found:
-    """A push of weights from one GPU to another through NCCL."""
-    devices = ("cuda:0", "cuda:1") if device == "cuda" else ("cpu", "cpu")
-    return push_between(*devices, SIZES[device].pushed)
+def push(mesh: Mesh, engines: Engines, device: str, model: Path) -> Found:
+    """A push of weights from GPUs to others through NCCL."""
+    ranks = mesh.world_size + engines.num * engines.world_size
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        return Found({"note": f"not run: it needs {ranks} GPUs"})
+    devices = [f"cuda:{rank}" for rank in range(ranks)] if device == "cuda" else ["cpu"] * ranks
+    return push_between(devices, SIZES[device].pushed, mesh, engines, share_memory=False)
 
 
 def train(overrides: Sequence[str], device: str, model: Path) -> Found:
@@ -116,7 +122,12 @@ NODE_PARTS = {
         "the same in bf16, with parts of sequences", partial(layouts, "context", "bfloat16"), 240
     ),
     "expert parallelism": NodePart("the same, of a mixture of experts", partial(layouts, "experts", "float32"), 240),
-    "push over NCCL": NodePart("pushes weights from one GPU to another", push, 60),
+    "push over NCCL": NodePart("pushes weights from one GPU to another", partial(push, Mesh(), Engines()), 60),
+    "push of several trainers": NodePart(
+        "pushes from two stages to two engines of TP2: each engine rank takes from both trainers",
+        partial(push, Mesh(pipeline=2), Engines(2, 2)),
+        120,
+    ),
     "real model": NodePart(
         "trains a real model, engines on GPUs of their own", partial(train, ["rollout.num_engines=2"]), 1200
     ),

@@ -211,6 +211,10 @@ def test_the_stand_in_for_nccl_fails_on_another_order():
         one, other = (OrderedGroup(group) for group in pool.map(lambda rank: make(rank=rank), range(2)))
         whole, part = torch.arange(8), torch.arange(4)
         right, wrong = [whole, part], [part, whole]
+        first = pool.submit(one.send, [whole], 1, 0)
+        assert wait([first], 0.1).not_done, "the first send returns when its receive has been called"
+        other.recv([torch.empty_like(whole)], 0, 0).wait(timedelta(seconds=deadline(30)))
+        first.result().wait()
         for posted, taken in ((right, right), (right, wrong)):
             sends = [one.send([tensor], 1, tag) for tag, tensor in enumerate(posted)]
             rooms = [torch.empty_like(tensor) for tensor in taken]
@@ -225,9 +229,11 @@ def test_the_stand_in_for_nccl_fails_on_another_order():
         other.abort()
 
 
-@pytest.mark.parametrize(("mesh", "engines"), ROUTES, ids=str)
+@pytest.mark.parametrize(("mesh", "engines"), [*ROUTES, (Mesh(pipeline=2), Engines(2, 2))], ids=str)
 def test_the_contents_of_all_lines_may_pass_through_one_group(mesh, engines, monkeypatch):
-    """As they do between GPUs, in the order of posting. Engines that feed others send through a second group."""
+    """As they do between GPUs, in the order of posting. Engines that feed others send through a second group. Both
+    trainers of the last route feed the same ranks: if their connections were made in the first push, no rank would have
+    answered the first trainer when it waits for the second one."""
     made = []
 
     def make(store, rank, num_ranks, *rest):
@@ -248,6 +254,25 @@ def test_the_contents_of_all_lines_may_pass_through_one_group(mesh, engines, mon
         failed = [isinstance(f.exception(), RuntimeError) for f in [*sent, *received]]
         fed = {stretch.destination for stretch in ranks.senders[0].stretches}
         assert failed[0] and all(failed[len(sent) + rank] for rank in fed), "ends of the lines of trainer rank 0"
+
+
+def test_a_content_that_stops_on_its_way_is_an_error_at_the_deadline(monkeypatch):
+    """Its headers have arrived, and NCCL's wait for it has no deadline."""
+    stopped, goes_on = [], Event()
+
+    class Stopping(OrderedGroup):
+        def send(self, *arguments):
+            if self._numbers and not stopped:
+                stopped.append(self._stream.submit(goes_on.wait))
+            return super().send(*arguments)
+
+    monkeypatch.setitem(SHARED_GROUPS, "cpu", lambda *arguments: Stopping(gloo_group(*arguments)))
+    with joined(engines=Engines(1, 2), share_memory=False, bucket_bytes=5000, timeout_s=deadline(3)) as ranks:
+        sent, received = ranks.push(0)
+        errors = [str(future.exception()) for future in [*sent, *received]]
+        goes_on.set()
+        assert all("has died, or is silent past the deadline" in error for error in errors), errors
+        assert any("a message has stopped on its way" in error for error in errors[len(sent) :])
 
 
 def test_no_group_is_made_if_no_line_needs_it(monkeypatch):
