@@ -6,30 +6,24 @@ It needs neither torch nor a GPU nor the model's weights, and it takes a second 
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.balance.hardware import DECODING_SHARE, TRAINING_SHARE
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.planning.activations import has_fused_layers, trains_fused
-from megatron_rl.planning.estimates import (
-    generation_seconds,
-    largest_plan,
-    largest_work,
-    most_microbatches,
-    training_seconds,
-)
+from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.parameters import BYTES, count_parameters, expert_data_ways, gigabytes, largest_stage
+from megatron_rl.planning.rates import Rates
 from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
+from megatron_rl.planning.step import StepSeconds, expected_tokens, push_seconds, step_seconds
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
@@ -103,7 +97,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     FAMILIES[shape.family].check_engine(shape, rollout.tensor, rollout.expert_parallel, rollout.pipeline)
     num_samples = rollout.prompts_per_step * rollout.samples_per_group
     longest = rollout.max_model_tokens
-    plan = largest_plan(config, shape, parallel)
+    plan = planned_microbatches(config, shape, parallel, largest_work(config))
     transfer = planned_transfer(config, shape, parallel.mesh)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
     share = received.max() / (BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape.base.served))
@@ -210,35 +204,44 @@ def check_memory(memory: RunMemory) -> None:
 
 
 def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, console: Console) -> None:
-    """Print the estimated seconds of a step and the hours of the run's GPUs."""
-    rollout, parallel = config.rollout, config.policy.parallel
-    training_s = training_seconds(
-        largest_work(config),
-        shape,
-        parallel,
-        most_microbatches(largest_plan(config, shape, parallel)),
-        dtype=config.model.dtype,
-        recompute=config.model.recompute,
-        gpus_per_node=config.cluster.gpus_per_node or 8,
-        optimizer=config.policy.optimizer,
-    )
-    num_parameters = FAMILIES[shape.family].num_parameters(shape.served)
-    # While answers of all ages are decoded, they have half of the largest length in the mean.
-    held = memory.engine.half if memory.engine else math.inf
-    at_once = min(held or 1, rollout.max_sequences or math.inf)
-    generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype], at_once)
-    num_gpus = config.num_trainer_ranks + rollout.num_engines * rollout.engine_ranks
-    if config.cluster.colocate:
-        num_gpus = parallel.mesh.world_size
-    uncounted = "; the critic's work is not counted" if config.critic else ""
-    hours = (training_s + generation_s) * num_gpus / 3600
-    table = Table(title=f"estimates for H100 GPUs, not measured{uncounted}", show_header=False, title_justify="left")
-    table.add_row("a step in which every answer has the longest length", "")
-    table.add_row(f"  generation, at {DECODING_SHARE:.0%} of the memory bandwidth", f"{generation_s:,.0f} s")
-    table.add_row(f"  passes and update, at {TRAINING_SHARE:.0%} of the peak", f"{training_s:,.0f} s")
-    table.add_row("  GPU-hours", f"{hours:,.1f}")
-    table.add_row(f"GPU-hours of {config.run.steps:,} such steps", f"{hours * config.run.steps:,.0f}")
+    """Print the estimated seconds of a step, who waits in it, and the hours of the run's GPUs."""
+    rollout, trainers = config.rollout, config.num_trainer_ranks
+    engines = 0 if config.cluster.colocate else rollout.num_engines * rollout.engine_ranks
+    steps = {"longest": step_seconds(config, shape, memory.engine)}
+    title = ["estimates for H100 GPUs, not measured; longest: every answer has the longest length"]
+    if expected := expected_tokens(config):
+        steps = {"expected": step_seconds(config, shape, memory.engine, expected), **steps}
+        learnt = "" if rollout.expected_tokens else f" (as in {config.run_folder})"
+        title.append(f"expected: {expected.mean:,.0f} tokens an answer, 1 of 100 above {expected.tail:,.0f}{learnt}")
+    if config.cluster.calibration:
+        title.append(f"with the rates of {config.cluster.calibration}")
+    if config.critic:
+        title.append("the critic's work is not counted")
+    table = Table(title="; ".join(title), title_justify="left")
+    for column in ("", *steps):
+        table.add_column(column, justify="right" if column else "left")
+
+    def row(name: str, value: Callable[[StepSeconds], str]) -> None:
+        table.add_row(name, *map(value, steps.values()))
+
+    push = push_seconds(config, shape, Rates.of(config))
+    row("generation", lambda step: f"{step.generation:,.0f} s")
+    row("passes and updates" + ", meanwhile" * bool(rollout.max_lag), lambda step: f"{step.training:,.0f} s")
+    row("push, by the links", lambda _: f"{push.least:,.1f} s")
+    row("push, as others have measured", lambda _: f"{push.others:,.1f} s")
+    row("a step", lambda step: f"{step.total:,.0f} s")
+    if engines:
+        row(f"  {trainers} trainer GPUs wait", lambda step: _waits(step.trainers_wait, step))
+        row(f"  {engines} engine GPUs wait", lambda step: _waits(step.engines_wait, step))
+        row("  idle GPU-hours", lambda step: f"{step.idle_share(trainers, engines):.0%}")
+    row("GPU-hours of a step", lambda step: f"{step.total * (trainers + engines) / 3600:,.1f}")
+    hours = (trainers + engines) * config.run.steps / 3600
+    row(f"GPU-hours of {config.run.steps:,} steps", lambda step: f"{step.total * hours:,.0f}")
     console.print(table)
+
+
+def _waits(seconds: float, step: StepSeconds) -> str:
+    return f"{seconds:,.0f} s, {seconds / step.total:.0%}"
 
 
 def describe_placement(config: BaseConfig, console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
@@ -101,6 +102,9 @@ class ClusterConfig(Section):
     gpu_memory_gb: PositiveFloat = 80
     """The memory of a GPU in GB, for the estimates of the dry run. The default is for an H100. It reports 5 GB more,
     which the CUDA context and the allocator's fragmentation take. For an H200 the same rule gives 136."""
+    calibration: Path | None = None
+    """The file with measured rates that replace the planner's own (`planning/rates.py`), such as the calibration.json
+    that `megatron-rl gpu-day` writes. null means the planner's."""
     world_size: PositiveInt | None = None
     """The number of trainer ranks that the job has. It must equal what `policy.parallel` needs; null skips this
     check."""

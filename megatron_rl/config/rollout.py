@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import (
     Field,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from megatron_rl.config.beams import Beams
@@ -44,6 +46,32 @@ class LastSteps(Section):
     """The number of last steps that are kept. A step that breaks a health rule about its numbers is kept, too."""
 
 
+LONGEST_TAIL = 14
+"""The largest quotient of the 99 % quantile and the mean of a log-normal distribution is 15."""
+
+
+class ExpectedTokens(Section):
+    """How long answers are expected to be, for the estimates of the dry run alone."""
+
+    mean: PositiveFloat
+    """The mean length of an answer, in tokens."""
+    tail: PositiveFloat
+    """The length, in tokens, that one of a hundred answers exceeds."""
+    prompt: PositiveInt | None = None
+    """The mean length of a prompt, in tokens; null means `rollout.max_prompt_tokens`."""
+    useful: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The share of groups whose rewards are not all equal. With `active_sampling` the others are generated, too."""
+
+    @model_validator(mode="after")
+    def _a_tail_that_the_mean_can_have(self) -> ExpectedTokens:
+        if not self.mean < self.tail <= LONGEST_TAIL * self.mean:
+            raise ValueError(
+                f"tail ({self.tail:g}) must be above the mean ({self.mean:g}) and at most {LONGEST_TAIL} times as "
+                "long; lengths are taken to be log-normal"
+            )
+        return self
+
+
 class RolloutConfig(Section):
     num_engines: PositiveInt = 1
     """The number of engines."""
@@ -67,6 +95,9 @@ class RolloutConfig(Section):
     """The largest length of a prompt, in tokens. `data.on_bad_row` decides what happens to a longer one."""
     max_response_tokens: PositiveInt = 4096
     """The largest number of tokens after the prompt: thought, delimiter and answer together."""
+    expected_tokens: ExpectedTokens | None = None
+    """The lengths of answers for a second estimate of the dry run, next to the one where every answer has the
+    longest length. null means the lengths in the metrics of `run.folder`, if it has a run."""
     max_lag: NonNegativeInt = 0
     """The largest number of training steps between the weights that sampled a token and the weights that train on it.
     0: the engines and the trainer work in turns. Otherwise they work at the same time: generation continues while new

@@ -144,18 +144,29 @@ def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int, s
 
 
 def sequence_bytes(shape: ModelShape, tensor: int, num_tokens: int, width: int, layers: range) -> float:
-    """The bytes of the keys and values of one sequence in some layers on one rank of an engine. Ranks share the KV
-    heads, but each has at least one; latent attention keeps its low-rank projection on every rank. A layer with linear
+    """The bytes of the keys and values of one sequence in some layers on one rank of an engine. A layer with linear
     attention has states of a constant size in their place (`state_bytes`)."""
-    latent = shape.latent
-    numbers = 2 * max(shape.num_kv_heads // tensor, 1) * shape.head_dim
-    if latent:
-        numbers = latent.kv_rank + latent.rope_dim
     windows = len(set(shape.sliding_layers) & set(layers))
     linear = len(set(shape.linear_layers) & set(layers))
     tokens = (len(layers) - windows - linear) * num_tokens
     tokens += windows * min(num_tokens, shape.sliding_window or num_tokens)
-    return float(tokens * numbers * width) + (linear * state_bytes(shape, tensor, width) if linear else 0.0)
+    states = linear * state_bytes(shape, tensor, width) if linear else 0.0
+    return float(tokens * kept_numbers(shape, tensor) * width) + states
+
+
+def weight_bytes(rollout: RolloutConfig, width: int) -> int:
+    """The bytes of a number of an engine's weights: one if vLLM quantises them (`rollout.quantization`), although it
+    leaves embeddings, output layer and norms as they are."""
+    return width if rollout.quantization is None else 1
+
+
+def kept_numbers(shape: ModelShape, tensor: int) -> int:
+    """The numbers that one rank of an engine keeps of a token in a layer with attention. Ranks share the KV heads, but
+    each has at least one; latent attention keeps its low-rank projection on every rank."""
+    latent = shape.latent
+    if latent:
+        return latent.kv_rank + latent.rope_dim
+    return 2 * max(shape.num_kv_heads // tensor, 1) * shape.head_dim
 
 
 def state_bytes(shape: ModelShape, tensor: int, width: int) -> float:

@@ -16,9 +16,10 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.splits import padded
 from megatron_rl.planning.activations import has_fused_layers
-from megatron_rl.planning.estimates import largest_plan, largest_work, most_microbatches, training_seconds
+from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches, training_seconds
 from megatron_rl.planning.gpu import GpuMemory
 from megatron_rl.planning.memory import run_memory, trainer_limit
+from megatron_rl.planning.rates import Rates
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.planning.trainer import trainer_memory
 from megatron_rl.planning.transfer import TrainersPush, bridge_communicators, planned_transfer
@@ -71,7 +72,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     """
     gpus_per_node = config.cluster.gpus_per_node or 8
     work, limit = largest_work(config), trainer_limit(config) - resident_bytes(config, shape)
-    num_tokens = config.balance.max_tokens_per_microbatch
+    num_tokens, rates = config.balance.max_tokens_per_microbatch, Rates.of(config)
     planned: dict[tuple[int, ...], int] = {}
     """The number of micro-batches by what it depends on: data-parallel ranks, alignment, and what divides it."""
 
@@ -81,7 +82,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             return None
         key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
         if key not in planned:
-            planned[key] = most_microbatches(largest_plan(config, shape, parallel))
+            planned[key] = most_microbatches(planned_microbatches(config, shape, parallel, work))
         optimizer, memory = found
         seconds = training_seconds(
             work,
@@ -90,8 +91,8 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             planned[key],
             dtype=config.model.dtype,
             recompute=recompute,
-            gpus_per_node=gpus_per_node,
             optimizer=optimizer,
+            rates=rates,
         )
         offload = optimizer.offload if isinstance(optimizer, AdamConfig) else None
         return Layout(parallel, recompute, offload, seconds, memory)

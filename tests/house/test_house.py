@@ -265,12 +265,12 @@ RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
 def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here):
     [words] = commands(path)
     text = run_here(words)
-    cells = {key.strip(): value.strip() for key, value in re.findall(r"│(.*?)│(.*?)│", text)}
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    cells = {first: " to ".join(others) for first, *others in rows}
     [row] = [
         line for line in (path.parent / "RECORD.md").read_text().splitlines() if line.startswith(f"| `{path.name}`")
     ]
-    total = next(value for key, value in cells.items() if key.endswith("such steps"))
+    total = next(value for key, value in cells.items() if re.fullmatch(r"GPU-hours of [\d,]+ steps", key))
     peaks = {
         side: [max(map(float, phases)) for first, *phases in rows if len(phases) == 3 and re.fullmatch(name, first)]
         for side, name in {
@@ -286,7 +286,8 @@ def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here):
         cells["engines"],
         ", ".join(held),
         received,
-        f"{cells['GPU-hours']}, {total} |",
+        cells.get("idle GPU-hours", "0%"),
+        f"{cells['GPU-hours of a step']}; {total} |",
     ]
 
 

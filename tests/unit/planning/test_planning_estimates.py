@@ -16,24 +16,26 @@ from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.planning.estimates import (
     Work,
-    generation_seconds,
-    largest_plan,
     largest_work,
     most_microbatches,
+    planned_microbatches,
     training_seconds,
 )
 from megatron_rl.planning.parameters import rank_parameters
+from megatron_rl.planning.rates import Rates
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 SHAPE = read_shape(CONFIGS / "Qwen3-32B.json")
 MIXTURE = read_shape(CONFIGS / "Qwen3-30B-A3B.json")
 WORK = Work(np.full(8, 1000), num_updates=1, num_passes=0)
-RATE = 989e12 * 0.4
+RATE, MIXTURE_RATE = 989e12 * 0.42, 989e12 * 0.36
 """The FLOPs per second that one GPU is taken to reach."""
+NVLINK, NIC = 0.8 * 450e9, 0.85 * 50e9
+"""The bytes per second."""
 
 
 def seconds(shape, work=WORK, micro=4, recompute="none", optimizer=AdamConfig(), **parallel) -> float:
-    how = {"dtype": "bfloat16", "recompute": recompute, "gpus_per_node": 8, "optimizer": optimizer}
+    how = {"dtype": "bfloat16", "recompute": recompute, "optimizer": optimizer}
     return training_seconds(work, shape, ParallelConfig(**parallel), micro, **how)
 
 
@@ -49,7 +51,7 @@ def test_an_offloaded_state_crosses_the_link_to_the_host_in_each_update(moments,
         seconds(SHAPE, work, optimizer=AdamConfig(moments=moments, offload=offload), tensor=8)
         for offload in (False, True)
     )
-    assert offloaded - kept == pytest.approx(3 * width * held.total / 50e9)
+    assert offloaded - kept == pytest.approx(3 * width * held.total / 55e9)
 
 
 def test_forward_passes_before_the_updates_are_added():
@@ -74,28 +76,29 @@ def test_a_pipeline_waits_while_it_fills_and_drains():
 
 def test_tensor_parallelism_gathers_and_scatters_inside_the_node():
     """A forward and a backward pass of 64 layers, in each of which attention and MLP gather and scatter 8,000 tokens x
-    5,120 x 2 bytes, three quarters of which are of other ranks, at 450 GB/s."""
+    5,120 x 2 bytes, three quarters of which are of other ranks."""
     sent = 2 * 64 * 2 * 2 * 8000 * 5120 * 2 * 3 / 4
-    assert seconds(SHAPE, tensor=4) == pytest.approx(seconds(SHAPE) / 4 + sent / 450e9)
-    again = training_flops(WORK.lengths, SHAPE, "full").sum() / RATE / 4 + 1.5 * sent / 450e9
+    assert seconds(SHAPE, tensor=4) == pytest.approx(seconds(SHAPE) / 4 + sent / NVLINK)
+    again = training_flops(WORK.lengths, SHAPE, "full").sum() / RATE / 4 + 1.5 * sent / NVLINK
     assert seconds(SHAPE, tensor=4, recompute="full") == pytest.approx(again)
 
 
 def test_data_parallelism_reduces_gradients_and_gathers_weights_in_every_update():
     """Of all parameters, 4 bytes of gradients and 2 of weights; half of them are of the other rank. Two ranks are in
-    one node; sixteen are not, so that their bytes take a NIC's 50 GB/s."""
+    one node; sixteen are not, so that their bytes take a NIC. Half of the time overlaps with computation."""
     held = rank_parameters(SHAPE, ParallelConfig().mesh, 0).total
     work = replace(WORK, num_updates=3)
-    assert seconds(SHAPE, work, data=2) == pytest.approx(seconds(SHAPE) / 2 + 3 * held / 2 * 6 / 450e9)
-    assert seconds(SHAPE, work, data=16) == pytest.approx(seconds(SHAPE) / 16 + 3 * held * 15 / 16 * 6 / 50e9)
+    assert seconds(SHAPE, work, data=2) == pytest.approx(seconds(SHAPE) / 2 + 3 * held / 2 * 6 / NVLINK / 2)
+    assert seconds(SHAPE, work, data=16) == pytest.approx(seconds(SHAPE) / 16 + 3 * held * 15 / 16 * 6 / NIC / 2)
 
 
 def test_the_ring_of_context_parallelism_passes_keys_and_values_on():
     """Each of two ranks has 4,000 tokens, whose 2 x 8 x 128 numbers of 2 bytes travel once in the forward pass and
-    twice in the backward pass, in 64 layers. The two ranks share the optimizer's state, as data-parallel ones do."""
+    twice in the backward pass, in 64 layers; half of that overlaps. The two ranks share the optimizer's state, as
+    data-parallel ones do."""
     ring = 3 * 64 * 4000 * 2 * 8 * 128 * 2
     shared = seconds(SHAPE, data=2)
-    assert seconds(SHAPE, context=2) == pytest.approx(shared + ring / 450e9)
+    assert seconds(SHAPE, context=2) == pytest.approx(shared + ring / NVLINK / 2)
 
 
 def test_experts_get_their_tokens_and_send_them_back():
@@ -103,8 +106,26 @@ def test_experts_get_their_tokens_and_send_them_back():
     and back, in a forward and a backward pass. All experts' gradients stay, because nobody shares an expert."""
     held = rank_parameters(MIXTURE, ParallelConfig(data=8, expert=8).mesh, 0)
     sent = 2 * 2 * 48 * 1000 * 8 * 2048 * 2 * 7 / 8
-    expected = seconds(MIXTURE) / 8 + sent / 450e9 + held.dense * 7 / 8 * 6 / 450e9
+    expected = seconds(MIXTURE) / 8 + sent / NVLINK + held.dense * 7 / 8 * 6 / NVLINK / 2
     assert seconds(MIXTURE, data=8, expert=8) == pytest.approx(expected)
+    assert seconds(MIXTURE) == pytest.approx(training_flops(WORK.lengths, MIXTURE).sum() / MIXTURE_RATE)
+
+
+def test_experts_on_two_nodes_send_half_of_their_tokens_over_the_nic():
+    """Each of 16 ranks has 500 tokens and sends 1/16 of their copies to each of 7 ranks of its node and to each of 8 on
+    the other node, at the same time."""
+    held = rank_parameters(MIXTURE, ParallelConfig(data=16, expert=16).mesh, 0)
+    away = 2 * 2 * 48 * 500 * 8 * 2048 * 2 * 8 / 16
+    expected = seconds(MIXTURE) / 16 + away / NIC + held.dense * 15 / 16 * 6 / NIC / 2
+    assert seconds(MIXTURE, data=16, expert=16) == pytest.approx(expected)
+
+
+def test_fp8_has_shares_of_its_own():
+    run = config()
+    bf16 = Rates.of(run)
+    run.policy.megatron.transformer["fp8"] = "hybrid"
+    fp8 = Rates.of(run)
+    assert (fp8.dense / bf16.dense, fp8.mixture / bf16.mixture) == (0.85 / 0.42, 0.42 / 0.36)
 
 
 def config(**algorithm) -> GrpoRunConfig:
@@ -138,7 +159,8 @@ def test_the_work_of_a_step_is_that_of_its_longest_samples():
     assert largest_work(config(kl={"place": "reward"}, adv_estimator={"kind": "reinforce_plus_plus"})).num_passes == 2
     without = {"loss": {"kind": "dppo_tv"}, "correction": None, "updates_per_step": 4}
     assert largest_work(config(**without)).num_passes == 0, "its anchor is the engine's policy"
-    plan = largest_plan(config(updates_per_step=2), SHAPE, ParallelConfig(tensor=4))
+    two = config(updates_per_step=2)
+    plan = planned_microbatches(two, SHAPE, ParallelConfig(tensor=4), largest_work(two))
     # 13 tokens are padded to 16, so two samples fill a micro-batch of 32; an update has four samples.
     assert len(plan.minibatches) == 2 and most_microbatches(plan) == 2
 
@@ -155,37 +177,4 @@ def test_the_work_of_a_supervised_step():
     )
     work = largest_work(supervised)
     assert work.lengths.tolist() == [16] * 6 and (work.num_updates, work.num_passes) == (1, 0)
-    assert most_microbatches(largest_plan(supervised, SHAPE, ParallelConfig())) == 3
-
-
-def test_generation_by_hand():
-    """Three positions: two engines read 1,000 parameters of 2 bytes at each; eight answers read the keys and values of
-    10, 11 and 12 tokens, 64 layers x 2 x 8 x 128 numbers of 2 bytes each. Eight GPUs."""
-    num_bytes = 2 * 3 * 1000 * 2 + 8 * (10 + 11 + 12) * 64 * 2 * 8 * 128 * 2
-    assert generation_seconds(config(), SHAPE, 1000, 2) == pytest.approx(num_bytes / (8 * 3.35e12 * 0.6))
-
-
-def test_answers_that_the_kv_cache_does_not_hold_wait_for_another_batch():
-    """Four answers an engine, of which it decodes one and a half at once: 4 / 1.5 batches."""
-    once, later = (generation_seconds(config(), SHAPE, 10**12, 2, at_once) for at_once in (4, 1.5))
-    weights = 2 * 3 * 10**12 * 2 / (8 * 3.35e12 * 0.6)
-    assert generation_seconds(config(), SHAPE, 10**12, 2) == once
-    assert later - once == pytest.approx(weights * (4 / 1.5 - 1))
-
-
-def test_each_stage_reads_its_weights_for_as_many_batches_as_there_are_stages():
-    """Two stages of two ranks have the time of one stage of two: twice the GPUs, and every weight is read twice."""
-    given = config()
-    one, two = (
-        given.model_copy(update={"rollout": given.rollout.model_copy(update={"tensor": 2, "pipeline": pipeline})})
-        for pipeline in (1, 2)
-    )
-    keys = generation_seconds(one, SHAPE, 0, 2)
-    expected = generation_seconds(one, SHAPE, 10**12, 2) - keys / 2
-    assert generation_seconds(two, SHAPE, 10**12, 2) == pytest.approx(expected)
-
-
-def test_a_window_bounds_what_is_read():
-    windowed = replace(SHAPE, sliding_window=11, sliding_layers=tuple(range(32)))
-    whole, half = generation_seconds(config(), SHAPE, 0, 2), generation_seconds(config(), windowed, 0, 2)
-    assert half / whole == pytest.approx((33 + 32) / 66)  # in half of the layers 10, 11 and 11 tokens
+    assert most_microbatches(planned_microbatches(supervised, SHAPE, ParallelConfig(), work)) == 3

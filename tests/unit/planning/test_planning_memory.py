@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.balance.hardware import HOST_LINK
 from megatron_rl.config.load import validate
 from megatron_rl.config.optimizer import AdamConfig, MuonConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
@@ -21,6 +20,7 @@ from megatron_rl.planning.engine import ENGINE_WORK_BYTES, sequence_bytes
 from megatron_rl.planning.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.parameters import checkpoint_bytes, largest_stage, rank_parameters
+from megatron_rl.planning.rates import H100
 from megatron_rl.planning.trainer import num_communicators, trainer_memory
 from megatron_rl.planning.transfer import COMMUNICATOR_BYTES, PEER_BYTES, bridge_communicators, planned_transfer
 from megatron_rl.types import DeltaNet, Mesh
@@ -383,7 +383,7 @@ def test_a_layout_that_the_bridge_makes_offload_has_the_time_of_an_offloaded_one
     layouts = fitting_layouts(config(cluster=gpus), SHAPE)
     [same] = [one for one in layouts if (one.parallel, one.recompute) == (fastest.parallel, fastest.recompute)]
     held = largest_stage(SHAPE, same.parallel.mesh, "bfloat16", AdamConfig())
-    moved = held.state_bytes(same.parallel.mesh, "bfloat16") / HOST_LINK
+    moved = held.state_bytes(same.parallel.mesh, "bfloat16") / H100.host_bytes_per_s
     assert same.offload and same.seconds == pytest.approx(fastest.seconds + moved)
     assert [one.seconds for one in layouts] == sorted(one.seconds for one in layouts)
 

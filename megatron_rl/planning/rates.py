@@ -1,0 +1,78 @@
+"""The rates of H100 nodes, as shares of what the data sheets say. Times are estimated with them.
+
+Where one H100 has measured a rate, its number is here. The others are chosen so that the estimates of runs that others
+have published come near to what these runs took (tests/unit/planning/test_planning_published.py has all of them).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import BaseConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Shares are of the bf16 peak (989 TFLOP/s), of the memory's bandwidth (3.35 TB/s), of NVLink (450 GB/s) and of a
+    NIC (50 GB/s)."""
+
+    dense: float = 0.42
+    """What the training of a dense model reaches, without the communication that is counted on its own."""
+    mixture: float = 0.36
+    """The same for a mixture of experts."""
+    dense_fp8: float = 0.85
+    """`dense` and `mixture` with Transformer Engine's fp8 (`policy.megatron.transformer`)."""
+    mixture_fp8: float = 0.42
+    products: float = 0.65
+    """What an engine's products reach. One H100 reached 0.62 to 0.76 with the sizes of six recipes."""
+    bandwidth: float = 0.6
+    """What decoding reaches."""
+    nvlink: float = 0.8
+    nic: float = 0.85
+    host_bytes_per_s: float = 55e9
+    """Bytes per second between a GPU and pinned memory of its node, in each direction: measured on one H100."""
+    all_reduce_s: float = 20e-6
+    """The latency of an all-reduce of a decoding step, in seconds, in a node."""
+    all_reduce_across_s: float = 100e-6
+    """The same over several nodes."""
+    whole_step: float = 1.35
+    """A whole step, divided by the sum of its estimated parts: waiting, copies, small kernels, uneven lengths."""
+    push: float = 0.25
+    """The share of the links' rates that pushes of other systems have reached, after `push_s`."""
+    push_s: float = 1.5
+    """What such a push takes however few its bytes are, in seconds: the pause of the engines, and agreement."""
+    gpus_per_node: int = 8
+
+    @classmethod
+    def of(cls, config: BaseConfig) -> Rates:
+        """The rates for a run, with the measured ones of `cluster.calibration` if it is given.
+
+        Raises:
+            ValueError: the file has a name that is not a rate's, or a value that is not a positive number.
+        """
+        path = config.cluster.calibration
+        rates = replace(cls(**(_measured(path) if path else {})), gpus_per_node=config.cluster.gpus_per_node or 8)
+        if config.policy.megatron.transformer.get("fp8"):
+            rates = replace(rates, dense=rates.dense_fp8, mixture=rates.mixture_fp8)
+        return rates
+
+
+H100 = Rates()
+"""The planner's own rates."""
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    try:
+        given: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cluster.calibration: {path} cannot be read as JSON: {error}") from error
+    known = [field.name for field in fields(Rates) if field.name != "gpus_per_node"]
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"cluster.calibration: {path} has {name}, which is no rate; these are: {known}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"cluster.calibration: {name} in {path} is {value!r}, and must be above 0")
+    return given
