@@ -19,8 +19,8 @@ import ray
 
 from megatron_rl.types import Tokens
 
-LEAST_BYTES = 128 * 2**10
-"""What an object has at least. Ray takes what is below 100 KiB (`max_direct_call_object_size`) for small."""
+LEAST_BYTES = 100 * 2**10
+"""What an object has at least. Ray takes what is smaller, with its head, for small (`max_direct_call_object_size`)."""
 
 
 class Place(NamedTuple):

@@ -13,6 +13,8 @@ from ray.experimental import get_object_locations
 from megatron_rl.cluster.payloads import LEAST_BYTES, fetch, num_objects, objects_of, plan_objects, stored
 from megatron_rl.cluster.session import ray_session
 from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.recipes.tiny.task import write_task
+from megatron_rl.tools.bench import stream as load_test
 from megatron_rl.types import Tokens
 
 
@@ -77,3 +79,16 @@ def test_routes_come_only_to_those_who_ask_for_them(has_routes):
         assert [one.ids[0] for one in group] == [1, 2, 3] and other is at_hand
         known = [None if one.routes is None else int(one.routes[0, 0, 0]) for one in group]
         assert known == ([1, None, 3] if with_routes and has_routes else [None] * 3)
+
+
+@pytest.mark.deep
+def test_the_load_test_of_the_driver_runs_and_its_replicas_fetch_less_than_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr(load_test, "NUM_ENGINES", 1)
+    monkeypatch.setattr(load_test, "NUM_RANK_PROCESSES", 2)
+    write_task(tmp_path)
+    found = load_test.measure(tmp_path, load_test.MODES, 100.0, 1.0, 1024, 320, 64)
+    assert found["rate"]["answers_per_s"] > 0 and found["hour"]["answers"] == 1024
+    assert found["in flight"]["requests"] == 320
+    step = found["step"]
+    assert step["answers"] == 512 and 0.5 <= step["share_of_a_replica"] < 0.9, "two replicas"
+    assert load_test.join(32)["ranks"] == 32
