@@ -23,7 +23,7 @@ LEAST_BYTES = 100 * 2**10
 """What an object has at least. Ray takes what is smaller, with its head, for small (`max_direct_call_object_size`)."""
 
 
-class Place(NamedTuple):
+class ObjectItem(NamedTuple):
     """Something of a sample in the store."""
 
     object: ray.ObjectRef
@@ -36,9 +36,9 @@ class Place(NamedTuple):
 class StoredTokens:
     """The payload of a sample."""
 
-    tokens: Place
+    tokens: ObjectItem
     """`Tokens` without routes."""
-    routes: Place | None = None
+    routes: ObjectItem | None = None
     """`Tokens.routes`; None if the engines return no routes."""
 
 
@@ -65,7 +65,7 @@ def plan_objects(sizes: Sequence[int], most: int) -> list[range]:
 
 
 def num_objects(num_samples: int, has_routes: bool) -> int:
-    """The number of objects that an engine gives for a call with so many samples; see `objects_of`."""
+    """The number of objects that an engine gives for a call that asks for `num_samples`; see `objects_of`."""
     return num_samples * (2 if has_routes else 1)
 
 
@@ -104,10 +104,14 @@ def stored(counts: Sequence[Sequence[int]], objects: Sequence[ray.ObjectRef]) ->
     """The payload of each sample, from what `objects_of` returned."""
     num = len(objects) // len(counts)
     kinds = [
-        [Place(reference, i) for reference, count in zip(objects[k * num :], own, strict=False) for i in range(count)]
+        [
+            ObjectItem(reference, i)
+            for reference, count in zip(objects[k * num :], own, strict=False)
+            for i in range(count)
+        ]
         for k, own in enumerate(counts)
     ]
-    return [StoredTokens(*places) for places in zip(*kinds, strict=True)]
+    return [StoredTokens(*items) for items in zip(*kinds, strict=True)]
 
 
 def fetch_numbers(parts: Iterable[Any]) -> dict[int, np.ndarray]:
@@ -122,19 +126,19 @@ def fetch(payloads: Iterable[Any], timeout_s: float | None = None, with_routes: 
         RayError: the tokens are lost, or did not come in time.
     """
     payloads = list(payloads)
-    wanted = [place.object for one in payloads for place in _places(one, with_routes)]
+    wanted = [item.object for one in payloads for item in _items(one, with_routes)]
     references = list(dict.fromkeys(wanted))  # samples may share an object
     fetched = dict(zip(references, ray.get(references, timeout=timeout_s) if references else (), strict=True))
 
     def tokens_of(payload: Any) -> Tokens:
         tokens: Tokens
-        tokens, *routes = [fetched[place.object][place.number] for place in _places(payload, with_routes)] or [payload]
+        tokens, *routes = [fetched[item.object][item.number] for item in _items(payload, with_routes)] or [payload]
         return replace(tokens, routes=routes[0]) if routes else tokens
 
     return [tokens_of(payload) for payload in payloads]
 
 
-def _places(payload: Any, with_routes: bool) -> list[Place]:
+def _items(payload: Any, with_routes: bool) -> list[ObjectItem]:
     """What to fetch of a payload; nothing if its tokens are at hand."""
     if not isinstance(payload, StoredTokens):
         return []

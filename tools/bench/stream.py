@@ -7,7 +7,7 @@ run: Ray, admission, the verifiers' process, the journal, the plan of a step, th
     step          one step of 1,024 GPUs, half of them engines: the driver's seconds, and what the trainer's ranks fetch
     joining       all ranks of 1,024 GPUs join the bridge, as threads of one process, until they agree
 
-There are 8 engines in every mode. The trainer's ranks are 16 processes, each of which is one rank of every replica: the
+There are 8 engines in every mode. The trainer's ranks are 16 processes, and each is one rank of every replica: the
 driver makes as many calls, and processes ask it for as many references, as with 512 processes. A store looks up the
 names of its clients: if no name server answers, `RES_OPTIONS="timeout:1 attempts:1"` makes joining wait less for it.
 
