@@ -44,7 +44,7 @@ class AskedGroup:
 
     def group(self) -> Group:
         """The group, when all its answers are complete."""
-        answers, continuations = (self._joined([part.given()[which] for part in self.parts]) for which in (0, 1))
+        answers, continuations = map(self._joined, zip(*(part.given() for part in self.parts), strict=True))
         return replace(answers, continuations=continuations if continuations.rollouts else None)
 
     def _joined(self, given: Sequence[Sequence[tuple[Rollout, StoredTokens]]]) -> Group:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import ray
@@ -12,10 +14,11 @@ from ray.experimental import get_object_locations
 
 from megatron_rl.cluster.payloads import LEAST_BYTES, fetch, num_objects, objects_of, plan_objects, stored
 from megatron_rl.cluster.session import ray_session
+from megatron_rl.cluster.trainers import RankGroup
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.recipes.tiny.task import write_task
 from megatron_rl.tools.bench import stream as load_test
-from megatron_rl.types import Tokens
+from megatron_rl.types import Mesh, Tokens
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +82,12 @@ def test_routes_come_only_to_those_who_ask_for_them(has_routes):
         assert [one.ids[0] for one in group] == [1, 2, 3] and other is at_hand
         known = [None if one.routes is None else int(one.routes[0, 0, 0]) for one in group]
         assert known == ([1, None, 3] if with_routes and has_routes else [None] * 3)
+
+
+def test_the_share_of_a_replica_is_stored_once_for_all_its_ranks():
+    mesh = Mesh(tensor=2, data=2)
+    held = RankGroup._of_replicas(SimpleNamespace(mesh=mesh), ["share 0", "share 1"])
+    assert ray.get(held) == [f"share {mesh.coordinates(rank)[2]}" for rank in range(4)] and len(set(held)) == 2
 
 
 @pytest.mark.deep
