@@ -48,9 +48,7 @@ def share_of(
         index=np.array([sample.index for sample in samples], np.int64),
         advantages=np.array([sample.advantage for sample in samples]),
         weights=np.array([sample.weight for sample in samples]),
-        payloads=[[sample.tokens] for sample in samples],
-        payload_of=np.arange(len(samples)),
-        index_in_group=np.zeros(len(samples), np.int64),
+        tokens=[sample.tokens for sample in samples],
         token_rewards=None
         if all(sample.token_rewards is None for sample in samples)
         else TokenRewards(

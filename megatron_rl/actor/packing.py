@@ -88,7 +88,7 @@ SHORTEST_SHARED = 16
 
 
 def pack(share: Share, share_prompts: bool = False) -> list[list[Microbatch]]:
-    """Pack the samples of a share, whose payloads are at hand, as `[mini-batch][micro-batch]`.
+    """Pack the samples of a share, whose tokens are at hand, as `[mini-batch][micro-batch]`.
 
     Args:
         share_prompts: whether a prompt that several samples of a row have in common is in the row once.
@@ -100,7 +100,7 @@ def pack(share: Share, share_prompts: bool = False) -> list[list[Microbatch]]:
 
 
 def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Microbatch:
-    names, tokens = [share.names[i] for i in samples], [share.tokens(i) for i in samples]
+    names, tokens = [share.names[i] for i in samples], [share.tokens[i] for i in samples]
     lengths = [_length(name, of_sample) for name, of_sample in zip(names, tokens, strict=True)]
     holders = _holders(tokens) if share_prompts else [(i, 0) for i in range(len(tokens))]
     own = [length - skipped for length, (_, skipped) in zip(lengths, holders, strict=True)]

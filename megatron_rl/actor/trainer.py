@@ -151,7 +151,7 @@ class MegatronTrainer:
         """Keep the samples of a training step that belong to this data-parallel rank, for the updates of the step.
 
         Args:
-            share: its payloads are lists of tokens. Every rank has the same number of micro-batches in a mini-batch;
+            share: its tokens are at hand. Every rank has the same number of micro-batches in a mini-batch;
                 some may be empty. Its alignment must be a multiple of `policy.parallel`'s.
 
         Raises:

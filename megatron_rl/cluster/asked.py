@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
-from megatron_rl.cluster.payloads import StoredTokens
+from megatron_rl.cluster.payloads import StoredTokens, stored
 from megatron_rl.cluster.scoring import Piece
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.types import Group, GroupRequest, Metrics, Rollout
@@ -21,8 +21,13 @@ PARTS = 4
 """If groups are large and engines are many, an engine works on at least about this number of parts of groups."""
 
 
-Answered = Sequence[Sequence[Rollout]]
-"""The answers of a part, and their continuations."""
+class Answered(NamedTuple):
+    """What an engine gives for a part, besides the tokens."""
+
+    rollouts: Sequence[Rollout]
+    continuations: Sequence[Rollout]
+    counts: Sequence[Sequence[int]]
+    """How their tokens are distributed over objects; see `payloads.objects_of`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +44,15 @@ class AskedGroup:
 
     def group(self) -> Group:
         """The group, when all its answers are complete."""
-        continuations = self._joined(1)
-        return replace(self._joined(0), continuations=continuations if continuations.rollouts else None)
+        answers, continuations = map(self._joined, zip(*(part.given() for part in self.parts), strict=True))
+        return replace(answers, continuations=continuations if continuations.rollouts else None)
 
-    def _joined(self, which: int) -> Group:
-        """The group of all answers (0), or of all continuations (1)."""
-        rollouts = [rollout for part in self.parts for rollout in part.answers[which]]
-        engines = [part.sent.engine for part in self.parts if part.sent is not None for _ in part.answers[which]]
-        payload = StoredTokens(tuple(part.stored[which] for part in self.parts))
+    def _joined(self, given: Sequence[Sequence[tuple[Rollout, StoredTokens]]]) -> Group:
+        """The group of what each part has given."""
+        rollouts, payload = [one for own in given for one, _ in own], [tokens for own in given for _, tokens in own]
+        engines = [
+            part.sent.engine for part, own in zip(self.parts, given, strict=True) if part.sent is not None for _ in own
+        ]
         return Group(self.request.prompt, rollouts, payload, self.version, engines=engines)
 
 
@@ -62,10 +68,17 @@ class AskedPart:
     """The files with the tokens that its engines have sampled so far, in the order of the engines."""
     num_failed: int = 0
     """How often its answers were lost although the engine lives."""
-    answers: Answered = ()
-    """Empty until they are complete."""
-    stored: tuple[tuple[ray.ObjectRef, ...], ...] = ()
+    answers: Answered | None = None
+    """None until they are complete."""
+    objects: Sequence[ray.ObjectRef] = ()
     """The objects with the tokens of the answers and of the continuations; see `payloads.objects_of`."""
+
+    def given(self) -> tuple[Sequence[tuple[Rollout, StoredTokens]], Sequence[tuple[Rollout, StoredTokens]]]:
+        """The complete answers and their continuations, with their payloads."""
+        assert self.answers is not None, "they are complete"
+        rollouts, continuations, counts = self.answers
+        both = list(zip([*rollouts, *continuations], stored(counts, self.objects), strict=True))
+        return both[: len(rollouts)], both[len(rollouts) :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

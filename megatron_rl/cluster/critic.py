@@ -37,7 +37,7 @@ class CriticRank(MegatronRank):
         """The values of this replica's samples (`MegatronCritic.values`); None on all its ranks but one."""
         start = time.perf_counter()
         with spans.span("values"):
-            values = self.actor.values(replace(share, payloads=fetch(share.payloads, with_routes=True)))
+            values = self.actor.values(replace(share, tokens=fetch(share.tokens, with_routes=True)))
         log.info("valued %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return ray.put(values) if values else None
 

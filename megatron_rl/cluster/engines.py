@@ -1,7 +1,7 @@
 """vLLM engines as Ray actors. `stream.py` asks them.
 
-An engine returns a few numbers per sample. The tokens of each group are one object in Ray's store. The verifier and the
-trainer ranks fetch it from there. The driver owns the object, so it outlives an engine that dies.
+An engine returns a few numbers per sample. The tokens are objects in Ray's store, from where verifiers and trainer
+ranks fetch them. The driver owns the objects, so they outlive an engine that dies.
 
 Invariant (tests/e2e): an engine that dies is replaced by one with its index, seed and name.
 """
@@ -160,13 +160,13 @@ class EngineRank(TracedProcess):
         batch: tuple[int, int],
         earlier: list[str],
     ) -> tuple[Any, ...]:
-        """Some of the answers of a group and their continuations (`VllmEngine.answer`), and the objects of each
+        """Some of the answers of a group and their continuations (`asked.Answered`), and the objects with their tokens
         (`payloads.objects_of`), which become separate objects in Ray's store."""
         paths = [Path(path) for path in earlier]
         given = await self.engine.answer(ticket, asked, samples, version, batch, paths)
-        has_routes = self.config.policy.routing_replay
-        objects = [one for part in given for one in objects_of([tokens for _, tokens in part], has_routes)]
-        return tuple([rollout for rollout, _ in part] for part in given), *objects
+        tokens = [one for part in given for _, one in part]
+        counts, objects = objects_of(tokens, len(samples), self.config.policy.routing_replay)
+        return (*([rollout for rollout, _ in part] for part in given), counts), *objects
 
     async def cancel(self, ticket: int) -> None:
         await self.engine.cancel(ticket)
@@ -302,7 +302,7 @@ class EngineGroup:
 
     def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
         """See `ports.Stream`."""
-        return fetch([group.payload], self.deadlines.limit_s("to send tokens"), with_routes)[0]
+        return fetch(group.payload, self.deadlines.limit_s("to send tokens"), with_routes)
 
     def close(self) -> None:
         """End all engines that have started. Ray kills the others, and engines that do not end in time."""

@@ -62,16 +62,16 @@ class TrainerRank(ProfiledRank, MegatronRank):
         return fused_norms
 
     def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:
-        payloads = fetch(share.payloads, with_routes=True)
+        tokens = fetch(share.tokens, with_routes=True)
         values = None if share.values is None else fetch_numbers(share.values)
         start = time.perf_counter()
         with spans.span("begin"):
-            metrics: Metrics = self.actor.begin(replace(share, payloads=payloads, values=values), coefficients)
+            metrics: Metrics = self.actor.begin(replace(share, tokens=tokens, values=values), coefficients)
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
 
     def score(self, share: Share) -> dict[int, float]:
-        logps: dict[int, float] = self.actor.score(replace(share, payloads=fetch(share.payloads)))
+        logps: dict[int, float] = self.actor.score(replace(share, tokens=fetch(share.tokens)))
         return logps
 
     def returns(self) -> ray.ObjectRef | None:

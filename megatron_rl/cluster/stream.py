@@ -94,7 +94,7 @@ class RayStream:
         self._engines = engines
         self._largest_part = largest_part(config.rollout)
         self._values = config.rollout.prefix_values
-        self._num_objects = num_objects(config.policy.routing_replay)
+        self._has_routes = config.policy.routing_replay
         self._tickets, self._batches = count(), count()
         self._asked: dict[int, AskedGroup] = {}
         """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
@@ -153,12 +153,10 @@ class RayStream:
             earlier, record = list(part.records), self._engines.record_of[sent.engine]
             if record not in earlier and not self._in_turns:
                 part.records.append(record)
-            num = self._num_objects
-            call = sent.actor.answer.options(num_returns=1 + 2 * num)
+            call = sent.actor.answer.options(num_returns=1 + num_objects(len(part.samples), self._has_routes))
             batch = name, sizes[sent.engine]
             held = None if self._engines.loads_weights else version
-            answers, *stored = call.remote(asked.ticket, asked.request, part.samples, held, batch, earlier)
-            part.stored = tuple(stored[:num]), tuple(stored[num:])
+            answers, *part.objects = call.remote(asked.ticket, asked.request, part.samples, held, batch, earlier)
             answers.future().add_done_callback(partial(self._end, sent))
 
     def _end(self, sent: Sent, future: Future[Answered]) -> None:
@@ -284,7 +282,7 @@ class RayStream:
                     if part in lost or self._engines.engines[part.sent.engine] is not part.sent.actor:
                         again.append(part)
                         if part.answers:
-                            part.answers = ()
+                            part.answers = None
                             asked.attempt += 1
                             self._ready.pop(asked.request.number, None)
         return again
@@ -330,7 +328,7 @@ class RayStream:
             if part.sent is not sent or not self._is_wanted(part.asked):
                 return None
             if error is None:
-                part.answers = future.result()
+                part.answers = Answered(*future.result())
                 is_complete = all(part.answers for part in part.asked.parts)
                 return (part.asked, part.asked.attempt, part.asked.group()) if is_complete else None
         self._events.put(Lost(sent, error))

@@ -294,8 +294,9 @@ class RankGroup:
         return self._gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], doing)
 
     def _of_replicas(self, arguments: Sequence[Any]) -> list[Any]:
-        """The argument of each rank, from one argument for each data-parallel replica."""
-        return [arguments[self.mesh.coordinates(rank)[2]] for rank in range(self.mesh.world_size)]
+        """The argument of each rank, from one argument for each data-parallel replica, which the driver stores once."""
+        held = [ray.put(argument) for argument in arguments]
+        return [held[self.mesh.coordinates(rank)[2]] for rank in range(self.mesh.world_size)]
 
     def _gather(self, calls: Sequence[ray.ObjectRef], doing: str) -> Any:
         """The ranks' common answer; see `_gather_all`."""

@@ -30,7 +30,7 @@ from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import JournalWriter
 from megatron_rl.data.tokenizer import open_tokenizer
-from megatron_rl.types import Group, Metrics, Prompt, Rollout, Tokenizer, Verdict
+from megatron_rl.types import Group, Metrics, Prompt, Rollout, Tokenizer, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.failures import FailureLog
@@ -78,9 +78,9 @@ class VerifierRank(TracedProcess):
     ) -> list[Scored]:
         """What the rewards with these indices give for all answers (see `RewardSet.score`), and in each verdict the
         share of repeated n-grams that shaping needs."""
-        is_same = all(isinstance(payload, StoredTokens) for payload in payloads) and payloads == self._judged[0]
-        if not is_same:
-            answers = answers_of(prompts, fetch(payloads), rollouts)
+        are_stored = all(isinstance(one, StoredTokens) for payload in payloads for one in payload)
+        if not are_stored or payloads != self._judged[0]:
+            answers = answers_of(prompts, _of_groups(payloads), rollouts)
             sizes = repetition_sizes(self.config.algorithm.shaping)
             shares = [{size: repeated_share(answer.response_ids, size) for size in sizes} for answer in answers]
             self._judged = payloads, answers, shares
@@ -100,9 +100,15 @@ class VerifierRank(TracedProcess):
 
     def write(self, groups: dict[int, Group]) -> None:
         """Write groups into the run's journal, by their numbers."""
-        kept = fetch([group.payload for group in groups.values()], with_routes=True)
+        kept = _of_groups([group.payload for group in groups.values()], with_routes=True)
         given = zip(groups.items(), kept, strict=True)
         self.journal.write({number: replace(group, payload=tokens) for (number, group), tokens in given})
+
+
+def _of_groups(payloads: Sequence[Sequence[Any]], with_routes: bool = False) -> list[list[Tokens]]:
+    """The tokens of each group's payload."""
+    fetched = iter(fetch((one for payload in payloads for one in payload), with_routes=with_routes))
+    return [[next(fetched) for _ in payload] for payload in payloads]
 
 
 class VerifierGroup:

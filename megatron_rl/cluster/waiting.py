@@ -114,6 +114,9 @@ def gather(
     while waiting:
         with spans.span("wait", doing):
             done, waiting = _wait(waiting, 1, start + timeout_s - time.monotonic())
+        if done and waiting:  # a look at all references for each result would be quadratic
+            also_done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0)
+            done += also_done
         if not done:
             silent = [processes[references.index(reference)] for reference in waiting]
             raise _describe_silence(silent, processes, doing, timeout_s)

@@ -1,7 +1,7 @@
 """Plans a step, and distributes it over the data-parallel ranks.
 
 Invariant (tests/unit/loop): every planned sample is in one share, with its own tokens and numbers, and a share has no
-payload that it does not use.
+other tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.n
     of_rank = [minibatch[rank] for minibatch in plan.minibatches]
     index = np.array([sample for minibatch in of_rank for micro in minibatch for sample in micro], np.int64)
     place = {sample: position for position, sample in enumerate(index.tolist())}
-    groups, payload_of = np.unique(batch.group_of[index], return_inverse=True)
     return Share(
         minibatches=tuple(tuple(tuple(place[sample] for sample in micro) for micro in mini) for mini in of_rank),
         denominators=plan.denominators,
@@ -86,9 +85,7 @@ def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.n
         index=index,
         advantages=credit.advantages[index],
         weights=weights[index],
-        payloads=[batch.payloads[group] for group in groups],
-        payload_of=payload_of,
-        index_in_group=batch.index_in_group[index],
+        tokens=[batch.payloads[batch.group_of[sample]][batch.index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
     )
 

@@ -98,8 +98,8 @@ def training_seconds(
     has the output layer. The factor describes a pipeline of p stages of v chunks with m micro-batches: its stages are
     idle for the share (p - 1) / (m v + p - 1) of the time (Narayanan et al. 2021, arXiv:2104.04473). T, E, X and D are
     the communication times of tensor, expert, context and data parallelism. Half of X and of D is taken to overlap
-    with C, and nothing of the others. With N tokens of a step on a data- and context-parallel rank, L layers of a stage, H
-    hidden, w bytes of an element, and groups of t, e, c and d ranks:
+    with C, and nothing of the others. With N tokens of a step on a data- and context-parallel rank, L layers of a
+    stage, H hidden, w bytes of an element, and groups of t, e, c and d ranks:
 
         T: attention and a dense MLP each gather and scatter N H w (t - 1) / t bytes in a pass of a layer.
         E: a mixture sends its active tokens to their experts and back: 2 N/t k H w / e bytes in a pass of a layer for

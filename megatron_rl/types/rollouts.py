@@ -221,9 +221,9 @@ class Group:
 
     prompt: Prompt
     rollouts: Sequence[Rollout]
-    payload: Any
-    """list[Tokens], one for each rollout, or a reference to this list (a Ray object), which the trainer ranks and the
-    verifier resolve. Tokens do not pass through the driver."""
+    payload: Sequence[Any]
+    """[rollouts]: the `Tokens` of each rollout, or references to them, which trainer ranks and verifiers resolve.
+    Tokens do not pass through the driver."""
     version: int
     """The version of the weights at the start of generation; `Tokens.version` gives the version of each token."""
     continuations: Group | None = None

@@ -191,8 +191,7 @@ class Share:
     """One data-parallel rank's part of a step. The arrays have one entry for each of its N samples.
 
     Example: two answers with four action tokens each in one micro-batch of one optimizer step, with the mean over its
-    tokens as loss: minibatches (((0, 1),),), advantages [0.707, -0.707], weights [0.125, 0.125], and payload_of [0, 0]
-    with index_in_group [0, 1], because both belong to the same group.
+    tokens as loss: minibatches (((0, 1),),), advantages [0.707, -0.707] and weights [0.125, 0.125].
     """
 
     minibatches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -211,22 +210,13 @@ class Share:
     """float64 [N]: the advantage of every action token of the sample."""
     weights: np.ndarray
     """float64 [N]: the factor of each action token's loss; it contains the aggregation and the denominators."""
-    payloads: Sequence[Any]
-    """The tokens of the groups that the samples belong to; see `Group.payload`."""
-    payload_of: np.ndarray
-    """int64 [N]: the index of the payload of the sample's group."""
-    index_in_group: np.ndarray
-    """int64 [N]: the index of the sample in that payload."""
+    tokens: Sequence[Any]
+    """[N]: the tokens of each sample, or a reference to them; see `Group.payload`."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
     values: Any = None
     """The critic's values at the tokens of each sample, float32 [L] by `index`, or references to them; None if there is
     no critic."""
-
-    def tokens(self, sample: int) -> Tokens:
-        """The tokens of a sample, once the payloads are fetched."""
-        tokens: Tokens = self.payloads[self.payload_of[sample]][self.index_in_group[sample]]
-        return tokens
 
 
 class Shares(NamedTuple):

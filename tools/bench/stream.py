@@ -1,12 +1,18 @@
-"""Measure what the stream costs in addition to the engines: a stub in place of vLLM answers at once with short answers,
-and everything else is the same as in an asynchronous run: Ray, admission, the verifiers' process, the journal.
+"""Measure what the driver costs, with stubs in place of vLLM and of the trainer. Everything else is the same as in a
+run: Ray, admission, the verifiers' process, the journal, the plan of a step, the store of tokens, the bridge's joining.
 
-    rate          groups of 8 answers come at a steady rate: the cores that driver and verifier use
+    rate          groups of 8 short answers come at a steady rate: the cores that driver and verifier use
     hour          as many answers as come in an hour at 1,000 a second, as fast as they can: the driver's memory
     in flight     100,000 requests under way at once: the time to ask for them, and until a step has the first batch
+    step          one step of 1,024 GPUs, half of them engines: the driver's seconds, and what the trainer's ranks fetch
+    joining       all ranks of 1,024 GPUs join the bridge, as threads of one process, until they agree
+
+There are 8 engines in every mode. The trainer's ranks are 16 processes, and each is one rank of every replica: the
+driver makes as many calls, and processes ask it for as many references, as with 512 processes. A store looks up the
+names of its clients: if no name server answers, `RES_OPTIONS="timeout:1 attempts:1"` makes joining wait less for it.
 
     python tools/bench/stream.py
-    python tools/bench/stream.py --json --answers 400000
+    python tools/bench/stream.py --json --modes step joining
 """
 
 from __future__ import annotations
@@ -16,106 +22,149 @@ import asyncio
 import json
 import logging
 import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import ray
+import torch
+from ray.experimental import get_object_locations
 
-from megatron_rl.cluster.engines import EngineGroup, EngineRank
+from megatron_rl.balance import plan_microbatches
+from megatron_rl.bridge.join import Joining, host_store
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.cluster import session
+from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.payloads import fetch
+from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.session import ray_session
 from megatron_rl.cluster.stream import RayStream
 from megatron_rl.cluster.verifier import VerifierGroup
+from megatron_rl.cluster.waiting import gather
+from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.load import validate
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
+from megatron_rl.layout import Engines
 from megatron_rl.loop.engine_source import EngineSource
+from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
+from megatron_rl.recipes.tiny.task import write_task
+from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.tools.bench.rollout import Quiet, cpu_seconds
-from megatron_rl.types import GroupRequest, Prompt, Rollout, Tokens
+from megatron_rl.types import Credit, GroupRequest, ModelShape, Phase, Prompt, Rollout, Share, StepBatch, Tokens
 
-SAMPLES, LENGTH = 8, 20
-"""The number of answers to a prompt, and of the tokens of each."""
+SAMPLES, SHORT = 8, {"ground_truth": "1", "median": 20, "sigma": 0.0}
+"""The number of answers to a prompt, and the columns of its row in the first three modes. Answers have a lognormal
+number of tokens."""
+STEP_SAMPLES, LONG, LONGEST = 16, {"ground_truth": "1", "median": 4096, "sigma": 0.9}, 16_384
+"""The same of a step, and the largest number of tokens."""
+STORE_BYTES = 4 * 2**30
+NUM_ENGINES, NUM_RANK_PROCESSES = 8, 16
+
+TENSOR, PIPELINE, ENGINE_TENSOR = 4, 4, 8
+SHAPE = ModelShape("qwen3", 64, 5120, 64, 8, 128, 25600, 151936, 1e6, 1e-6, 40960, False)
+"""Qwen3-32B and its layout."""
+HELD = "held"
+"""While the model's folder has this file, engines do not answer."""
+MODES = ("rate", "hour", "in flight", "step", "joining")
 
 
-class StubRank(EngineRank):
+class StubEngine:
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec, self.weights, self.alive = spec, self, True
+
     async def start(self) -> None:
-        self.released = asyncio.Event()
-        self.released.set()
+        pass
+
+    async def enter(self, phase: Phase) -> None:
+        pass
 
     async def answer(
         self, ticket: int, asked: GroupRequest, samples: range, *others: object
-    ) -> tuple[tuple[list[Rollout], list[Rollout]], list[Tokens], list[Tokens]]:
-        await self.released.wait()
-        prompt = asked.prompt
-        length = len(prompt.token_ids) + LENGTH
-        columns = (np.zeros(length, kind) for kind in (np.int32, bool, np.float32, np.int32))
-        tokens = Tokens(*columns)
-        rollouts = [Rollout(length, len(prompt.token_ids), LENGTH, 0, "stop", oldest_version=0) for _ in samples]
-        return (rollouts, []), [tokens for _ in samples], []
+    ) -> tuple[list[tuple[Rollout, Tokens]], list[tuple[Rollout, Tokens]]]:
+        while (Path(self._spec.model.path) / HELD).exists():
+            await asyncio.sleep(0.05)
+        num_prompt, wanted = len(asked.prompt.token_ids), asked.prompt.columns
+        rng = np.random.default_rng(asked.number)
+        drawn = rng.lognormal(np.log(wanted["median"]), wanted["sigma"], asked.num_samples)
+        answers = []
+        for sample in samples:
+            num = min(LONGEST, round(drawn[sample]))
+            columns = (np.zeros(num_prompt + num, kind) for kind in (np.int32, bool, np.float32, np.int32))
+            rollout = Rollout(num_prompt + num, num_prompt, num, 0, "stop", oldest_version=0)
+            answers.append((rollout, Tokens(*columns)))
+        return answers, []
 
-    async def hold(self, held: bool) -> None:
-        self.released.clear() if held else self.released.set()
+    async def cancel(self, ticket: int) -> None:
+        pass
 
-    async def close(self) -> None:
+    def close(self) -> None:
         pass
 
 
-class StubGroup(EngineGroup):
-    def _new(self, index: int) -> Any:
-        self.record_of[index] = ""
-        options = self._placement.group_options("engine", index) | {"max_concurrency": 2**20}
-        return ray.remote(StubRank).options(**options).remote(self._config, index, str(self._logs), False, "")
+class StubTrainer:
+    def begin(self, share: Share) -> int:
+        """Returns the number of tokens of a share."""
+        return sum(len(tokens.ids) for tokens in fetch(share.tokens, with_routes=True))
 
 
-def configuration(folder: Path, name: str, prompts: int, max_lag: int, num_steps: int) -> GrpoRunConfig:
+def configuration(folder: Path, name: str, prompts: int, max_lag: int, num_steps: int, **more: int) -> GrpoRunConfig:
     values = {
         "run": {"name": name, "folder": str(folder), "steps": num_steps},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"train": "none"},
-        "balance": {"max_tokens_per_microbatch": 4096},
+        "balance": {"max_tokens_per_microbatch": 2 * LONGEST},
         "rewards": [{"kind": "exact_answer"}],
         "rollout": {
+            "backend": "megatron_rl.tools.bench.stream:StubEngine",
             "prompts_per_step": prompts,
             "samples_per_prompt": SAMPLES,
+            "num_engines": NUM_ENGINES,
             "max_prompt_tokens": 8,
-            "max_response_tokens": LENGTH,
+            "max_response_tokens": LONGEST,
             "max_lag": max_lag,
             "delimiter": "",
+            **more,
         },
     }
     return validate(GrpoRunConfig, values)
 
 
-def measure(rate: float, seconds: float, answers: int, in_flight: int) -> dict[str, dict[str, float]]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        subprocess.run([sys.executable, "-m", "megatron_rl.recipes.tiny.task", name], check=True, capture_output=True)
-        steps = -(-answers // (128 * SAMPLES))
-        config = configuration(folder, "hour", 128, 1, steps)
-        logs = folder / "logs"
-        with ray_session(config.cluster, 1, logs):
-            placement, restarts = RayPlacement(config), Restarts(0)
-            engines = StubGroup(config, logs, placement, restarts)
-            verifiers = VerifierGroup(config, logs, placement, restarts)
-            engines.wait()
-            verifiers.wait()
-            stream = RayStream(config, engines, verifiers)
-            results = {
-                "rate": at_a_rate(stream, verifiers, rate / SAMPLES, seconds),
-                "hour": an_hour(config, stream),
-                "in flight": many(configuration(folder, "many", in_flight // SAMPLES // 4, 3, 4), stream, engines),
-            }
-            engines.close()
+def measure(
+    folder: Path, modes: Collection[str], rate: float, seconds: float, answers: int, in_flight: int, gpus: int
+) -> dict[str, dict[str, float]]:
+    """What `--help` describes, but for joining. Ray runs.
+
+    Args:
+        folder: has the demo's model; the runs write into it.
+    """
+    config = configuration(folder, "hour", 128, 1, -(-answers // (128 * SAMPLES)))
+    logs, placement, restarts = folder / "logs", RayPlacement(config), Restarts(0)
+    engines = EngineGroup(config, logs, placement, restarts, loads_weights=True)
+    verifiers = VerifierGroup(config, logs, placement, restarts)
+    engines.wait()
+    verifiers.wait()
+    stream = RayStream(config, engines, verifiers)
+    many_config = configuration(folder, "many", in_flight // SAMPLES // 4, 3, 4)
+    step_config = configuration(folder, "step", gpus // 2, 0, 1, samples_per_prompt=STEP_SAMPLES)
+    works: dict[str, Callable[[], dict[str, float]]] = {
+        "rate": lambda: at_a_rate(stream, verifiers, rate / SAMPLES, seconds),
+        "hour": lambda: an_hour(config, stream),
+        "in flight": lambda: many(many_config, stream),
+        "step": lambda: a_step(step_config, RayStream(step_config, engines, verifiers), gpus // 2),
+    }
+    results = {mode: work() for mode, work in works.items() if mode in modes}
+    engines.close()
     return results
 
 
@@ -124,7 +173,7 @@ def at_a_rate(stream: RayStream, verifiers: VerifierGroup, rate: float, seconds:
     Args:
         rate: groups a second.
     """
-    [verifier], prompt = verifiers.verifiers, rows(1)[0]
+    [verifier], prompt = verifiers.verifiers, rows(1, SHORT)[0]
     processes = {"driver": psutil.Process(), "verifier": psutil.Process(verifier.process.placed.pid)}
     start, before, asked, done = time.perf_counter(), cpu_seconds(processes), 0, 0
     while (now := time.perf_counter() - start) < seconds:
@@ -150,23 +199,22 @@ def an_hour(config: GrpoRunConfig, stream: RayStream) -> dict[str, float]:
         if step % 50 == 0:  # the journal of older versions is removed when there is a checkpoint
             (config.run_folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     seconds = time.perf_counter() - start
-    tenth = max(1, len(memory) // 10)
     return {
         "answers": config.run.steps * 128 * SAMPLES,
         "answers_per_s": config.run.steps * 128 * SAMPLES / seconds,
-        "mib_after_a_tenth": memory[tenth],
+        "mib_after_a_tenth": memory[len(memory) // 10],
         "mib_at_the_end": memory[-1],
     }
 
 
-def many(config: GrpoRunConfig, stream: RayStream, engines: EngineGroup) -> dict[str, float]:
+def many(config: GrpoRunConfig, stream: RayStream) -> dict[str, float]:
     """All groups of four batches are under way at once; no engine answers before all have been asked for."""
-    source, [engine] = source_of(config, stream), engines.engines
-    ray.get(engine.hold.remote(True))
+    source, held = source_of(config, stream), Path(config.model.path) / HELD
+    held.touch()
     start = time.perf_counter()
     source.pushed(0)
     asked_s = time.perf_counter() - start
-    ray.get(engine.hold.remote(False))
+    held.unlink()
     start = time.perf_counter()
     source.next(0)
     answers = config.rollout.prompts_per_step * SAMPLES
@@ -177,14 +225,80 @@ def many(config: GrpoRunConfig, stream: RayStream, engines: EngineGroup) -> dict
     }
 
 
+def a_step(config: GrpoRunConfig, stream: RayStream, num_ranks: int) -> dict[str, float]:
+    """
+    Args:
+        num_ranks: the number of the trainer's ranks.
+    """
+    width = TENSOR * PIPELINE
+    parallel = ParallelConfig(tensor=TENSOR, pipeline=PIPELINE, data=num_ranks // width)
+    spent, driver = {}, {"driver": psutil.Process()}
+    last, cpu = time.perf_counter(), cpu_seconds(driver)["driver"]
+
+    def note(part: str) -> None:
+        nonlocal last, cpu
+        now, now_cpu = time.perf_counter(), cpu_seconds(driver)["driver"]
+        spent[f"{part}_s"], spent[f"{part}_driver_s"] = now - last, now_cpu - cpu
+        last, cpu = now, now_cpu
+
+    prompts = rows(config.rollout.prompts_per_step, LONG)
+    stream.ask([GroupRequest(i, prompt, STEP_SAMPLES, (i,)) for i, prompt in enumerate(prompts)], 0)
+    groups = list(stream.collect(0).groups.values())
+    note("answers")
+    batch = StepBatch.of_groups(groups, 0)
+    num, active = len(batch.lengths), np.ones(len(batch.lengths), bool)
+    plan = plan_microbatches(batch, active, SHAPE, parallel, config.balance, 4, recompute="full")
+    shares = deal(batch, plan, Credit(np.zeros(num), active), np.zeros(num), parallel.data)
+    note("plan")
+    remote = ray.remote(num_cpus=0)(StubTrainer)
+    trainers = [remote.remote() for _ in range(NUM_RANK_PROCESSES)]
+    processes = [Process(f"rank {i}", Path(os.devnull), trainer) for i, trainer in enumerate(trainers)]
+    ray.get([trainer.begin.remote(replace(shares[0], tokens=[])) for trainer in trainers])
+    note("start")
+    held = [ray.put(share) for share in shares]
+    asked = [(share, rank % NUM_RANK_PROCESSES) for share in held for rank in range(width)]
+    calls = [trainers[process].begin.remote(share) for share, process in asked]
+    tokens = gather(calls, [processes[process] for _, process in asked], "to begin", 600.0)
+    note("begin")
+    assert sum(tokens) == width * batch.lengths.sum(), "every sample has come to one replica"
+    wanted = [{one.tokens.object for one in share.tokens} for share in shares]
+    where = get_object_locations(list(set.union(*wanted)))
+    sizes = {reference: found["object_size"] for reference, found in where.items()}
+    fetched = [sum(sizes[reference] for reference in own) for own in wanted]
+    stored = sum(sizes.values())
+    return {
+        "answers": float(num),
+        "ranks": float(num_ranks),
+        **{name: seconds for name, seconds in spent.items() if not name.startswith("start")},
+        "references_of_all_ranks": float(width * sum(map(len, wanted))),
+        "stored_gb": stored / 1e9,
+        "fetched_gb_of_all_replicas": sum(fetched) / 1e9,
+        "share_of_a_replica": sum(fetched) / len(fetched) / stored,
+        "least_share": 1 / parallel.data,
+    }
+
+
+def join(gpus: int) -> dict[str, float]:
+    layout = ParallelConfig(tensor=TENSOR, pipeline=PIPELINE, data=gpus // 2 // TENSOR // PIPELINE)
+    store, engines = host_store("127.0.0.1"), Engines(gpus // 2 // ENGINE_TENSOR, tensor=ENGINE_TENSOR)
+    setup = BridgeSetup(SHAPE, layout.mesh, False, engines, "bfloat16", "127.0.0.1", store.port)
+    start = time.perf_counter()
+    assert setup.agreement
+    planned = time.perf_counter()
+    with ThreadPoolExecutor(setup.world_size) as pool:
+        list(pool.map(lambda rank: Joining(setup, rank, torch.device("cpu")), range(setup.world_size)))
+    seconds = time.perf_counter() - planned
+    return {"ranks": float(setup.world_size), "plan_s": planned - start, "join_s": seconds}
+
+
 def source_of(config: GrpoRunConfig, stream: RayStream) -> EngineSource:
-    prompts = ShuffledStream(rows(1000), config.rollout.prompts_per_step, seed=0)
+    prompts = ShuffledStream(rows(1000, SHORT), config.rollout.prompts_per_step, seed=0)
     ports = Ports(None, None, stream)  # type: ignore[arg-type]
     return EngineSource(config, ports, prompts, [], Quiet(), NEVER)  # type: ignore[arg-type]
 
 
-def rows(count: int) -> list[Prompt]:
-    return [Prompt(f"row {i}", (5, 6, 7), "", {"ground_truth": ""}) for i in range(count)]
+def rows(count: int, columns: Mapping[str, Any]) -> list[Prompt]:
+    return [Prompt(f"row {i}", (5, 6, 7), "", columns) for i in range(count)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,11 +307,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="how long they come at this rate")
     parser.add_argument("--answers", type=int, default=3_600_000, help="the number of answers of the hour")
     parser.add_argument("--in-flight", type=int, default=100_000, help="the number of requests under way at once")
+    parser.add_argument("--gpus", type=int, default=1024, help="the GPUs of the step and of the joining, 32 x N")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    results = measure(args.rate, args.seconds, args.answers, args.in_flight)
+    results: dict[str, dict[str, float]] = {}
+    if set(args.modes) != {"joining"}:
+        session.OBJECT_STORE_BYTES = STORE_BYTES
+        with tempfile.TemporaryDirectory() as name, session.ray_session(ClusterConfig(), 1, Path(name, "logs")):
+            write_task(Path(name))
+            sizes = (args.rate, args.seconds, args.answers, args.in_flight, args.gpus)
+            results |= measure(Path(name), args.modes, *sizes)
+    if "joining" in args.modes:
+        results["joining"] = join(args.gpus)
     if args.json:
         print(json.dumps(results))
         return 0

@@ -132,6 +132,13 @@ def test_results_come_in_the_order_of_the_calls(pair):
     assert gather(calls, pair, "to answer", 600) == [0, 1]
 
 
+def test_many_results_cost_as_few_looks_as_one(pair, monkeypatch):
+    looks, wait_for = [], ray.wait
+    monkeypatch.setattr(ray, "wait", lambda *given, **more: looks.append(given) or wait_for(*given, **more))
+    references = [ray.put(i) for i in range(64)]
+    assert gather(references, pair * 32, "to answer", 600) == list(range(64)) and len(looks) == 2
+
+
 def test_a_process_has_the_priority_of_its_driver(pair):
     for location in wait(pair, "locate", "locate"):
         assert psutil.Process(location.pid).nice() == psutil.Process().nice()

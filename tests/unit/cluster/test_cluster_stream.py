@@ -78,12 +78,13 @@ class HeldEngine:
         future: Future = Future()
         self.calls.append((ticket, samples, earlier, future))
         self.batches.append(batch)
-        return SimpleNamespace(future=lambda: future), f"tokens {asked.number} {samples}", "no continuations"
+        return SimpleNamespace(future=lambda: future), *(f"tokens {asked.number} {i}" for i in samples)
 
     def end(self, call: int = 0) -> None:
         _, samples, _, future = self.calls.pop(call)
         # The prompt's length stands for the sample's number.
-        future.set_result(([Rollout(9, i, 1, 0, "stop", oldest_version=0) for i in samples], []))
+        rollouts = [Rollout(9, i, 1, 0, "stop", oldest_version=0) for i in samples]
+        future.set_result((rollouts, [], [[1] * len(samples)]))
 
     def lose(self, call: int = 0) -> None:
         self.calls.pop(call)[3].set_exception(RayTaskError("answer", "lost", RuntimeError("a push failed")))
@@ -98,7 +99,7 @@ class OnesVerifier:
 
     def __init__(self):
         self.journal: list[int] = []
-        self.decided: list[list[StoredTokens]] = []
+        self.decided: list[list[list[StoredTokens]]] = []
 
     def score(self, groups):
         return [[Verdict(1.0) for _ in group.rollouts] for group in groups], {"reward/ones/seconds": 0.0}
@@ -166,7 +167,7 @@ def test_a_group_is_complete_when_all_its_parts_are(stage):
     [(number, group)] = verified.groups.items()
     assert number == 7 and group.version == 3 and stage.verifier.journal == [7]
     assert [sample.num_prompt_tokens for sample in group.rollouts] == list(range(8)), "in the order of the samples"
-    assert group.payload.parts == (("tokens 7 range(0, 4)",), ("tokens 7 range(4, 8)",))
+    assert group.payload == [StoredTokens((f"tokens 7 {i}", 0)) for i in range(8)]
     assert group.engines == [0] * 4 + [1] * 4
     assert all(sample.verdict.score == 1 for sample in group.rollouts)
 

@@ -30,7 +30,7 @@ class Policy:
         return {
             int(index): -float(tokens.ids[tokens.action_mask].sum())
             for share in shares
-            for index, tokens in ((share.index[i], share.tokens(i)) for i in range(len(share.names)))
+            for index, tokens in ((share.index[i], share.tokens[i]) for i in range(len(share.names)))
         }
 
 

@@ -1,4 +1,4 @@
-"""Each data-parallel rank gets its own samples, and the groups that they belong to."""
+"""Each data-parallel rank gets its own samples, and no others."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():
         own = share.token_rewards
         seen_rewards += zip(share.index[own.sample].tolist(), own.position.tolist(), own.value.tolist(), strict=True)
         assert (share.version, share.denominators, share.alignment) == (3, plan.denominators, plan.alignment)
-        assert set(share.payload_of) == set(range(len(share.payloads))), "every group that a rank gets is used"
+        assert len(share.tokens) == sum(len(micro) for mini in share.minibatches for micro in mini), "and no others"
         for mine, planned in zip(share.minibatches, plan.minibatches, strict=True):
             assert tuple(tuple(share.index[list(micro)]) for micro in mine) == planned[rank]
             for sample in (sample for micro in mine for sample in micro):
-                assert share.tokens(sample) not in seen, "each sample is in one share once"
+                assert share.tokens[sample] not in seen, "each sample is in one share once"
                 numbers = (share.names[sample], share.index[sample], share.advantages[sample], share.weights[sample])
-                seen[share.tokens(sample)] = numbers
+                seen[share.tokens[sample]] = numbers
     assert sorted(seen_rewards) == [(0, 1, 0.25), (20, 2, -1.0), (20, 3, 0.5)]
     assert seen == {
         f"tokens {g}.{i}": (f"row {g}, answer {i}", 3 * g + i, (3 * g + i) / 10, (3 * g + i) / 100)

@@ -62,7 +62,7 @@ def test_updates_per_step_are_mini_batches_of_whole_groups(tmp_path):
     )
     for minibatch in world.share.minibatches:
         samples = [s for micro in minibatch for s in micro]
-        assert len(samples) == 4 and len(set(world.share.payload_of[samples])) == 2
+        assert len(samples) == 4 and len(set(world.share.index[samples] // 2)) == 2
 
 
 def test_zero_signal_groups_leave_the_step_and_are_counted(tmp_path):

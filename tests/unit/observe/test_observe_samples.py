@@ -118,8 +118,7 @@ def test_a_record_that_is_read_back_is_the_same_and_small():
 def share(index: list[int], advantages: list[float]) -> Share:
     return Share(
         minibatches=(), denominators=(Denominators(1, 1),), alignment=1, version=0, names=[], index=np.array(index),
-        advantages=np.array(advantages), weights=np.zeros(0), payloads=[], payload_of=np.zeros(0, int),
-        index_in_group=np.zeros(0, int),
+        advantages=np.array(advantages), weights=np.zeros(0), tokens=[],
     )  # fmt: skip
 
 
