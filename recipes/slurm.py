@@ -111,8 +111,8 @@ def options(job: Job) -> list[list[str]]:
 
 
 def with_memory(given: Sequence[str]) -> list[str]:
-    """The user's options for a component, after one for all memory of its nodes, which --exclusive does not give, unless
-    they say how much."""
+    """The user's options for a component, after one for all memory of its nodes unless they say how much. --exclusive
+    gives the CPUs alone, and sbatch refuses --mem together with --mem-per-gpu."""
     return [*([] if any(option.startswith(("--mem=", "--mem-per-")) for option in given) else ["--mem=0"]), *given]
 
 

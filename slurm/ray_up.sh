@@ -51,8 +51,8 @@ fi
 # Only processes that know this token may talk to this Ray. It travels in the environment, never on a command line.
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-# Ray calls a node lost after five checks without an answer, each of which waits 10 s for it. Its own period is 3 s: a
-# node that reads a terabyte of weights may be silent for longer, and losing it costs the steps since the checkpoint.
+# Ray calls a node lost after five checks without an answer, and each waits 10 s. Its own period is 3 s, but a node that
+# reads a terabyte of weights may be silent for longer, and losing it costs the steps since the checkpoint.
 export RAY_health_check_period_ms=${RAY_health_check_period_ms:-10000}
 # Ray would run trainers and engines at the lowest priority but four: any busy daemon of a node would starve them.
 export RAY_worker_niceness=${RAY_worker_niceness:-0}

@@ -46,8 +46,8 @@ class SlurmConfig(Section):
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """The seeds of a job array, with one run for each seed; run.name is extended by `/seed_N`."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch, such as `--qos=high` or `--dependency=singleton`. Without one for memory a job takes all
-    memory of its nodes (`--mem=0`)."""
+    """Further options of sbatch, such as `--qos=high` or `--dependency=singleton`. A job takes all memory of its nodes
+    (`--mem=0`) unless one of them says how much."""
 
     @model_validator(mode="after")
     def _options_have_a_meaning(self) -> Self:

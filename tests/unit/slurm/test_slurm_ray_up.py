@@ -228,7 +228,9 @@ def test_an_image_of_a_registry_is_imported_once(allocation, image, command, suf
     done = allocation.run("true", MEGATRON_RL_CONTAINER=image)
     assert done.returncode == 0, done.stderr
     file = str(allocation.logs / f"7.{suffix}")
-    [imported] = [step for program in ("enroot", "apptainer") for step in allocation.steps(program) if file in step[-2:]]
+    [imported] = [
+        step for program in ("enroot", "apptainer") for step in allocation.steps(program) if file in step[-2:]
+    ]
     program = ["apptainer", "pull", file] if suffix == "sif" else ["enroot", "import", "--output", file]
     assert imported[-len(program) - 1 :] == [*program, command] and "--nodelist=a1" in imported
     for step in [*allocation.steps("start_ray"), *allocation.steps("run_when_ready")]:
