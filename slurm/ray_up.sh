@@ -51,8 +51,8 @@ fi
 # Only processes that know this token may talk to this Ray. It travels in the environment, never on a command line.
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-# Ray calls a node lost after five checks without an answer, and each waits 10 s. Its own period is 3 s, but a node that
-# reads a terabyte of weights may be silent for longer, and losing it costs the steps since the checkpoint.
+# Ray calls a node lost after five failed checks: 50 s, or 100 s if nothing answers. Its own period is 3 s, but a node
+# that reads a terabyte of weights may be silent for longer, and losing it costs the steps since the checkpoint.
 export RAY_health_check_period_ms=${RAY_health_check_period_ms:-10000}
 # Ray would run trainers and engines at the lowest priority but four: any busy daemon of a node would starve them.
 export RAY_worker_niceness=${RAY_worker_niceness:-0}
@@ -95,7 +95,7 @@ address_of_this_node() { # ANOTHER-NODE
         ip -o -4 addr show dev "$MEGATRON_RL_INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }'
         return
     fi
-    # The first address of a node may be that of docker0: the one that the kernel takes to another node comes before it.
+    # The first address of a node may belong to docker0, so the address of its route to another node comes before it.
     local other
     other=$(getent ahostsv4 "${1:-}" | awk '{ print $1; exit }')
     {
