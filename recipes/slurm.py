@@ -104,10 +104,16 @@ def options(job: Job) -> list[list[str]]:
     if slurm.seeds:
         first.append(f"--array={','.join(map(str, slurm.seeds))}")
     num_nodes = slurm.nodes if is_heterogeneous else slurm.nodes + slurm.rollout_nodes
-    components = [[*first, f"--nodes={num_nodes}", *common, *slurm.options]]
+    components = [[*first, f"--nodes={num_nodes}", *common, *with_memory(slurm.options)]]
     if is_heterogeneous:
-        components.append([f"--nodes={slurm.rollout_nodes}", *common, *slurm.rollout_options])
+        components.append([f"--nodes={slurm.rollout_nodes}", *common, *with_memory(slurm.rollout_options)])
     return components
+
+
+def with_memory(given: Sequence[str]) -> list[str]:
+    """The user's options for a component, after one for all memory of its nodes unless they say how much. --exclusive
+    gives the CPUs alone, and sbatch refuses --mem together with --mem-per-gpu."""
+    return [*([] if any(option.startswith(("--mem=", "--mem-per-")) for option in given) else ["--mem=0"]), *given]
 
 
 def variables(job: Job) -> dict[str, str]:

@@ -25,7 +25,7 @@ import nemo_run
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, PpoRunConfig, SftRunConfig
 from megatron_rl.config.slurm import SlurmConfig
-from megatron_rl.recipes.slurm import Job, read_job, variables
+from megatron_rl.recipes.slurm import Job, read_job, variables, with_memory
 
 KINDS: dict[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
 
@@ -56,7 +56,7 @@ def slurm_executor(job: Job, tunnel: Tunnel) -> nemo_run.SlurmExecutor:
     environment = variables(job)
     if slurm.environment:
         environment["MEGATRON_RL_ENVIRONMENT"] = slurm.environment
-    given = [option.lstrip("-").partition("=") for option in slurm.options]
+    given = [option.lstrip("-").partition("=") for option in with_memory(slurm.options)]
     return nemo_run.SlurmExecutor(
         account=slurm.account,
         partition=slurm.partition,

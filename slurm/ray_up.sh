@@ -51,16 +51,20 @@ fi
 # Only processes that know this token may talk to this Ray. It travels in the environment, never on a command line.
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
-# Ray calls a node lost after three checks without an answer: in 20 s or so. Its own values take more than a minute.
-export RAY_health_check_initial_delay_ms=${RAY_health_check_initial_delay_ms:-5000}
-export RAY_health_check_period_ms=${RAY_health_check_period_ms:-2000}
-export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-5000}
-export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-3}
+# Ray calls a node lost after five failed checks: 50 s, or 100 s if nothing answers. Its own period is 3 s, but a node
+# that reads a terabyte of weights may be silent for longer, and losing it costs the steps since the checkpoint.
+export RAY_health_check_period_ms=${RAY_health_check_period_ms:-10000}
 # Ray would run trainers and engines at the lowest priority but four: any busy daemon of a node would starve them.
 export RAY_worker_niceness=${RAY_worker_niceness:-0}
 if [ -n "${MEGATRON_RL_INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$MEGATRON_RL_INTERFACE NCCL_SOCKET_IFNAME=$MEGATRON_RL_INTERFACE
 fi
+
+# Compilers write to the node itself. Their own places are in the home directory, which hundreds of processes would
+# share, and which may be missing in a container.
+caches=/tmp/megatron_rl_$(id -u)
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$caches/triton} VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$caches/vllm}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$caches/inductor}
 
 # Jobs that share a node have different ports, and so have nodes that share an address.
 first_port=${MEGATRON_RL_FIRST_PORT:-$((20000 + SLURM_JOB_ID * 10 * num_nodes % 10000))}
@@ -72,32 +76,47 @@ step_on() {
     [ "$num_components" = 1 ] || step+=(--het-group="${components[$1]}")
 }
 
-# Sets `step` likewise, with the container if there is one.
+# Sets `step` likewise, with the container if there is one. Enroot gives every container an empty /tmp, so that the
+# command would not find the sockets of its node's Ray: all containers of a node have the node's /tmp.
 contained_step_on() {
     step_on "$1"
-    local image=${MEGATRON_RL_CONTAINER:-} mounts=$PWD:$PWD,$logs:$logs${MEGATRON_RL_MOUNTS:+,$MEGATRON_RL_MOUNTS}
+    local mounts=/tmp:/tmp,$PWD:$PWD,$logs:$logs${MEGATRON_RL_MOUNTS:+,$MEGATRON_RL_MOUNTS}
     case $image in
     "") ;;
-    *.sif | docker://*) step+=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$image") ;;
+    *.sif) step+=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$image") ;;
     *) step+=(--container-image="$image" --container-mounts="$mounts" --container-workdir="$PWD") ;;
     esac
 }
 
-# The next three functions are handed to bash on the nodes.
+# The next four functions are handed to bash on the nodes.
 # shellcheck disable=SC2329
-address_of_this_node() {
+address_of_this_node() { # ANOTHER-NODE
     if [ -n "${MEGATRON_RL_INTERFACE:-}" ]; then
         ip -o -4 addr show dev "$MEGATRON_RL_INTERFACE" | awk '{ sub("/.*", "", $4); print $4; exit }'
-    else
-        { hostname -I; hostname --ip-address; } | tr ' ' '\n' | grep -m 1 -E '^[0-9]+(\.[0-9]+){3}$'
+        return
     fi
+    # The first address of a node may belong to docker0, so the address of its route to another node comes before it.
+    local other
+    other=$(getent ahostsv4 "${1:-}" | awk '{ print $1; exit }')
+    {
+        [ -z "$other" ] || ip -4 route get "$other" | sed -n '/^local/d; s/.* src \([0-9.]*\).*/\1/p'
+        hostname -I
+        hostname --ip-address
+    } | tr ' ' '\n' | grep -m 1 -E '^[0-9]+(\.[0-9]+){3}$'
+}
+
+# shellcheck disable=SC2329
+prepare_node() {
+    # Slurm hands on the limit of the shell that submitted the job, often 1,024 files. Only drivers of Ray raise theirs.
+    (($(ulimit -Sn) >= 65536)) || ulimit -Sn 65536 2>/dev/null || ulimit -Sn hard
+    eval "${MEGATRON_RL_ENVIRONMENT:-}"
 }
 
 # shellcheck disable=SC2329
 start_ray() { # NODE POOL HEAD-ADDRESS HEAD-PORT FIRST-PORT IS-HEAD READY-SECONDS
     # Some ways to send the signal before the time limit reach every process of the job; it is for the command alone.
     trap '' USR1
-    eval "${MEGATRON_RL_ENVIRONMENT:-}"
+    prepare_node
     local options=(
         --node-name="$1" --num-cpus="$SLURM_CPUS_ON_NODE" --temp-dir="/tmp/ray_$SLURM_JOB_ID"
         --node-manager-port="$(($5 + 1))" --object-manager-port="$(($5 + 2))" --runtime-env-agent-port="$(($5 + 3))"
@@ -122,7 +141,7 @@ start_ray() { # NODE POOL HEAD-ADDRESS HEAD-PORT FIRST-PORT IS-HEAD READY-SECOND
 
 # shellcheck disable=SC2329
 run_when_ready() { # READY-FILE READY-SECONDS NODES COMMAND ...
-    eval "${MEGATRON_RL_ENVIRONMENT:-}"
+    prepare_node
     local file=$1 seconds=$2 names=$3
     # shellcheck disable=SC2086  # the names of nodes hold no spaces
     python -m megatron_rl.cluster.joined "$seconds" $names || exit 69
@@ -132,10 +151,30 @@ run_when_ready() { # READY-FILE READY-SECONDS NODES COMMAND ...
 }
 
 step_on 0
-head=$("${step[@]}" bash -c "$(declare -f address_of_this_node); address_of_this_node") || head=
+other=
+[ "$num_nodes" = 1 ] || other=$(scontrol show node "${nodes[1]}" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+head=$("${step[@]}" bash -c "$(declare -f address_of_this_node); address_of_this_node \"\$@\"" \
+    address_of_this_node "$other") || head=
 [ -n "$head" ] || fail 64 "${nodes[0]} has no IPv4 address${MEGATRON_RL_INTERFACE:+ on $MEGATRON_RL_INTERFACE}"
 export RAY_ADDRESS=$head:$first_port
 say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}: Ray at $RAY_ADDRESS, $num_nodes nodes, logs in $logs"
+
+# An image of a registry is imported once. Otherwise each step would import it for itself.
+image=${MEGATRON_RL_CONTAINER:-}
+import=()
+case $image in
+"" | *.sif | [./]*) ;;
+docker://*) file=$logs/$SLURM_JOB_ID.sif && import=(apptainer pull "$file" "$image") ;;
+*://*) file=$logs/$SLURM_JOB_ID.sqsh && import=(enroot import --output "$file" "$image") ;;
+*) file=$logs/$SLURM_JOB_ID.sqsh && import=(enroot import --output "$file" "docker://$image") ;;
+esac
+if [ ${#import[@]} != 0 ]; then
+    trap 'rm -f "$file"' EXIT
+    rm -f "$file" # of a start of this job that was killed
+    say "${import[*]}"
+    "${step[@]}" "${import[@]}" || fail 64 "the image $image cannot be imported (see above)"
+    image=$file
+fi
 
 rays=() files=()
 for ((i = 0; i < num_nodes; i++)); do
@@ -144,7 +183,7 @@ for ((i = 0; i < num_nodes; i++)); do
     ((i > 0)) || is_head=yes
     contained_step_on "$i"
     # RAY_ADDRESS would make the head join another Ray.
-    env -u RAY_ADDRESS "${step[@]}" bash -c "$(declare -f address_of_this_node start_ray); start_ray \"\$@\"" start_ray \
+    env -u RAY_ADDRESS "${step[@]}" bash -c "$(declare -f address_of_this_node prepare_node start_ray); start_ray \"\$@\"" start_ray \
         "${nodes[i]}" "${pools[i]}" "$head" "$first_port" "$((first_port + 10 * i))" "$is_head" "$ready_s" \
         >>"${files[i]}" 2>&1 </dev/null &
     rays[i]=$!
@@ -160,7 +199,7 @@ command=
 trap '[ -z "$command" ] || kill -s USR1 "$command"' USR1
 trap '[ -z "$command" ] || kill -s TERM "$command"' TERM
 trap '[ -z "$command" ] || kill -s INT "$command"' INT
-"${step[@]}" bash -c "$(declare -f run_when_ready); run_when_ready \"\$@\"" run_when_ready \
+"${step[@]}" bash -c "$(declare -f prepare_node run_when_ready); run_when_ready \"\$@\"" run_when_ready \
     "$ready" "$ready_s" "${nodes[*]}" "$@" &
 command=$!
 

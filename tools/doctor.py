@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 from rich.console import Console
@@ -60,6 +63,10 @@ class Machine:
     """The size of /dev/shm."""
     open_files: int
     """The largest number of files that a process may open (`ulimit -n`)."""
+    compiler: str | None
+    """The C compiler that Triton takes."""
+    headers: str | None
+    """The folder with Python.h, which Triton compiles with."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ def look() -> Machine:
 
         cuda = torch.version.cuda
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    headers = Path(sysconfig.get_paths()["include"])
     return Machine(
         versions=versions,
         cuda=cuda,
@@ -94,6 +102,8 @@ def look() -> Machine:
         memory_bytes=psutil.virtual_memory().total,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        headers=str(headers) if (headers / "Python.h").exists() else None,
     )
 
 
@@ -156,6 +166,9 @@ def judge(machine: Machine) -> Judgement:
         for name in NEEDED
         if versions[name] is None
     ]
+    for found, name in ((machine.compiler, "C compiler (gcc)"), (machine.headers, "Python.h (python3-dev)")):
+        if on_gpus and found is None:
+            wrong.append(f"There is no {name}: Triton compiles on each node when its first kernel for GPUs runs.")
     if versions["torch"] and machine.cuda is None:
         wrong += [
             f"{name} is installed together with the CPU build of torch, so that `import transformers` fails; remove it."

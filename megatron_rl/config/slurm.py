@@ -34,17 +34,20 @@ class SlurmConfig(Section):
     """Whether a job that was stopped by its time limit, by preemption or by a failed node goes back into the queue and
     continues."""
     container: str | None = None
-    """The container image that runs all processes; null means none. Apptainer runs `*.sif` and `docker://...`; any
-    other value is an image of Enroot/Pyxis (srun --container-image)."""
+    """The container image that runs all processes; null means none. Apptainer runs `*.sif` and `docker://...`, Enroot
+    with Pyxis all others (srun --container-image). A file on the shared file system, `/images/rl.sqsh` or `*.sif`,
+    starts at once; an image of a registry is imported once in each start of the job."""
     mounts: tuple[str, ...] = ()
-    """Folders that the container sees besides the working folder and the run's folder, each as `outside:inside`."""
+    """Folders that the container sees besides the working folder, the run's folder and the node's /tmp, each as
+    `outside:inside`."""
     environment: str | None = None
     """A line of bash that prepares each node, such as `source /shared/venv/bin/activate`. null: if there is no
     container, the submitting Python is put first on PATH."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = ()
     """The seeds of a job array, with one run for each seed; run.name is extended by `/seed_N`."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch, such as `--qos=high` or `--dependency=singleton`."""
+    """Further options of sbatch, such as `--qos=high` or `--dependency=singleton`. A job takes all memory of its nodes
+    (`--mem=0`) unless one of them says how much."""
 
     @model_validator(mode="after")
     def _options_have_a_meaning(self) -> Self:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,6 +57,10 @@ class Slurm:
             "SLURM_CONF": str(self.daemons / "slurm.conf"),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
+            # A dead node is found sooner than in a job for users.
+            "RAY_health_check_period_ms": "2000",
+            "RAY_health_check_timeout_ms": "5000",
+            "RAY_health_check_failure_threshold": "3",
         }
 
     def start(self) -> None:
@@ -89,9 +93,9 @@ class Slurm:
             *changes,
         ]
 
-    def submit(self, *arguments: str) -> int:
-        """Submit `megatron-rl ... --slurm`; returns the job's number."""
-        said = self.call(sys.executable, "-m", "megatron_rl", *arguments, "--slurm")
+    def submit(self, *arguments: str, under: Sequence[str] = ()) -> int:
+        """Submit `megatron-rl ... --slurm`, under a command that begins the line; returns the job's number."""
+        said = self.call(*under, sys.executable, "-m", "megatron_rl", *arguments, "--slurm")
         assert "is submitted" in said, said
         return int(said.partition("Job ")[2].split()[0])
 
@@ -212,6 +216,7 @@ def whole(slurm) -> list[dict]:
     slurm.wait_at_gate(number)
     assert slurm.nodes_of(number, "ray::TrainerRank") == {"n1"}
     assert slurm.nodes_of(number, "ray::EngineRank") == {"n2"}
+    assert ",mem=16000M," in slurm.job(number)["TRES"], "all memory of both nodes"
     token = next(filter(None, (process.environ().get("RAY_AUTH_TOKEN") for process in slurm.processes(number))))
     lines = [command_line(process) for process in slurm.processes(number)]
     assert len(token) == 64 and not any(token in line for line in lines)

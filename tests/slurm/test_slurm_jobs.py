@@ -59,7 +59,8 @@ def test_nemo_run_submits_the_same_job(slurm, whole):
     command += ["slurm", "grpo", *arguments]
     before = slurm.newest_job()
     shown = slurm.call(*command, "--dryrun")
-    assert "export MEGATRON_RL_TRAIN_NODES=1" in shown and "#SBATCH --signal=USR1@300" in shown
+    assert "export MEGATRON_RL_TRAIN_NODES=1" in shown
+    assert "#SBATCH --signal=USR1@300" in shown and "#SBATCH --mem=0" in shown
     assert slurm.newest_job() == before, "nothing is submitted"
 
     slurm.close_gate()

@@ -34,12 +34,14 @@ case "$*" in
     [ "$node" != "${LOST:-}" ] || { until [ -e "$RECORD/training" ]; do sleep 0.02; done; echo "lost"; exit 3; }
     exec sleep 600
     ;;
-*address_of_this_node*) echo 10.0.0.7 ;;
+*address_of_this_node*) if [ -n "${REAL_ADDRESS:-}" ]; then "$@"; else echo 10.0.0.7; fi ;;
+*" import "* | *" pull "*) for file in "$@"; do [[ $file != *.s[iq]* ]] || touch "$file"; done; exit "${IMPORT:-0}" ;;
 esac
 """
 SCONTROL = r"""#!/usr/bin/env bash
-# `show hostnames` of a list that is written as words; `requeue` as REQUEUE says.
+# `show hostnames` of a list that is written as words; `show node`; `requeue` as REQUEUE says.
 if [ "$1" = requeue ]; then echo "$2" >>"$RECORD/requeued"; exit "${REQUEUE:-0}"; fi
+if [ "$2" = node ]; then echo "   NodeAddr=${ADDRESS:-$3} NodeHostName=$3 Version=22.05.8"; exit; fi
 tr ' ' '\n' <<<"$3"
 """
 
@@ -189,20 +191,69 @@ def test_the_run_goes_on_without_a_later_node_and_ends_without_the_first(allocat
     assert first.returncode == 69 and "cannot go on without a1" in first.stderr
 
 
+@pytest.mark.parametrize(("interface", "address"), [("", "10.9.0.1"), ("bridge0", "172.17.0.1")])
+def test_the_head_has_the_address_that_reaches_the_second_node(allocation, interface, address):
+    """In a network of its own, whose first address belongs to a bridge for containers."""
+    if os.geteuid() != 0:
+        pytest.skip("a network of its own needs root")
+    network = r"""
+        ip link add bridge0 type bridge && ip addr add 172.17.0.1/16 dev bridge0 && ip link set bridge0 up
+        ip link add fabric0 type bridge && ip addr add 10.9.0.1/24 dev fabric0 && ip link set fabric0 up
+        [ "$(hostname -I)" = "172.17.0.1 10.9.0.1 " ] && exec "$@"
+    """
+    command = ["unshare", "--net", "bash", "-c", network, "bash", SLURM / "ray_up.sh", "printenv", "RAY_ADDRESS"]
+    variables = {"REAL_ADDRESS": "yes", "ADDRESS": "10.9.0.2", "MEGATRON_RL_INTERFACE": interface}
+    done = subprocess.run(
+        command, env=allocation.environment | variables, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"{address}:20210\n"
+
+
+def test_compilers_write_to_the_node_unless_told_otherwise(allocation):
+    done = allocation.run("env", VLLM_CACHE_ROOT="/nvme/vllm")
+    caches = f"/tmp/megatron_rl_{os.getuid()}"
+    told = {"VLLM_CACHE_ROOT=/nvme/vllm", f"TRITON_CACHE_DIR={caches}/triton"}
+    assert told | {f"TORCHINDUCTOR_CACHE_DIR={caches}/inductor"} <= set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("image", "command", "suffix"),
+    [
+        ("nvcr.io#nvidia/pytorch:25.11-py3", "docker://nvcr.io#nvidia/pytorch:25.11-py3", "sqsh"),
+        ("dockerd://mine:1", "dockerd://mine:1", "sqsh"),
+        ("docker://mine:1", "docker://mine:1", "sif"),
+    ],
+)
+def test_an_image_of_a_registry_is_imported_once(allocation, image, command, suffix):
+    done = allocation.run("true", MEGATRON_RL_CONTAINER=image)
+    assert done.returncode == 0, done.stderr
+    file = str(allocation.logs / f"7.{suffix}")
+    [imported] = [
+        step for program in ("enroot", "apptainer") for step in allocation.steps(program) if file in step[-2:]
+    ]
+    program = ["apptainer", "pull", file] if suffix == "sif" else ["enroot", "import", "--output", file]
+    assert imported[-len(program) - 1 :] == [*program, command] and "--nodelist=a1" in imported
+    for step in [*allocation.steps("start_ray"), *allocation.steps("run_when_ready")]:
+        assert file in step or f"--container-image={file}" in step
+    assert not Path(file).exists()
+    failed = allocation.run("true", MEGATRON_RL_CONTAINER=image, IMPORT="1")
+    assert failed.returncode == 64 and f"the image {image} cannot be imported" in failed.stderr
+
+
 @pytest.mark.parametrize("pyxis", [True, False])
 def test_containers(allocation, pyxis):
     image = "/images/my rl.sqsh" if pyxis else "/images/my rl.sif"
     done = allocation.run("true", MEGATRON_RL_CONTAINER=image, MEGATRON_RL_MOUNTS="/a:/b,/c:/c")
     assert done.returncode == 0, done.stderr
     here = os.getcwd()
-    mounts = f"{here}:{here},{allocation.logs}:{allocation.logs},/a:/b,/c:/c"
+    mounts = f"/tmp:/tmp,{here}:{here},{allocation.logs}:{allocation.logs},/a:/b,/c:/c"
     for step in [*allocation.steps("start_ray"), *allocation.steps("run_when_ready")]:
         if pyxis:
             assert step[7:10] == [f"--container-image={image}", f"--container-mounts={mounts}", step[9]]
             assert step[9] == f"--container-workdir={here}"
         else:
             assert step[7:15] == ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", here, image]
-    address = next(step for step in allocation.steps("bash") if step[-1].endswith("; address_of_this_node"))
+    [address] = allocation.steps("address_of_this_node")
     assert not any("rl.s" in word for word in address), "the address is that of the node, not of an image"
 
 

@@ -99,6 +99,12 @@ def test_the_shipped_script_has_the_options_of_a_made_one():
     assert {o for o in shipped if not o.startswith(own)} == {o for o in made if not o.startswith(own)}
 
 
+@pytest.mark.parametrize("own", ["--mem=500G", "--mem-per-gpu=100G"])
+def test_a_user_may_say_how_much_memory(own):
+    made = options(job(TWO_KINDS.model_copy(update={"options": (own,)})))
+    assert [[o for o in component if o.startswith("--mem")] for component in made] == [[own], ["--mem=0"]]
+
+
 def test_a_time_limit_is_rounded_up_to_minutes():
     assert "--time=91" in options(job(SlurmConfig(time_limit_h=1.51)))[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,8 @@ WORKSTATION = Machine(
     memory_bytes=1_000_000_000_000,
     shared_memory_bytes=500_000_000_000,
     open_files=1_048_576,
+    compiler="/usr/bin/gcc",
+    headers="/usr/include/python3.12",
 )
 LAPTOP = replace(
     WORKSTATION,
@@ -77,6 +80,13 @@ def test_what_is_needed_and_missing_is_wrong(name):
     assert sentence.startswith(f"{name} is not installed")
 
 
+@pytest.mark.parametrize(("change", "name"), [({"compiler": None}, "C compiler"), ({"headers": None}, "Python.h")])
+def test_gpus_need_what_triton_compiles_with(change, name):
+    [sentence] = judge(replace(WORKSTATION, **change)).wrong
+    assert sentence.startswith(f"There is no {name}")
+    assert judge(replace(LAPTOP, **change)).wrong == []
+
+
 def test_torchvision_is_wrong_beside_the_cpu_build_of_torch_only():
     [sentence] = judge(replace(LAPTOP, versions=LAPTOP.versions | {"torchvision": "0.28.0"})).wrong
     assert sentence.startswith("torchvision is installed together with the CPU build of torch")
@@ -87,6 +97,7 @@ def test_this_machine_is_told_as_json_and_as_tables(capsys):
     assert doctor.main(["--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["wrong"] == [] and told["machine"]["versions"]["torch"] and told["machine"]["open_files"] > 0
+    assert told["machine"]["compiler"] and Path(told["machine"]["headers"], "Python.h").exists()
     assert doctor.main([]) == 0
     shown = capsys.readouterr().out
     assert "what a run will use here" in shown and all(name in shown for name in PACKAGES)
