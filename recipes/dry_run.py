@@ -58,7 +58,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     frozen += f" ({largest.fp8:,} in fp8)" if largest.fp8 else ""
     table.add_row("parameters of the largest rank", f"{largest.total:,}{frozen}")
     table.add_row("  weights", gigabytes(largest.weight_bytes(dtype)))
-    table.add_row("  gradients (fp32)", gigabytes(largest.gradient_bytes))
+    table.add_row(f"  gradients, {optimizer.gradients}", gigabytes(largest.gradient_bytes(optimizer)))
     table.add_row(f"  optimizer state, {split}", gigabytes(largest.state_bytes(mesh, dtype, optimizer)))
     table.add_row(
         "tokens of a micro-batch",

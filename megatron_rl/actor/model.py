@@ -288,7 +288,7 @@ def _build_chunk(
     keep_biases_in_float32([gpt])
     keep_rates_in_float32(gpt)
     is_split = parallel.data * parallel.context > 1
-    ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": is_split}
+    ours = {"grad_reduce_in_fp32": policy.optimizer.gradients == "float32", "use_distributed_optimizer": is_split}
     # On CPUs, communication during the backward pass would take the cores from it.
     fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
     ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)

@@ -43,6 +43,7 @@ class CriticConfig(Section):
         return PolicyConfig(parallel=self.parallel, optimizer=self.optimizer, megatron=self.megatron, lora=self.lora)
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        yield from self.optimizer.wider_gradients("critic", (self.model or run.model).dtype)
         estimator, cluster = run.algorithm.adv_estimator, run.cluster
         if "values" not in estimator.needs:
             yield f"critic: algorithm.adv_estimator {estimator.kind} uses no critic; choose gae, or remove the section"

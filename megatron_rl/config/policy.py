@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from megatron_rl.config.optimizer import AdamConfig, AnyOptimizerConfig
 from megatron_rl.config.section import Section
 from megatron_rl.types import Adapters, Mesh, ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import BaseConfig
 
 
 class ParallelConfig(Section):
@@ -189,6 +193,9 @@ class PolicyConfig(Section):
     def adapted(self, shape: ModelShape) -> ModelShape:
         """The model with the adapters and the multi-token head that are trained."""
         return replace(shape, adapters=self.adapters, multi_token=self.multi_token == "train")
+
+    def conflicts(self, run: BaseConfig) -> Iterator[str]:
+        yield from self.optimizer.wider_gradients("policy", run.model.dtype)
 
     @model_validator(mode="after")
     def _no_streamed_state_of_fp8_weights(self) -> PolicyConfig:

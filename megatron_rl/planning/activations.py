@@ -6,9 +6,10 @@ local layers, with and without recomputation.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
-from megatron_rl.config.policy import ModelConfig, ParallelConfig
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
 from megatron_rl.layout.adapters import OUTPUT, A, adapter_rules
@@ -36,7 +37,26 @@ def trains_fused(config: BaseConfig, shape: ModelShape, context: int) -> bool:
     return config.cluster.gpus_per_trainer > 0 and has_fused_layers(shape, config.model, context)
 
 
-def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:
+def recomputed_modules(model: ModelConfig, megatron: MegatronConfig) -> frozenset[str]:
+    """The parts of layers that are computed again in the backward pass: {"full"} for whole layers, otherwise the ones
+    that Megatron's selective recomputation names (`recompute_modules` of its TransformerConfig)."""
+    settings = megatron.transformer
+    modules = settings.get("recompute_modules")
+    if model.recompute == "full":
+        return frozenset({"full"})
+    is_selective = settings.get("recompute_granularity") == "selective"
+    return frozenset(modules) if is_selective and isinstance(modules, tuple) else frozenset()
+
+
+def layer_bytes(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    layer: int,
+    width: int,
+    *,
+    fused: bool,
+    recomputed: Collection[str] = (),
+) -> float:
     """The bytes that autograd keeps of one layer for its backward pass, for each token of the rank's context-parallel
     part, without recomputation and with an attention kernel that keeps no scores (Korthikanti et al. 2022,
     arXiv:2205.05198, section 4, counts the same for another layer).
@@ -48,6 +68,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         fused: the layers are Transformer Engine's: their kernels of norm, activation and rotary embedding keep their
             inputs only, which is an estimate from their descriptions. Otherwise they are Megatron's local layers with
             the norms and the attention of `actor`: every tensor that autograd saves is counted.
+        recomputed: see `recomputed_modules`. Of `core_attn` nothing is saved, because the kernels keep no scores.
     """
     mesh = parallel.mesh
     split = 1 / mesh.tensor
@@ -94,14 +115,17 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
     if layer in shape.linear_layers:
         numbers = 2 * rows + _linear_numbers(shape) * split
         elements = 4 * hidden * rows + (shape.delta.value_width if shape.delta else 0) * split
+    if "layernorm" in recomputed:  # the outputs of norms that are not a part of Transformer Engine's linear layers
+        elements -= (bool(shape.latent) + bool(mixture) if fused else 2) * hidden * rows
+    if "mla_up_proj" in recomputed and shape.latent:
+        elements -= projected
     if mixture is None:
-        elements += mlp * shape.ffn_size * split
-    else:
-        elements += mixture.shared_ffn_size * mlp * split
+        elements += 0 if "mlp" in recomputed else mlp * shape.ffn_size * split
+    elif "moe" not in recomputed:
+        elements += 0 if "shared_experts" in recomputed else mixture.shared_ffn_size * mlp * split
         # The local experts also keep the product multiplied by the router's weight.
-        if mixture.clamp:  # the clamped gate and the sigmoid, too
-            mlp += 2
-        of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
+        mlp += (not fused) - ("moe_act" in recomputed)
+        of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp)
         elements, numbers = elements + of_mixture * rows, numbers + more * rows
     return (elements + _adapter_widths(shape, mesh, layer, rows)) * width + numbers * 4
 
@@ -145,6 +169,7 @@ def _linear_numbers(shape: ModelShape) -> float:
 def _mixture_widths(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tuple[float, float]:
     """(elements, fp32 numbers) that the routed experts keep for each token of one tensor-parallel rank: the tokens that
     are sent to the rank, `mlp` times an expert's width of each of them, and the router's scores."""
+    mlp += 2 if experts.clamp else 0  # the clamped gate and the sigmoid
     tokens = experts.num_active * mesh.expert_ways  # a token goes to all ranks that share an expert
     elements = tokens * (hidden + mlp * experts.ffn_size / mesh.expert_ways)
     return elements, 2.0 * experts.num_experts + 4.0 * experts.num_active
@@ -178,7 +203,14 @@ class Activations(NamedTuple):
 
 
 def activations(
-    shape: ModelShape, parallel: ParallelConfig, stage: int, num_tokens: int, *, width: int, recompute: str, fused: bool
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    stage: int,
+    num_tokens: int,
+    *,
+    width: int,
+    recomputed: Collection[str],
+    fused: bool,
 ) -> Activations:
     """The activations of an update on a rank of a stage.
 
@@ -188,24 +220,26 @@ def activations(
 
     Args:
         num_tokens: the tokens of a micro-batch, of all context-parallel ranks together.
-        recompute: `none`, or `full`: the layers run forward a second time, so that only their inputs are kept.
+        recomputed: see `recomputed_modules`. Of layers that run forward a second time only the inputs are kept.
         fused: see `layer_bytes`.
     """
     mesh = parallel.mesh
     num_own = num_tokens / mesh.context
     inputs = shape.hidden_size * num_own * width / (mesh.tensor if parallel.sequence_parallel else 1)
     chunks = [mesh.layer_range(shape.num_layers, stage, chunk) for chunk in range(mesh.virtual)]
-    sizes = {
-        layer: layer_bytes(shape, parallel, layer, width, fused=fused) * num_own for chunk in chunks for layer in chunk
-    }
-    per_chunk = [len(chunk) * inputs if recompute == "full" else sum(sizes[n] for n in chunk) for chunk in chunks]
+
+    def size(layer: int, recomputed: Collection[str] = ()) -> float:
+        return num_own * layer_bytes(shape, parallel, layer, width, fused=fused, recomputed=recomputed)
+
+    sizes = {layer: size(layer, recomputed) for chunk in chunks for layer in chunk}
+    per_chunk = [len(chunk) * inputs if "full" in recomputed else sum(sizes[n] for n in chunk) for chunk in chunks]
     in_flight = mesh.pipeline - stage
     if mesh.virtual > 1:
         in_flight = 2 * (mesh.pipeline - stage - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
     kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
     if mesh.virtual > 1:  # outputs are not freed when they are sent (actor/model.py)
         kept += in_flight * inputs
-    largest = max(sizes.values(), default=0.0)
+    largest = max((size(layer) for layer in sizes), default=0.0)
     output = 0.0
     if stage == mesh.pipeline - 1:
         rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
@@ -216,8 +250,7 @@ def activations(
         if shape.multi_token:
             # Its layer; the embedding in front of its norm, both normed inputs as one matrix, and the input of the last
             # norm; the model's hidden states, which its norm keeps, and its own. One micro-batch is in flight.
-            per_token = layer_bytes(shape, parallel, shape.num_layers, width, fused=fused)
-            own = inputs if recompute == "full" else per_token * num_own
+            own = inputs if "full" in recomputed else size(shape.num_layers, recomputed)
             kept += own + 4 * inputs + 2 * hidden + TOKEN_BYTES * num_own
         if shape.value_head:  # the hidden states again in fp32
             output = hidden + 4 * shape.hidden_size * num_own
@@ -228,4 +261,4 @@ def activations(
             # Of the weight, or of an adapter's B, the gradient is summed in fp32 and then rounded. B is copied to fp32.
             gradient = rows * (rank if adapters else shape.hidden_size) * (4 + (width if rounds else 0))
             output = CHUNKS * chunk_bytes + hidden + gradient + (4 * rows * rank if rounds else 0)
-    return Activations(kept, (2 if recompute == "full" else 1) * largest, output)
+    return Activations(kept, (2 if "full" in recomputed else 1) * largest, output)

@@ -108,8 +108,8 @@ def training_seconds(
         X: the ring passes keys and values on: N K w (c - 1) bytes in a pass of a layer, with K elements of k and v. A
            layer with linear attention exchanges its heads' inputs and outputs: N P w (c - 1) / c bytes, with P elements
            of them.
-        D: an update scatters gradients of 4 bytes and gathers weights of w bytes, each (d - 1) / d of the rank's; for
-           experts over their own group.
+        D: an update scatters gradients of 4 (or 2) bytes and gathers weights of w bytes, each (d - 1) / d of the
+           rank's; for experts over their own group.
 
     A forward pass counts once, a recomputation once, the backward pass once in T and E and twice in X. A group that is
     larger than a node sends at the rate of a NIC, any other at the rate of NVLink. O is the time of copying an
@@ -125,13 +125,15 @@ def training_seconds(
     compute_s = flops / (mesh.world_size * PEAK_FLOPS * (rates.mixture if shape.experts else rates.dense))
     compute_s *= _slowest_stage(int(work.lengths.max()), shape, mesh)
     compute_s *= 1 + (mesh.pipeline - 1) / (num_microbatches * mesh.virtual)
-    sent_s = _sent_seconds(work, shape, mesh, width, recompute, rates)
+    sent_s = _sent_seconds(work, shape, mesh, width, recompute, BYTES[optimizer.gradients], rates)
     held = stage_parameters(shape, mesh)
     moved = max(one.state_bytes(mesh, dtype, optimizer) for one in held) if optimizer.is_offloaded else 0.0
     return float(compute_s + sent_s + work.num_updates * moved / rates.host_bytes_per_s)
 
 
-def _sent_seconds(work: Work, shape: ModelShape, mesh: Mesh, width: int, recompute: str, rates: Rates) -> float:
+def _sent_seconds(
+    work: Work, shape: ModelShape, mesh: Mesh, width: int, recompute: str, gradient_width: int, rates: Rates
+) -> float:
     """T + E + X / 2 + D / 2 of `training_seconds`."""
     links = Links(rates.gpus_per_node)
     nvlink, nic = rates.nvlink * links.nvlink_bytes_per_s, rates.nic * links.nic_bytes_per_s
@@ -168,7 +170,7 @@ def _sent_seconds(work: Work, shape: ModelShape, mesh: Mesh, width: int, recompu
         one.dense * (dense_ways - 1) / dense_ways + one.expert * (expert_ways - 1) / expert_ways
         for one in stage_parameters(shape, mesh)
     )
-    reduced_s = work.num_updates * reduced * (4 + width) / rate(mesh.stage_size if dense_ways > 1 else 1)
+    reduced_s = work.num_updates * reduced * (gradient_width + width) / rate(mesh.stage_size if dense_ways > 1 else 1)
     return float(sent_s + EXPOSED * reduced_s)
 
 

@@ -136,10 +136,9 @@ def _fitting(
         memory = trainer_memory(
             shape,
             model,
-            parallel,
+            config.policy.model_copy(update={"parallel": parallel, "optimizer": optimizer}),
             config.balance.max_tokens_per_microbatch,
             on_gpus=True,
-            optimizer=optimizer,
             push=TrainersPush.of(config, bridge_bytes),
         )
         if max(memory.totals) <= limit:

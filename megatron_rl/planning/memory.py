@@ -115,10 +115,9 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         memory = trainer_memory(
             shape,
             model.model_copy(update={"recompute": recompute}),
-            parallel,
+            config.policy,
             config.balance.max_tokens_per_microbatch,
             on_gpus=on_gpus,
-            optimizer=config.policy.optimizer,
             push=TrainersPush.of(config, communicators.trainer),
             num_mirrors=count_mirrors(config, parallel),
         )
@@ -144,10 +143,9 @@ def _critic_memory(config: GrpoRunConfig) -> GpuMemory:
     return trainer_memory(
         planned_critic_shape(config),
         critic.model or config.model,
-        critic.parallel,
+        critic.trainer,
         config.balance.max_tokens_per_microbatch,
         on_gpus=config.cluster.gpus_per_trainer > 0,
-        optimizer=critic.optimizer,
         num_mirrors=count_mirrors(config, critic.parallel),
         section="critic",
     )

@@ -77,10 +77,9 @@ class RankParameters:
         made."""
         return self.dequantised * BYTES[dtype] + self.dequantised_alone * 8
 
-    @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the buffer of gradients, which is always fp32."""
-        return (self.trained + self.padding) * 4
+    def gradient_bytes(self, optimizer: OptimizerConfig = AdamConfig()) -> int:
+        """The bytes of the buffer of gradients."""
+        return (self.trained + self.padding) * BYTES[optimizer.gradients]
 
     def state_elements(self, mesh: Mesh) -> float:
         """The parameters whose optimizer state is on this rank.
@@ -101,7 +100,7 @@ class RankParameters:
 
     def bytes(self, mesh: Mesh, dtype: str, optimizer: OptimizerConfig) -> float:
         """The bytes of weights, gradients and optimizer state together."""
-        return self.weight_bytes(dtype) + self.gradient_bytes + self.state_bytes(mesh, dtype, optimizer)
+        return self.weight_bytes(dtype) + self.gradient_bytes(optimizer) + self.state_bytes(mesh, dtype, optimizer)
 
 
 def state_width(dtype: str, optimizer: OptimizerConfig, is_matrix: bool) -> int:

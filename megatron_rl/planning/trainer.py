@@ -8,9 +8,9 @@ of NCCL are constants.
 from __future__ import annotations
 
 from megatron_rl.config.optimizer import IN_FLIGHT, PIECE_ELEMENTS, AdamConfig, MuonConfig, OptimizerConfig
-from megatron_rl.config.policy import ModelConfig, ParallelConfig
+from megatron_rl.config.policy import ModelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, is_matrix
-from megatron_rl.planning.activations import activations, has_fused_layers
+from megatron_rl.planning.activations import activations, has_fused_layers, recomputed_modules
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import (
     BYTES,
@@ -25,7 +25,7 @@ from megatron_rl.types import HOLDS, Mesh, ModelShape
 
 MERGED_BYTES = 2 * 4 * 2**22
 """Two numbers for each of a GPU's `convert.adapters.MERGED_ELEMENTS` (which needs torch)."""
-PARTS = {"weights": "weights", "gradients": "gradients (fp32)", "optimizer": "optimizer state"}
+PARTS = {"weights": "weights", "gradients": "gradients", "optimizer": "optimizer state"}
 """The rows of what trainers that share their GPUs give up, by its names in HOLDS."""
 
 
@@ -42,11 +42,10 @@ def num_communicators(mesh: Mesh) -> int:
 def trainer_memory(
     shape: ModelShape,
     model: ModelConfig,
-    parallel: ParallelConfig,
+    policy: PolicyConfig,
     num_tokens: int,
     *,
     on_gpus: bool,
-    optimizer: OptimizerConfig = AdamConfig(),
     push: TrainersPush = NO_PUSH,
     num_mirrors: int = 0,
     section: str = "policy",
@@ -54,30 +53,32 @@ def trainer_memory(
     """The memory of the rank of a trainer that needs the most.
 
     Args:
+        policy: the layout, the optimizer and Megatron's settings, of a critic too (`CriticConfig.trainer`).
         num_tokens: the largest number of tokens of a micro-batch.
         on_gpus: whether the trainers run on GPUs. On CPUs they have local layers and no NCCL.
         num_mirrors: the number of states that the nodes keep for each rank.
         section: the trainer's section of the configuration, `policy` or `critic`, for the remedies.
     """
-    mesh, width = parallel.mesh, BYTES[model.dtype]
+    parallel, optimizer, mesh = policy.parallel, policy.optimizer, policy.parallel.mesh
+    width, recomputed = BYTES[model.dtype], recomputed_modules(model, policy.megatron)
     fused = on_gpus and has_fused_layers(shape, model, mesh.context)
     number = num_communicators(mesh) if on_gpus else 0
     shorter = "lower balance.max_tokens_per_microbatch"
     split = f"{section}.parallel.tensor"
     fewer = f"raise {split} or {section}.parallel.pipeline, or for a mixture {section}.parallel.expert"
-    recompute = "model.recompute" if section == "policy" else "recompute of its model"
-    less_state = ""
+    recompute, less_state = "model.recompute" if section == "policy" else "recompute of its model", ""
     if isinstance(optimizer, AdamConfig):
         fewer_bits = f"{section}.optimizer.moments to bfloat16, or " if optimizer.moments == "float32" else ""
         less_state = f"set {section}.optimizer.offload, or {fewer_bits}"
 
     def of_stage(stage: int, held: RankParameters) -> GpuMemory:
-        used = activations(shape, parallel, stage, num_tokens, width=width, recompute=model.recompute, fused=fused)
+        used = activations(shape, parallel, stage, num_tokens, width=width, recomputed=recomputed, fused=fused)
         computed = "output layer" if used.output > used.layer else "layer"
         state = held.state_bytes(mesh, model.dtype, optimizer)
+        copied = _copied_bytes(held, mesh, optimizer) - used.kept - used.computing
         parts = {
             "weights": MemoryPart(always(held.weight_bytes(model.dtype)), fewer),
-            "gradients (fp32)": MemoryPart(always(held.gradient_bytes), fewer),
+            "gradients": MemoryPart(always(held.gradient_bytes(optimizer)), fewer),
             "optimizer state": MemoryPart(
                 always(0.0 if optimizer.is_offloaded else state),
                 f"{less_state}raise {section}.parallel.data, {split} or {section}.parallel.pipeline",
@@ -85,6 +86,7 @@ def trainer_memory(
             "optimizer state in an update": MemoryPart(
                 (_update_bytes(held, mesh, shape, model.dtype, optimizer), 0.0, 0.0), fewer
             ),
+            "gradients (fp32) beyond activations": MemoryPart((max(0.0, copied), 0.0, 0.0), fewer),
             "activations kept for the backward passes": MemoryPart(
                 (used.kept, 0.0, 0.0),
                 f"set {recompute} to full, {shorter}, or raise {split} or {section}.parallel.context",
@@ -117,6 +119,11 @@ def trainer_memory(
 
     stages = [of_stage(stage, held) for stage, held in enumerate(stage_parameters(shape, mesh, fused))]
     return max(stages, key=lambda memory: max(memory.totals))
+
+
+def _copied_bytes(held: RankParameters, mesh: Mesh, optimizer: OptimizerConfig) -> float:
+    """The fp32 copies of a rank's part of bf16 gradients, which an update makes when the activations are gone."""
+    return 4.0 * held.state_elements(mesh) if optimizer.gradients == "bfloat16" else 0.0
 
 
 def _update_bytes(held: RankParameters, mesh: Mesh, shape: ModelShape, dtype: str, optimizer: OptimizerConfig) -> float:

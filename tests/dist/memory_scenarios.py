@@ -33,6 +33,15 @@ def allocated(rank, world_size, url, *, folder, samples, layout, optimizer=OPTIM
     return sum(weights.values()), sum(gradients.values()), sum(moments.values()) + sum(copies.values())
 
 
+def updated(rank, world_size, url, *, folder, samples, layout, optimizer):
+    """The metrics of an update."""
+    actor = build(rank, world_size, url, folder, layout, optimizer=optimizer)
+    begin(actor, samples, layout, 1)
+    metrics = actor.update(0, COEFFICIENTS)
+    actor.close()
+    return metrics
+
+
 def _storages(tensors) -> dict[int, int]:
     """The bytes of every storage, by its address."""
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

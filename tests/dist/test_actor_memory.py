@@ -8,13 +8,13 @@ from collections import defaultdict
 import cover
 import pytest
 from muon_scenarios import MUON
-from scenarios import Layout
+from scenarios import OPTIMIZER, Layout
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 from test_actor_layouts import LAYOUTS
 
-from megatron_rl.config.policy import LoraConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.planning.activations import activations
+from megatron_rl.planning.activations import activations, recomputed_modules
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.types import Mesh
 
@@ -43,7 +43,7 @@ def check_allocated(results, folder, layout: Layout, lora: LoraConfig | None = N
     for rank, (weights, gradients, state) in enumerate(results):
         held = rank_parameters(shape, mesh, rank)
         assert weights == held.weight_bytes(layout.dtype)
-        assert gradients == held.gradient_bytes
+        assert gradients == held.gradient_bytes()
         expected = held.state_bytes(mesh, layout.dtype)
         assert abs(state - expected) <= 12 * held.padding
         states[mesh.coordinates(rank)[1]] += state
@@ -99,6 +99,23 @@ def test_adapters_alone_have_gradients_and_state(trainers, folders, model_folder
     assert held.frozen == whole.trained
 
 
+def test_gradients_in_bf16_have_half_of_the_bytes(trainers, model_folder, samples):
+    """The optimizer takes fp32 copies of its part of them, and frees these. The update differs by the rounding of
+    sums: 2^-8 of each."""
+    layout, updates = Layout(Mesh(data=2), dtype="bfloat16"), []
+    for gradients in ("float32", "bfloat16"):
+        optimizer = OPTIMIZER.model_copy(update={"gradients": gradients})
+        given = dict(folder=model_folder, samples=samples, layout=layout, optimizer=optimizer)
+        for rank, (_, found, _) in enumerate(trainers.run(f"{MODULE}.allocated", 2, **given)):
+            assert found == rank_parameters(read_shape(model_folder), layout.mesh, rank).gradient_bytes(optimizer)
+        updates.append(trainers.run(f"{MODULE}.updated", 2, **given)[0])
+    wide, narrow = updates
+    assert narrow["loss"] == wide["loss"]
+    assert (
+        narrow["grad_norm"] == pytest.approx(wide["grad_norm"], rel=2**-8) and narrow["grad_norm"] != wide["grad_norm"]
+    )
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -113,7 +130,7 @@ def test_the_state_of_muon_is_what_the_actor_allocates(trainers, folders, sample
     found, expected = defaultdict(float), defaultdict(float)
     for rank, (weights, gradients, state) in enumerate(results):
         held = rank_parameters(read_shape(folder), mesh, rank)
-        assert (weights, gradients) == (held.weight_bytes(dtype), held.gradient_bytes)
+        assert (weights, gradients) == (held.weight_bytes(dtype), held.gradient_bytes())
         found[mesh.coordinates(rank)[1]] += state
         expected[mesh.coordinates(rank)[1]] += held.state_bytes(mesh, dtype, MUON)
     assert found == pytest.approx(expected, rel=1e-12)  # sums of halves in float64
@@ -159,7 +176,7 @@ def check_saved(results, folder, layout: Layout) -> None:
             stage,
             num_tokens,
             width={"float32": 4, "bfloat16": 2}[layout.dtype],
-            recompute=layout.recompute,
+            recomputed=recomputed_modules(ModelConfig(path=folder, recompute=layout.recompute), layout.megatron),
             fused=False,
         )
         in_flight = mesh.pipeline - stage
@@ -190,6 +207,20 @@ OTHERS = [
 def test_activations_of_other_layers_are_what_autograd_saves(trainers, folders, equal_samples, family, recompute):
     """Without norms of q and k; with norms after the blocks; all layers mixtures; a dense layer before mixtures."""
     layout = Layout(recompute=recompute)
+    results = saved(trainers, 1, folder=folders[family], samples=equal_samples, layout=layout)
+    check_saved(results, folders[family], layout)
+
+
+SELECTIVE = [("llama", "mlp"), ("qwen3_moe", "moe")]
+"""The modules whose outputs Megatron discards (norms, activations) need Transformer Engine."""
+
+
+@pytest.mark.parametrize("family, module", cover.essential(SELECTIVE, ("qwen3_moe", "moe")))
+def test_activations_with_selective_recomputation_are_what_autograd_saves(
+    trainers, folders, equal_samples, family, module
+):
+    chosen = {"recompute_granularity": "selective", "recompute_modules": (module,)}
+    layout = Layout(megatron=MegatronConfig(transformer=chosen))
     results = saved(trainers, 1, folder=folders[family], samples=equal_samples, layout=layout)
     check_saved(results, folders[family], layout)
 

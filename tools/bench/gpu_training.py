@@ -87,7 +87,7 @@ def layers(recompute: str, device: str) -> Found:
         "full": 2.0 * shape.hidden_size,  # the layer's input
     }[recompute]
     peak = marks["optimizer"].peak_bytes
-    predicted = trainer_memory(shape, model, ParallelConfig(), num_tokens, on_gpus=device == "cuda")
+    predicted = trainer_memory(shape, model, PolicyConfig(), num_tokens, on_gpus=device == "cuda")
     done, needed = (float(training_flops(np.array(sizes.lengths), shape, how).sum()) for how in (recompute, "none"))
     numbers = {
         "layers": shape.num_layers,

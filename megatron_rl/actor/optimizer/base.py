@@ -136,6 +136,8 @@ class Optimizer(ABC):
                 clip_grad_by_total_norm_fp32(clipped, max_norm=clip, total_norm=norm)
         with spans.span("optimizer"):
             found = self._apply()
+        for interval in every:  # if the gradients are in bf16, these are copies in fp32
+            interval.main.grad = None
         for chunk in self._chunks:
             if is_last and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)

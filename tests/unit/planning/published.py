@@ -2,7 +2,8 @@
 
 Sources: MB, NVIDIA Megatron-Bridge, docs/performance-summary.md of the release in front; AM, NVIDIA NeMo AutoModel,
 docs/performance-summary.md; TT, pytorch/torchtitan, benchmarks/; NRL, NVIDIA NeMo RL, docs/about/performance-summary.md
-(v0.4 and later); miles, radixark/miles, its notes on weight updates.
+(v0.4 and later); verl, volcengine/verl, docs/perf and examples; MZ, yanring/Megatron-MoE-ModelZoo, best_practice;
+miles, radixark/miles, its notes on weight updates.
 """
 
 from __future__ import annotations
@@ -159,3 +160,44 @@ PUSHES = [
     Push("NRL, NIXL; 14.2 s over NCCL", "DeepSeek-V3", 1, 16, 1, 16, 16, 1, 32, 2, 9.25),
     Push("miles, RDMA; 53.3 s over NCCL", "Kimi-K2-Instruct", 8, 8, 4, 1, 32, 8, 32, 1, 7.23),
 ]
+
+
+class Fits(NamedTuple):
+    """A trainer that others have run on H100 GPUs of 80 GB, in bf16."""
+
+    source: str
+    model: str
+    gpus: int
+    tokens: int
+    """Tokens of a micro-batch."""
+    tensor: int
+    pipeline: int
+    context: int
+    virtual: int
+    expert: int
+    recompute: str = "none"
+    offload: bool = False
+    gradients: str = "float32"
+    recomputed: tuple[str, ...] = ()
+
+
+MOE = ("layernorm", "moe_act")
+FITS = [
+    Fits("NRL", "Qwen3-32B", 32, 4096, 4, 4, 1, 1, 1),
+    Fits("NRL", "Qwen3-30B-A3B", 32, 4096, 1, 1, 1, 1, 8),
+    Fits("NRL", "Qwen3-30B-A3B", 32, 40960, 4, 1, 8, 1, 8, "full"),
+    Fits("NRL", "Qwen3-235B-A22B", 128, 8192, 2, 8, 2, 1, 16, "full"),
+    Fits("NRL", "DeepSeek-V3", 256, 1536, 1, 16, 1, 1, 16, "full"),
+    Fits("NRL", "Llama-3-8B", 8, 4096, 1, 1, 1, 1, 1, gradients="bfloat16"),
+    Fits("verl", "DeepSeek-V3", 96, 10240, 8, 12, 1, 1, 8, "full", offload=True),
+    Fits("verl", "Qwen3-235B-A22B", 128, 8192, 4, 8, 1, 1, 4, "full"),
+    Fits("verl", "Qwen3-30B-A3B", 8, 4096, 1, 1, 1, 1, 8, "full", offload=True),
+    Fits("MB", "Llama-3-70B", 64, 8192, 4, 4, 2, 5, 1),
+    Fits("MB", "Llama-3-8B", 8, 8192, 1, 1, 2, 1, 1, gradients="bfloat16"),
+    Fits("MB 25.09", "Qwen3-235B-A22B", 256, 4096, 2, 8, 1, 4, 32),
+    Fits("MZ", "Qwen3-235B-A22B", 256, 4096, 2, 8, 1, 4, 32, recomputed=MOE),
+    Fits("MZ", "Qwen3-235B-A22B", 256, 4096, 4, 8, 1, 4, 8),
+    Fits("MB", "gpt-oss-120b", 64, 4096, 1, 4, 1, 1, 8, recomputed=MOE),
+]
+REFUSED = [FITS[11]]
+"""Its page says nothing of recomputation; MZ has the same layout with it."""

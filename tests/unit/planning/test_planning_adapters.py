@@ -11,7 +11,7 @@ import pytest
 from test_planning_memory import config
 
 from megatron_rl.balance import training_flops
-from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig
+from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, Engines, padded_vocabulary, read_shape, vllm_shards, volume
 from megatron_rl.layout.adapters import A, B
 from megatron_rl.planning.activations import activations, layer_bytes
@@ -42,7 +42,7 @@ def test_of_frozen_weights_there_are_the_weights_alone():
     mine = 16 * 20 * (3 * 5120 + 8192 // 4 + 2 * 1024 // 4 + 8192 // 4 + 5120)
     assert (held.trained, held.frozen, held.matrices) == (mine, whole.trained, mine)
     assert held.weight_bytes("bfloat16") == 2 * (mine + held.padding + whole.trained)
-    assert held.gradient_bytes == 4 * (mine + held.padding)
+    assert held.gradient_bytes() == 4 * (mine + held.padding)
     assert held.state_bytes(MESH, "bfloat16") == 12 * mine / 2 and held.kept_bytes("bfloat16") == 2 * mine
     assert count_parameters(SHAPE) == (64 * OF_LAYER, FAMILIES["qwen3"].num_parameters(BASE))
     assert checkpoint_bytes(SHAPE, "bfloat16") == 14 * 64 * OF_LAYER
@@ -57,7 +57,7 @@ def test_the_output_layers_adapter_is_on_the_last_stage():
     assert more == [0, 20 * (5120 + num_rows // 8)]
     assert count_parameters(both).trained == 64 * OF_LAYER + 20 * (5120 + 151_936)
     needed = [
-        activations(shape, ParallelConfig(tensor=8), 0, 8192, width=2, recompute="full", fused=False).output
+        activations(shape, ParallelConfig(tensor=8), 0, 8192, width=2, recomputed={"full"}, fused=False).output
         for shape in (SHAPE, both)
     ]
     assert needed[1] - needed[0] == (4 + 4 + 2) * 20 * num_rows // 8
@@ -151,7 +151,7 @@ def test_a_push_of_merged_weights_has_the_size_of_the_model(lora):
     assert ours.keys() & push == {"rows that a push merges (fp32)"}
     assert theirs.keys() & push == {"the adapters as a push sends them"}
     assert ours["rows that a push merges (fp32)"] == (0.0, 2**25, 0.0)
-    of_both = ("weights", "gradients (fp32)", "optimizer state")
+    of_both = ("weights", "gradients", "optimizer state")
     assert [ours[part] for part in of_both] == [theirs[part] for part in of_both]
 
 
@@ -185,7 +185,7 @@ def test_a_layer_keeps_a_x_for_each_fused_weight():
 
 def test_a_frozen_output_layer_has_no_gradient():
     found = [
-        activations(shape, ParallelConfig(), 0, 8192, width=2, recompute="full", fused=False).output
+        activations(shape, ParallelConfig(), 0, 8192, width=2, recomputed={"full"}, fused=False).output
         for shape in (BASE, SHAPE)
     ]
     assert found[0] - found[1] == pytest.approx(6 * 5120 * 151_936, rel=0.01)
@@ -220,10 +220,10 @@ def test_one_node_is_enough_for_32_billion_parameters():
     """The 65.5 GB of bf16 weights are 8.2 GB on each rank of TP8. Full training has nine times as much: fp32 gradients,
     and 12 bytes of state for each parameter."""
     model = ModelConfig(path=Path("m"), dtype="bfloat16", recompute="full")
-    memory = trainer_memory(SHAPE, model, ParallelConfig(tensor=8), 9216, on_gpus=True)
-    fixed = [memory.parts[part][0] for part in ("weights", "gradients (fp32)", "optimizer state")]
-    whole = trainer_memory(BASE, model, ParallelConfig(tensor=8), 9216, on_gpus=True)
-    full = [whole.parts[part][0] for part in ("weights", "gradients (fp32)", "optimizer state")]
+    memory = trainer_memory(SHAPE, model, PolicyConfig(parallel=ParallelConfig(tensor=8)), 9216, on_gpus=True)
+    fixed = [memory.parts[part][0] for part in ("weights", "gradients", "optimizer state")]
+    whole = trainer_memory(BASE, model, PolicyConfig(parallel=ParallelConfig(tensor=8)), 9216, on_gpus=True)
+    full = [whole.parts[part][0] for part in ("weights", "gradients", "optimizer state")]
     assert sum(fixed) < 10e9 and sum(full) == pytest.approx(9 * full[0])
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from published import BF16, FP8, LLAMAS, PUSHES, STEPS, Push, Step, Training
+from published import BF16, FITS, FP8, LLAMAS, PUSHES, REFUSED, STEPS, Fits, Push, Step, Training
 
-from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.optimizer import AdamConfig
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.rollout import ExpectedTokens, RolloutConfig
 from megatron_rl.layout import Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.traffic import traffic
@@ -20,6 +21,7 @@ from megatron_rl.planning.estimates import Work, training_seconds
 from megatron_rl.planning.generation import Decoding, answer_lengths, generation_seconds
 from megatron_rl.planning.rates import H100, Rates
 from megatron_rl.planning.step import PushSeconds, StepSeconds
+from megatron_rl.planning.trainer import trainer_memory
 from megatron_rl.types import Mesh, ModelShape
 
 MODELS = Path(__file__).parents[3] / "configs" / "model"
@@ -40,7 +42,7 @@ def shape_of(tmp_path) -> Callable[[str], ModelShape]:
     return read
 
 
-def parallel_of(shape: ModelShape, gpus: int, one: Training | Step, virtual: int = 1) -> ParallelConfig:
+def parallel_of(shape: ModelShape, gpus: int, one: Training | Step | Fits, virtual: int = 1) -> ParallelConfig:
     """The layers are distributed as evenly as they can be."""
     chunks, layers = one.pipeline * virtual, shape.num_layers
     even = tuple(layers // chunks + (chunk < layers % chunks) for chunk in range(chunks))
@@ -125,3 +127,26 @@ def test_whole_steps(shape_of):
 def test_pushes(shape_of):
     for push in PUSHES:
         assert 0.5 <= push_ratio(push, shape_of(push.model)) <= 1.5, push
+
+
+def test_trainers_that_others_have_run_fit(shape_of):
+    """On a card of 80 GB, which reports 85.5; see `cluster.gpu_memory_gb`."""
+    too_large = []
+    for run in FITS:
+        shape = shape_of(run.model)
+        selective = {"recompute_granularity": "selective", "recompute_modules": run.recomputed}
+        policy = PolicyConfig(
+            parallel=parallel_of(shape, run.gpus, run, run.virtual),
+            optimizer=AdamConfig(offload=run.offload, gradients=run.gradients),
+            megatron=MegatronConfig(transformer=selective if run.recomputed else {}),
+        )
+        memory = trainer_memory(
+            shape,
+            ModelConfig(path="none", dtype="bfloat16", recompute=run.recompute, layers="transformer_engine"),
+            policy,
+            run.tokens,
+            on_gpus=True,
+        )
+        if max(memory.totals) > 80e9:
+            too_large.append(run)
+    assert too_large == REFUSED and len(FITS) - len(REFUSED) >= 13

@@ -92,7 +92,7 @@ def test_the_dry_run_places_and_weighs_a_critic(capsys):
     out = capsys.readouterr().out
     assert status == 0, out
     assert "qwen3, TP4 x PP2 x DP2 = 16 ranks" in out and "placement on 10 nodes" in out
-    assert re.search(r"critic, stage 0 +│ +56\.80", out)
+    assert re.search(r"critic, stage 0 +│ +56\.16", out)
 
 
 def test_a_critic_on_the_gpus_of_policy_and_engines_is_counted_in_each_phase(capsys):
@@ -104,7 +104,7 @@ def test_a_critic_on_the_gpus_of_policy_and_engines_is_counted_in_each_phase(cap
     [gpu] = memory.gpus
     trainer, critic, engine = memory.trainer.totals, memory.critic.totals, memory.engine.gpu.totals
     assert gpu.totals == pytest.approx([sum(phase) for phase in zip(trainer, critic, engine, strict=True)])
-    parts = [gpu.parts[f"critic: {part}"] for part in ("weights", "gradients (fp32)", "optimizer state")]
+    parts = [gpu.parts[f"critic: {part}"] for part in ("weights", "gradients", "optimizer state")]
     assert all(training > 0 == pushing == generating for training, pushing, generating in parts)
     assert gpu.name == "trainer, stage 0; critic, stage 0, and engine"
     assert main([*keys, "--dry-run"]) == 0
