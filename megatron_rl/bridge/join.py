@@ -76,7 +76,7 @@ class Joining:
             raise RuntimeError(f"no process serves the bridge's store at {setup.host}:{setup.port}: {error}") from error
         self._tcp.set_timeout(timeout)
         self._store = _part_of(self._tcp, setup)
-        self._world_size, self._are_chained = setup.world_size, setup.engines.are_chained
+        self._are_chained = setup.engines.are_chained
         self._contents: list[Contents] = []
         self._share_memory, self._probe = setup.share_memory, Probe(device)
         said = {"says": setup.agreement, "probe": self._probe.says, "device": device.type}
@@ -90,6 +90,9 @@ class Joining:
         kind, _, text = self._store.get("verdict").decode().partition(":")
         if kind != "agree":
             raise {"disagree": ValueError, "absent": RuntimeError}[kind](text)
+        agreed = json.loads(text)
+        self._devices: list[str] = agreed["devices"]
+        self._share_gpus: bool = agreed["share GPUs"]
 
     def readable(self, sources: Iterable[int]) -> set[int]:
         """The ranks among `sources` whose buffers this rank can read. Every source gets the answer."""
@@ -118,20 +121,16 @@ class Joining:
             outlets, inlets: the hop of each line that this rank will have, by the rank at its other end; only lines
                 whose receiver does not read the sender's memory.
         """
-        if self.device.type not in SHARED_GROUPS:
+        kind = self.device.type
+        if kind not in SHARED_GROUPS or self._share_gpus:
             return
-        said = [
-            json.loads(text) for text in self._store.multi_get([f"rank/{rank}" for rank in range(self._world_size)])
-        ]
-        alike = [rank for rank, one in enumerate(said) if one["device"] == self.device.type]
-        gpus = [one["probe"][-1] for one in said if one["device"] == "cuda"]
-        if len(set(gpus)) < len(gpus):
+        places = {rank: place for place, rank in enumerate(r for r, one in enumerate(self._devices) if one == kind)}
+        self._store.add(f"far/{kind}", int(any(rank in places for rank in (*outlets, *inlets))))
+        if self._store.add(f"told/{kind}", 1) == len(places):  # the last of all, so the sum is complete
+            self._store.set(f"needed/{kind}", str(self._store.add(f"far/{kind}", 0)))
+        if self._store.get(f"needed/{kind}") == b"0":
             return
-        needed = any(said[rank]["device"] == self.device.type for rank in (*outlets, *inlets))
-        self._store.set(f"far/{self.rank}", "yes" if needed else "no")
-        if b"yes" not in self._store.multi_get([f"far/{rank}" for rank in alike]):  # waits until all have said it
-            return
-        make, places = SHARED_GROUPS[self.device.type], {rank: place for place, rank in enumerate(alike)}
+        make = SHARED_GROUPS[kind]
         for number in range(2 if self._are_chained else 1):
             store = PrefixStore(f"contents/{number}", self._store)
             group = make(store, places[self.rank], len(places), self._patience, self.device)
@@ -162,7 +161,7 @@ class Joining:
         control = _gloo(store, second, self._patience)
         if near:
             return control, None, self.device
-        if self.device.type == self._said(peer)["device"] and (make := SHARED_GROUPS.get(self.device.type)):
+        if self.device.type == self._devices[peer] and (make := SHARED_GROUPS.get(self.device.type)):
             if self._contents:
                 return control, self._contents[hop % 2], self.device
             group = make(PrefixStore("contents", store), int(second), 2, self._patience, self.device)
@@ -189,12 +188,16 @@ def _part_of(store: Store, setup: BridgeSetup) -> Store:
 
 
 def _judge(store: Store, setup: BridgeSetup) -> str:
-    """The verdict on what all ranks have said: "agree:", or else "disagree:" and a message."""
-    keys = [f"rank/{rank}" for rank in range(setup.world_size)]
-    said = [json.loads(text)["says"] for text in store.multi_get(keys)]
+    """The verdict on what all ranks have said: "agree:" and what each of them needs to know of all others, in JSON; or
+    "disagree:" and a message. Only one rank reads what all have said: among a thousand it would be a million answers of
+    the store."""
+    ranks = [json.loads(text) for text in store.multi_get([f"rank/{rank}" for rank in range(setup.world_size)])]
+    said = [rank["says"] for rank in ranks]
     others = {text: rank for rank, text in enumerate(said) if text != said[0]}
     if not others:
-        return "agree:"
+        gpus = [rank["probe"][-1] for rank in ranks if rank["device"] == "cuda"]
+        shares = len(set(gpus)) < len(gpus)
+        return "agree:" + json.dumps({"devices": [rank["device"] for rank in ranks], "share GPUs": shares})
     return (
         f"disagree:the bridge's ranks do not agree: rank 0 says {said[0]!r}, "
         + ", ".join(f"rank {rank} says {text!r}" for text, rank in others.items())
