@@ -239,7 +239,7 @@ def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
             table = Recording.of(shards, FAMILIES[shape.family])
             differing = {repr(shard) for shard in recorded.shards} ^ {repr(shard) for shard in table.shards}
             found["differing"] += sorted(differing)
-            found["repacked"] |= {key for key, *_ in receiver._repacked_layers(model, torch.device("cuda", 0))}
+            found["repacked"] |= {key for key, *_ in receiver._repacked_layers(model)}
             found["classes"] |= {type(module.impl).__name__ for module in model.modules() if hasattr(module, "impl")}
     shutil.rmtree(folder)
     return {key: sorted(value) for key, value in found.items()}
