@@ -153,7 +153,7 @@ def _stage_memory(
             always(activation_bytes(shape, rollout, step_tokens(config), width)),
             "lower rollout.vllm.max_num_batched_tokens",
         ),
-        "other work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
+        "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
         "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
         "a layer's experts, made again to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
         "NCCL communicators of the bridge": MemoryPart(
