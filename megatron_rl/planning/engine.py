@@ -22,7 +22,7 @@ from megatron_rl.types import HOLDS, ModelShape
 ENGINE_WORK_BYTES = 4e9
 """What an engine's rank needs for its logits, its CUDA graphs and its NCCL communicator. This is an estimate."""
 LARGE_GPU = 70 * 2**30
-"""The bytes of memory from which on vLLM computes more tokens in a step (`EngineArgs.get_batch_defaults`)."""
+"""vLLM computes more tokens in a step on GPUs with at least these bytes (`EngineArgs.get_batch_defaults`)."""
 LARGEST_HOPPER_GB = 144
 """`cluster.gpu_memory_gb` above this means a Blackwell."""
 INCOMPLETE = 0.5

@@ -43,7 +43,7 @@ def test_vllm_makes_a_configuration_for_cuda_from_every_recipe():
     assert len(found) >= 10
     for recipe, engine in found.items():
         assert engine["made"] == engine["wanted"], recipe
-        for key in ("quantization", "routes"):
+        for key in ("quantization", "routes", "tokens"):
             assert engine[key][0] == engine[key][1], recipe
         assert engine["transfer"] == "megatron_rl" and engine["logprobs"] == "processed_logprobs", recipe
         assert engine["graphs"] != "NONE" and not engine["eager"], recipe

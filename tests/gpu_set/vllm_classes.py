@@ -29,6 +29,7 @@ from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES, Recording, read_shape, vllm_shards
+from megatron_rl.planning.engine import step_tokens
 from megatron_rl.rollout.backend import EngineSpec
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,7 @@ def configure(home: Path) -> dict[str, dict[str, Any]]:
             ],
             "quantization": [config.rollout.quantization, made.model_config.quantization],
             "routes": [config.policy.routing_replay, made.aux_output_config.enable_return_routed_experts],
+            "tokens": [step_tokens(config), scheduler.max_num_batched_tokens],
             "transfer": made.weight_transfer_config.backend,
             "logprobs": made.model_config.logprobs_mode,
             "graphs": made.compilation_config.cudagraph_mode.name,
