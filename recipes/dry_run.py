@@ -6,6 +6,7 @@ It needs neither torch nor a GPU nor the model's weights, and it takes a second 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,6 +18,7 @@ from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.planning.activations import has_fused_layers, trains_fused
+from megatron_rl.planning.engine import step_tokens
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.memory import RunMemory, run_memory
@@ -107,12 +109,16 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     stages = f" x PP{rollout.pipeline}" if rollout.pipeline > 1 else ""
     layout = f"TP{rollout.tensor}{stages}" + (", expert-parallel" if rollout.expert_parallel else "")
     table.add_row("engines", f"{rollout.num_engines} x {layout}")
+    if rollout.vllm:
+        table.add_row("  vLLM's arguments", json.dumps(rollout.vllm))
     beams = f" thoughts x {rollout.beams.width} beams" if rollout.beams else ""
     each = f"{rollout.samples_per_prompt}{beams}"
     table.add_row("samples", f"{rollout.prompts_per_step} prompts x {each} = {num_samples:,}")
     if rollout.max_lag:
         asked = (rollout.max_lag + 1) * num_samples
         table.add_row("answers under way or ready", f"{rollout.max_lag + 1} batches = {asked:,}")
+    if config.cluster.gpus_per_engine_rank:
+        table.add_row("tokens of an engine's step", f"at most {step_tokens(config):,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
     steps = f"{len(plan.minibatches)}, of at most {most_microbatches(plan)} micro-batches a rank"
     table.add_row("optimizer steps", steps)

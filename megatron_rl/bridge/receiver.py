@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -48,6 +49,9 @@ from megatron_rl.types import ModelShape
 
 T = TypeVar("T")
 BACKEND = "megatron_rl"
+IN_PLACE = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
+"""vLLM's kernels that read unquantised experts in the checkpoint's form. On Hopper vLLM chooses Triton's. On a CPU
+`unpack` has given the experts this form."""
 
 
 def register() -> None:
@@ -98,7 +102,7 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         if shape.adapters is not None:
             return record_adapters(self._adapters(), shape, self.model_config.dtype)
         recording = record_loading(self.model, shape, self.model_config.dtype)
-        return replace(recording, repacked=any(_repacked_layers(self.model, self.device)))
+        return replace(recording, repacked=any(_repacked_layers(self.model)))
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join all trainer ranks and all other engines. An earlier joining ends.
@@ -221,7 +225,7 @@ class ModelParameters(Parameters):
         }
         made = {id(parameter) for layer in self._latent.values() for parameter in layer._parameters.values()}
         forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
-        for prefix, layer, formed in _repacked_layers(model, device):
+        for prefix, layer, formed in _repacked_layers(model):
             for name in layer._parameters:
                 if name != "bias":  # the only parameter that vLLM does not repack
                     forms.pop(f"{prefix}.{name}", None)
@@ -358,19 +362,19 @@ class ModelParameters(Parameters):
             formed[name].weight_loader = loader
 
 
-def _repacked_layers(model: nn.Module, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+def _repacked_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
     """(name, layer, its parameters as vLLM created them) of the layers that vLLM repacks."""
     for name, layer in model.named_modules():
         formed = get_layerwise_info(layer).restore_metadata[0]
-        if formed and _is_repacked(layer, device.type == "cpu"):
+        if formed and _is_repacked(layer):
             yield name, layer, formed
 
 
-def _is_repacked(layer: nn.Module, on_cpu: bool) -> bool:
+def _is_repacked(layer: nn.Module) -> bool:
     """Whether vLLM may have changed the layer's weights after it loaded them. Equal shapes do not prove that it has
     not, because some kernels need rows or experts in another order."""
     method = getattr(layer, "quant_method", None)
-    plain: tuple[type, ...] = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
-    if on_cpu:  # because `unpack` has given them their parameters
-        plain += (UnquantizedFusedMoEMethod,)
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return method.unquantized_backend not in IN_PLACE
+    plain = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
     return isinstance(method, QuantizeMethodBase) and not isinstance(method, plain)

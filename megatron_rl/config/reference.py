@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config.function import FunctionPath
@@ -29,7 +30,8 @@ on the command line as `section.key=value`; later arguments win. A section with 
 `sft`. This page is written by `megatron-rl config --markdown`.
 """
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >="}
-NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path", Any: "any value"}
+NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
+NAMES |= {Any: "any value", JsonValue: "any value"}
 
 
 @dataclass(frozen=True, slots=True)

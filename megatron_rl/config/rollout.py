@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
     Field,
+    JsonValue,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
 from megatron_rl.config.beams import Beams
+from megatron_rl.config.engine_options import refusals
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.prefix_values import PrefixValues
@@ -160,6 +163,22 @@ class RolloutConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
     1 GiB."""
+    vllm: dict[str, JsonValue] = {}
+    """Further arguments of vLLM's engine, by the names that `vllm.EngineArgs` has in the installed version, such as
+    `{moe_backend: triton, max_num_batched_tokens: 8192}`. Names that vLLM does not have, values that its command line
+    refuses, and arguments that this project sets are refused before a run starts (`config/engine_options.py`). The
+    estimates of the dry run follow `max_num_batched_tokens`, `performance_mode` and `moe_backend`."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _none_that_is_set_elsewhere(cls, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        told = refusals(options)
+        tokens = options.get("max_num_batched_tokens", 1)
+        if type(tokens) is not int or tokens < 1:
+            told.append(f"max_num_batched_tokens must be a whole number above 0 (got {tokens!r})")
+        if told:
+            raise ValueError("; ".join(told))
+        return options
 
     @property
     def is_asynchronous(self) -> bool:
@@ -228,6 +247,15 @@ class RolloutConfig(Section):
                 "some stages would always wait, because each works on other answers; raise max_sequences or lower "
                 "pipeline"
             )
+        tokens = self.vllm.get("max_num_batched_tokens")
+        if isinstance(tokens, int) and tokens < self.max_sequences:
+            yield (
+                f"rollout.vllm.max_num_batched_tokens ({tokens}) is below rollout.max_sequences "
+                f"({self.max_sequences}), and a step computes at least one token of each answer; raise it, or lower "
+                "max_sequences"
+            )
+        if self.vllm and self.backend is not None:
+            yield "rollout.vllm has no effect, because rollout.backend answers in vLLM's place; remove one of the two"
         if self.lora == "merged" and run.policy.lora is None:
             yield "rollout.lora: merged has no effect without policy.lora; remove it"
         if self.replay is not None:

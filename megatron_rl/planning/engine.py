@@ -20,11 +20,16 @@ from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import HOLDS, ModelShape
 
 ENGINE_WORK_BYTES = 4e9
-"""What an engine's rank needs for its activations, its CUDA graphs and its NCCL communicator. This is an estimate."""
+"""What an engine's rank needs for its logits, its CUDA graphs and its NCCL communicator. This is an estimate."""
+LARGE_GPU = 70 * 2**30
+"""vLLM computes more tokens in a step on GPUs with at least these bytes (`EngineArgs.get_batch_defaults`)."""
+LARGEST_HOPPER_GB = 144
+"""`cluster.gpu_memory_gb` above this means a Blackwell."""
 INCOMPLETE = 0.5
 """The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.20 to
 0.48 in the plans that were computed."""
 SLOT = "slot of the adapters"
+ACTIVATIONS = "activations of a step of vLLM"
 PARTS = {"weights": "weights", SLOT: "weights", "KV cache": "kv_cache"}
 """What engines that share their GPUs give up, by its names in HOLDS, for each row."""
 SMALLER = (
@@ -62,15 +67,39 @@ def gpu_bytes(config: BaseConfig) -> float:
     return config.cluster.gpu_memory_gb * 1e9
 
 
+def step_tokens(config: GrpoRunConfig) -> int:
+    """The largest number of tokens that an engine computes in one step, as vLLM chooses it for GPUs. It chooses half as
+    many for an A100 of 80 GB, which counts as an H100 here."""
+    rollout = config.rollout
+    if (given := rollout.vllm.get("max_num_batched_tokens")) is not None:
+        assert isinstance(given, int), "the configuration refuses other values"
+        return given
+    tokens = 16_384 if gpu_bytes(config) >= LARGE_GPU else 8_192
+    tokens *= 2 if rollout.vllm.get("performance_mode") == "throughput" else 1
+    return min(tokens, rollout.max_sequences * rollout.max_engine_tokens)
+
+
+def repacks_experts(config: GrpoRunConfig) -> bool:
+    """Whether vLLM gives the experts of a push another form. Triton's kernels, which vLLM chooses up to Hopper, read
+    the checkpoint's form; FlashInfer's, which it chooses on Blackwell, do not."""
+    rollout = config.rollout
+    if rollout.quantization is not None:
+        return True
+    backend = rollout.vllm.get("moe_backend", "auto")
+    if backend == "auto":
+        return config.cluster.gpu_memory_gb > LARGEST_HOPPER_GB
+    return backend not in ("triton", "batched_triton")
+
+
 def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, bridge_bytes: float) -> EngineMemory:
     """The memory of the fullest rank of each pipeline stage of an engine.
 
     vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache; the bridge's memory is added
     to it. A sequence needs the same number of KV cache blocks on each stage, so the stage with room for the fewest
-    sequences decides, and the other stages have unused room. vLLM repacks experts on GPUs, so a rank holds a layer's
-    experts until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes their bytes. Each
-    verified layer is built a second time. Weights that vLLM quantises are counted as if they were not. With adapters
-    that vLLM serves no weights arrive, and it has one or two slots for them (`RolloutConfig.num_adapters`).
+    sequences decides, and the other stages have unused room. If vLLM repacks experts, a rank holds a layer's experts
+    until all ranks of the engine have the layer (`tools/plan_sync.py --repacked` computes their bytes), and each
+    verified layer is built a second time. Weights and caches that vLLM quantises are counted as if they were not. With
+    adapters that vLLM serves no weights arrive, and it has one or two slots for them (`RolloutConfig.num_adapters`).
     """
     shape = config.pushed(shape)
     rollout, width = config.rollout, BYTES[config.model.dtype]
@@ -79,7 +108,8 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     whole = plan if shape.adapters is None else planned_transfer(config, shape.base, config.policy.parallel.mesh)
     weights = whole.engine_bytes.reshape(rollout.pipeline, rollout.tensor).max(1)
     slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
-    caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - slots - ENGINE_WORK_BYTES)
+    work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
+    caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - slots - work)
     numbers = (
         min(int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, width, layers[stage])) for stage in stages)
         for n in (longest, max(1, longest // 2))
@@ -110,14 +140,19 @@ def _stage_memory(
     Args:
         lasting: the bytes of what vLLM has allocated before a run.
     """
-    rollout = config.rollout
-    received = 0.0 if shape.adapters else engine_expert_bytes(shape, rollout, BYTES[config.model.dtype], stage)
+    rollout, width = config.rollout, BYTES[config.model.dtype]
+    is_plain = bool(shape.adapters) or not repacks_experts(config)
+    received = 0.0 if is_plain else engine_expert_bytes(shape, rollout, width, stage)
     layer = received
     bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
     layers = engine_layers(shape.num_layers, rollout.pipeline, stage)
     layer /= max(1, sum(map(shape.has_experts, layers)))
     parts = {
         **{part: MemoryPart(always(size), SMALLER) for part, size in lasting.items()},
+        ACTIVATIONS: MemoryPart(
+            always(activation_bytes(shape, rollout, step_tokens(config), width)),
+            "lower rollout.vllm.max_num_batched_tokens",
+        ),
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
         "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
         "a layer's experts, made again to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
@@ -129,6 +164,20 @@ def _stage_memory(
         ),
     }
     return GpuMemory.of(f"engine, stage {stage}" if rollout.pipeline > 1 else "engine", parts)
+
+
+def activation_bytes(shape: ModelShape, rollout: RolloutConfig, num_tokens: int, width: int) -> float:
+    """The bytes of the activations of one step on one rank of an engine: residual, hidden states and their norm, and
+    the inside of the widest block. A dense MLP has gate, up and their product. Experts have the two buffers of vLLM's
+    Triton kernels (`TritonExperts.workspace_shapes`), with a row for each active expert of a token, and an output;
+    every rank computes all tokens."""
+    hidden, ffn = shape.hidden_size, shape.ffn_size / rollout.tensor
+    inside = 3 * ffn
+    if shape.experts is not None:
+        inner = shape.experts.ffn_size / (1 if rollout.expert_parallel else rollout.tensor)
+        routed = shape.experts.num_active * (max(inner, hidden) + max(2 * inner, hidden)) + hidden
+        inside = max(routed, inside if shape.experts.first_dense_layers else 0)
+    return num_tokens * width * (3 * hidden + inside)
 
 
 def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int, stage: int) -> float:

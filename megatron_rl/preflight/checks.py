@@ -34,6 +34,7 @@ from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.critic import faults_of_critic
+from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
 from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
@@ -125,7 +126,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning
         attempt(lambda: require_step(saved, last))
     if isinstance(config, GrpoRunConfig) and config.eval.every and config.data.eval is None:
         tell(f"eval.every is {config.eval.every}, but nothing is evaluated: data.eval gives no held-out rows")
-    faults += _keys(config) + _sampling(config)
+    faults += _keys(config) + _sampling(config) + faults_of_engine_options(config, tell)
     _compare_products(config, tell)
     named = _name(config)
     faults += named

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from megatron_rl.config.engine_options import ELSEWHERE, REFUSED
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import linear_layers, read_shape
 from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID
@@ -15,7 +16,7 @@ from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 from megatron_rl.rollout.vocabulary import forbidden_ids
-from megatron_rl.types import Adapters
+from megatron_rl.types import Adapters, ModelShape
 
 if TYPE_CHECKING:
     from vllm.config.reasoning import ReasoningConfig
@@ -49,49 +50,23 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
             beams: vLLM gets their number of log-probs.
         progress: what records the tokens of every step; None if nobody does.
     """
-    model, rollout, returns_routes, shares_gpus = spec.model, spec.rollout, spec.returns_routes, spec.shares_gpus
+    model, rollout, returns_routes = spec.model, spec.rollout, spec.returns_routes
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         set_cpu_environment()
     remove_leftovers()
     shape = read_shape(model.path)
-    options = _gpu_options(rollout, shares_gpus) if on_gpu else _cpu_options(rollout, shape.latent is not None)
-    if budgets.opening is not None:
-        options["reasoning_config"] = _reasoning(budgets)
-    if budgets.beams is not None:
-        options["max_logprobs"] = budgets.beams.call.num_candidates
-    if spec.adapters is not None:
-        options |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
-        options["max_loras"] = rollout.num_adapters
-        options["lora_target_modules"] = list(spec.adapters.targets or linear_layers(shape))
-    if spec.spans_nodes:
-        options["distributed_executor_backend"] = "ray"
-    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    arguments = EngineArgs(
-        model=str(model.path),
-        load_format="auto" if spec.loads_weights or spec.adapters else "dummy",
-        dtype=model.dtype,
-        quantization=rollout.quantization,
-        skip_tokenizer_init=True,
-        generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
-        seed=spec.seed,
-        tensor_parallel_size=rollout.tensor,
-        pipeline_parallel_size=rollout.pipeline,
-        enable_expert_parallel=rollout.expert_parallel,
-        max_model_len=rollout.max_engine_tokens,
-        max_num_seqs=rollout.max_sequences,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
-        worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
-        enable_return_routed_experts=returns_routes and on_gpu,
-        **options,
-    )
+    defaults = {} if on_gpu else _cpu_defaults(rollout, shape.latent is not None)
+    ours = _own_arguments(spec, shape, budgets, on_gpu)
+    arguments = EngineArgs(**{**defaults, **rollout.vllm, **ours})
     look_at_classes_here()
-    config = arguments.create_engine_config()
+    # vLLM chooses the tokens of a step by GPU and usage; without a usage it takes 2,048 on every GPU.
+    config = arguments.create_engine_config(UsageContext.LLM_CLASS)
     # On a CPU vLLM refuses it, because its workers do not collect them; ours do.
     config.aux_output_config.enable_return_routed_experts = returns_routes
     engine = LLMEngine(config, Executor.get_class(config), log_stats=spec.keeps_statistics, multiprocess_mode=False)
@@ -107,7 +82,7 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
             engine.collective_rpc("serve_adapters_on_a_cpu")
         if rollout.pipeline > 1:
             engine.collective_rpc("receive_stages_on_a_cpu")
-        if shares_gpus:
+        if spec.shares_gpus:
             engine.collective_rpc("sleep_on_a_cpu")
         if returns_routes:
             engine.collective_rpc("return_routes")
@@ -162,32 +137,67 @@ def served_adapter(adapters: Adapters | None, pinned: int | None) -> LoRARequest
     return LoRARequest(str(pinned), PINNED_ID, "it is a copy")
 
 
-def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
-    """vLLM's options on a CPU. A single rank works in the engine's own process. Prompts of up to 8192 tokens together
+def _own_arguments(spec: EngineSpec, shape: ModelShape, budgets: Budgets, on_gpu: bool) -> dict[str, Any]:
+    """vLLM's arguments that other keys of the configuration and the bridge decide, and `rollout.vllm` cannot."""
+    from vllm.config import WeightTransferConfig
+
+    model, rollout = spec.model, spec.rollout
+    ours: dict[str, Any] = {
+        "model": str(model.path),
+        "load_format": "auto" if spec.loads_weights or spec.adapters else "dummy",
+        "dtype": model.dtype,
+        "quantization": rollout.quantization,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # ignore the folder's sampling defaults (top_k, temperature)
+        "seed": spec.seed,
+        "tensor_parallel_size": rollout.tensor,
+        "pipeline_parallel_size": rollout.pipeline,
+        "enable_expert_parallel": rollout.expert_parallel,
+        "max_model_len": rollout.max_engine_tokens,
+        "max_num_seqs": rollout.max_sequences,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend="megatron_rl"),
+        "worker_extension_cls": "megatron_rl.rollout.worker.RolloutWorker",
+        "enable_return_routed_experts": spec.returns_routes and on_gpu,
+    }
+    if on_gpu:
+        ours["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        ours["enable_sleep_mode"] = spec.shares_gpus
+    elif rollout.engine_ranks == 1:  # a single rank works in the engine's own process
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        ours["distributed_executor_backend"] = UniProcExecutor
+    if spec.spans_nodes:
+        ours["distributed_executor_backend"] = "ray"
+    if budgets.opening is not None:
+        ours["reasoning_config"] = _reasoning(budgets)
+    if budgets.beams is not None:
+        ours["max_logprobs"] = budgets.beams.call.num_candidates
+    if spec.adapters is not None:
+        ours |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
+        ours["max_loras"] = rollout.num_adapters
+        ours["lora_target_modules"] = list(spec.adapters.targets or linear_layers(shape))
+    assert not (missing := ours.keys() - ELSEWHERE.keys() - REFUSED.keys()), f"rollout.vllm does not refuse {missing}"
+    return ours
+
+
+def _cpu_defaults(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
+    """What vLLM's arguments are on a CPU if `rollout.vllm` does not give them. Prompts of up to 8192 tokens together
     fit into one step, which saves passes of the scheduler's Python loop.
 
     Args:
         latent: whether the model has latent attention. vLLM's faster kernel for it computes in bf16 alone, and drops a
             weight that a push needs.
     """
-    options: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_batched_tokens": max(8192, rollout.max_engine_tokens),
     }
     if latent:
-        options["attention_backend"] = "CPU_MLA"
+        defaults["attention_backend"] = "CPU_MLA"
     else:  # the prefix cache holds whole blocks; vLLM's default for CPUs, 128, is longer than many prompts
-        options["block_size"] = 32
-    if rollout.engine_ranks == 1:
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-        options["distributed_executor_backend"] = UniProcExecutor
-    return options
-
-
-def _gpu_options(rollout: RolloutConfig, shares_gpus: bool) -> dict[str, Any]:
-    """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
-    return {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": shares_gpus}
+        defaults["block_size"] = 32
+    return defaults
 
 
 def _reasoning(budgets: Budgets) -> ReasoningConfig:

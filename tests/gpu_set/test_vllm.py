@@ -43,7 +43,7 @@ def test_vllm_makes_a_configuration_for_cuda_from_every_recipe():
     assert len(found) >= 10
     for recipe, engine in found.items():
         assert engine["made"] == engine["wanted"], recipe
-        for key in ("quantization", "routes"):
+        for key in ("quantization", "routes", "tokens"):
             assert engine[key][0] == engine[key][1], recipe
         assert engine["transfer"] == "megatron_rl" and engine["logprobs"] == "processed_logprobs", recipe
         assert engine["graphs"] != "NONE" and not engine["eager"], recipe
@@ -55,6 +55,6 @@ def test_a_recording_of_the_classes_for_cuda_equals_the_table(family):
     for options, found in zip(cases, found_by("record", family, *map(json.dumps, cases)), strict=True):
         assert found["differing"] == [], options
         assert all(name.startswith("FlashAttn") or name == "FlashAttentionImpl" for name in found["classes"]), options
-        # On GPUs vLLM repacks the experts even in bf16, so that every push takes the way of repacked layers.
+        # Triton's kernels, which vLLM chooses on an H100, read bf16 experts in the checkpoint's form.
         experts = [name for name in found["repacked"] if "experts" in name]
-        assert bool(experts) == (family not in DENSE), options
+        assert bool(experts) == (family not in DENSE and "quantization" in options), options

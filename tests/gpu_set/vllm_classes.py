@@ -29,6 +29,7 @@ from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES, Recording, read_shape, vllm_shards
+from megatron_rl.planning.engine import step_tokens
 from megatron_rl.rollout.backend import EngineSpec
 
 ROOT = Path(__file__).parents[2]
@@ -161,6 +162,7 @@ def configure(home: Path) -> dict[str, dict[str, Any]]:
             ],
             "quantization": [config.rollout.quantization, made.model_config.quantization],
             "routes": [config.policy.routing_replay, made.aux_output_config.enable_return_routed_experts],
+            "tokens": [step_tokens(config), scheduler.max_num_batched_tokens],
             "transfer": made.weight_transfer_config.backend,
             "logprobs": made.model_config.logprobs_mode,
             "graphs": made.compilation_config.cudagraph_mode.name,
@@ -239,7 +241,7 @@ def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
             table = Recording.of(shards, FAMILIES[shape.family])
             differing = {repr(shard) for shard in recorded.shards} ^ {repr(shard) for shard in table.shards}
             found["differing"] += sorted(differing)
-            found["repacked"] |= {key for key, *_ in receiver._repacked_layers(model, torch.device("cuda", 0))}
+            found["repacked"] |= {key for key, *_ in receiver._repacked_layers(model)}
             found["classes"] |= {type(module.impl).__name__ for module in model.modules() if hasattr(module, "impl")}
     shutil.rmtree(folder)
     return {key: sorted(value) for key, value in found.items()}

@@ -26,6 +26,13 @@ CONFLICTS = [
     (["algorithm.updates_per_step=5"], "algorithm.updates_per_step exceeds rollout.prompts_per_step"),
     (["rollout.max_lag=1", "rollout.prefix_cache=salted"], "set prefix_cache to cleared"),
     (["rollout.late=drop"], "rollout.late: drop has no effect"),
+    (["rollout.vllm.max_num_batched_tokens=512"], "512. is below rollout.max_sequences .1024."),
+    (["rollout.vllm.moe_backend=triton", "rollout.backend=mine:Engine"], "rollout.vllm has no effect"),
+    (
+        ["rollout.vllm={seed: 3, hf_token: x, load_format: auto}"],
+        "vllm: seed must not be set here; run.seed decides it",
+    ),
+    (["rollout.vllm.max_num_batched_tokens=16k"], "max_num_batched_tokens must be a whole number above 0"),
     (["rollout.pipeline=2", "policy.routing_replay=true"], "vLLM gives none with pipeline stages"),
     (["rollout.pipeline=4", "rollout.max_sequences=3"], "is below rollout.pipeline"),
     (["rollout.replay=r", "data.eval=held.jsonl"], "data.eval needs engines"),

@@ -158,10 +158,11 @@ def test_a_push_of_merged_weights_has_the_size_of_the_model(lora):
 def test_experts_that_no_push_brings_are_not_repacked():
     of_attention = replace(MIXTURE, adapters=Adapters(8, 16.0, ATTENTION))
     sizes = {"parallel": {"tensor": 4, "data": 2, "expert": 8, "expert_tensor": 1}}
-    run = config(policy=sizes | {"lora": {"rank": 8, "targets": list(ATTENTION)}})
+    blackwell = {"gpu_memory_gb": 180}
+    run = config(policy=sizes | {"lora": {"rank": 8, "targets": list(ATTENTION)}}, cluster=blackwell)
     phases = zip(*run_memory(run, of_attention).engine.gpu.parts.values(), strict=True)
     assert len({sum(sizes) for sizes in phases}) == 1
-    whole = run_memory(config(policy=sizes), of_attention.base).engine.gpu
+    whole = run_memory(config(policy=sizes, cluster=blackwell), of_attention.base).engine.gpu
     assert "experts before vLLM repacks them" in whole.parts
 
 

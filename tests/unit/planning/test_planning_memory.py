@@ -16,7 +16,7 @@ from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.planning.activations import activations, layer_bytes
-from megatron_rl.planning.engine import ENGINE_WORK_BYTES, sequence_bytes
+from megatron_rl.planning.engine import ENGINE_WORK_BYTES, activation_bytes, sequence_bytes
 from megatron_rl.planning.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.parameters import checkpoint_bytes, largest_stage, rank_parameters
@@ -244,7 +244,9 @@ def test_the_phases_of_a_run_by_hand():
     used = of_stage(0)
     assert trainer.name == "trainer, stage 0"
     assert trainer.totals == pytest.approx((always + used.kept + used.layer, always, always), rel=1e-6)
-    cache = 0.85 * 80e9 - engine.gpu.parts["weights"][0] - ENGINE_WORK_BYTES
+    # Three hidden states, and gate, up and their product on each of four ranks, of vLLM's 16,384 tokens a step.
+    work = ENGINE_WORK_BYTES + 16_384 * 2 * (3 * 5120 + 3 * 25_600 / 4)
+    cache = 0.85 * 80e9 - engine.gpu.parts["weights"][0] - work
     assert engine.gpu.parts["KV cache"][0] == pytest.approx(cache)
     # Two of eight KV heads on each rank, 64 layers, 2 x 128 numbers of 2 bytes: 65,536 bytes a token.
     assert sequence_bytes(SHAPE, 4, 9216, 2, range(64)) == 9216 * 65_536
@@ -283,7 +285,8 @@ def test_the_stages_of_an_engine_by_hand():
     weights = [2 * (n * (layer / 4 + norms)) + 2 * more for n, more in ((21, vocabulary / 4), (22, 0), (21, 0))]
     weights[2] += 2 * (vocabulary / 4 + 5120)
     assert [stage.parts["weights"][0] for stage in stages] == weights
-    caches = [0.85 * 80e9 - own - ENGINE_WORK_BYTES for own in weights]
+    work = ENGINE_WORK_BYTES + 16_384 * 2 * (3 * 5120 + 3 * 25_600 / 4)
+    caches = [0.85 * 80e9 - own - work for own in weights]
     assert [stage.parts["KV cache"][0] for stage in stages] == pytest.approx(caches)
     fitting = [int(cache // (9216 * n * 1024)) for cache, n in zip(caches, (21, 22, 21), strict=True)]
     assert memory.engine.longest == min(fitting) == fitting[1] < fitting[0]
@@ -293,11 +296,42 @@ def test_the_stages_of_an_engine_by_hand():
         run_memory(config(rollout={"pipeline": 65}), SHAPE)
 
 
-def test_an_engine_holds_half_of_its_experts_twice_in_a_push():
-    run = config({"tensor": 2, "data": 8, "expert": 8, "expert_tensor": 1}, model={"path": "models/Qwen3-30B-A3B"})
-    memory = run_memory(run, MIXTURE)
+@pytest.mark.parametrize(
+    ("gpu_memory_gb", "rollout", "repacked"),
+    [
+        (80, {}, False),
+        (136, {}, False),
+        (180, {}, True),
+        (180, {"vllm": {"moe_backend": "triton"}}, False),
+        (80, {"vllm": {"moe_backend": "flashinfer_cutlass"}}, True),
+        (80, {"quantization": "fp8"}, True),
+    ],
+)
+def test_an_engine_holds_half_of_its_experts_twice_in_a_push_that_repacks_them(gpu_memory_gb, rollout, repacked):
+    parallel = {"tensor": 2, "data": 8, "expert": 8, "expert_tensor": 1}
+    cluster = {"gpu_memory_gb": gpu_memory_gb}
+    run = config(parallel, model={"path": "models/Qwen3-30B-A3B"}, cluster=cluster, rollout=rollout)
+    parts = run_memory(run, MIXTURE).engine.gpu.parts
     experts = 48 * 128 * 3 * 768 * 2048 * 2 / 4
-    assert memory.engine.gpu.parts["experts before vLLM repacks them"] == (0, experts / 2, 0)
+    held = {
+        "experts before vLLM repacks them": experts / 2,
+        "a layer's experts, made again to verify them": experts / 48,
+    }
+    assert {name: parts[name] for name in held if name in parts} == (
+        {n: (0, b, 0) for n, b in held.items()} if repacked else {}
+    )
+
+
+def test_the_activations_of_an_engines_step_by_hand():
+    """Qwen3-30B-A3B: eight active experts of 768, over four ranks or whole. The kernels' buffers have rows of the
+    larger of an expert's sizes and the hidden size, 2048."""
+    rollout = config().rollout
+    assert activation_bytes(MIXTURE, rollout, 1000, 2) == 1000 * 2 * 2048 * (3 + 8 * 2 + 1)
+    wide = replace(MIXTURE, experts=replace(MIXTURE.experts, ffn_size=1536))
+    whole = config(rollout={"expert_parallel": True}).rollout
+    assert activation_bytes(wide, whole, 1000, 2) == 1000 * 2 * (3 * 2048 + 8 * (2048 + 3072) + 2048)
+    run = config(rollout={"vllm": {"max_num_batched_tokens": 1_000_000}})
+    assert "lower rollout.vllm.max_num_batched_tokens" in run_memory(run, SHAPE).problems[0]
 
 
 @pytest.mark.parametrize(
@@ -415,7 +449,7 @@ def test_shared_gpus_hold_in_each_phase_what_the_phase_needs():
     constant = sum(size[2] for part, size in gpu.parts.items() if "communicators" in part or "buffers" in part)
     states = [trainer[part][0] for part in ("weights", "gradients", "optimizer state")]
     computed = sum(size[0] for part, size in trainer.items() if "activations" in part or "computed" in part)
-    work, weights = engine["work of vLLM"][0], engine["weights"][0]
+    work, weights = engine["work of vLLM"][0] + engine["activations of a step of vLLM"][0], engine["weights"][0]
     assert gpu.totals == pytest.approx(
         (
             sum(states) + computed + work + constant,

@@ -23,6 +23,7 @@ from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.preflight import checks as module
+from megatron_rl.preflight import engine_options
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
@@ -873,6 +874,29 @@ def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     [fault] = faults(grpo())
     assert fault.startswith("vLLM is not installed") and "tools/setup.sh" in fault
     assert faults(grpo(), planning=True) == []
+
+
+def test_arguments_that_vllm_does_not_have_are_named_with_the_nearest_ones(home):
+    options = {"moe_bakend": "triton", "max-num-batched-tokens": 4096, "zzz": 1, "max_num_seqs_": None}
+    first, second, third, _ = told = faults(grpo(rollout__vllm=options), planning=True)
+    assert first.startswith(
+        "rollout.vllm.moe_bakend: the installed vLLM has no such argument; did you mean moe_backend"
+    )
+    assert "did you mean max_num_batched_tokens" in second and "vllm.EngineArgs" in third
+    assert told == faults(grpo(rollout__vllm=options))
+
+
+@pytest.mark.deep
+def test_values_that_vllm_refuses_are_told_before_a_run(home):
+    [fault] = faults(grpo(rollout__vllm={"moe_backend": "tritn", "max_num_batched_tokens": 4096}))
+    assert fault.startswith('rollout.vllm.moe_backend: vLLM refuses "tritn": argument --moe-backend: invalid choice')
+
+
+def test_without_vllm_a_plan_says_that_its_arguments_are_not_checked(home, monkeypatch):
+    monkeypatch.setattr(engine_options, "find_spec", lambda name: None)
+    notes = []
+    assert preflight(grpo(rollout__vllm={"moe_bakend": "triton"}), notes.append, planning=True) == []
+    assert notes == ["not checked, because vLLM is not installed here: rollout.vllm"]
 
 
 def test_training_needs_the_full_distribution(home):

@@ -19,7 +19,6 @@ from megatron_rl.bridge import join
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Engines, read_shape
-from megatron_rl.rollout import start
 from megatron_rl.rollout.programs.episodes import Samples
 from megatron_rl.types import Adapters, Mesh
 
@@ -50,13 +49,15 @@ class Stage:
         """
         Args:
             adapters: what the trainers push; the engine then has the folder's weights.
-            vllm: further options of vLLM.
+            vllm: `rollout.vllm`, besides the size of the cache.
         """
         from megatron_rl.rollout.backend import EngineSpec
         from megatron_rl.rollout.engine import VllmEngine
 
         assert not self.living, "another engine lives"
-        self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
+        block = 128 if read_shape(folder).latent else 32
+        options = {"num_gpu_blocks_override": CACHE_TOKENS // block} | (vllm or {})
+        self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, vllm=options, **rollout)
         engines = Engines(1, self.config.tensor, self.config.pipeline, self.config.expert_parallel)
         self._trained = folder, mesh, engines, dtype
         if adapters is None:
@@ -78,10 +79,7 @@ class Stage:
         # imported. It thaws everything when the engine ends.
         gc.collect()
         gc.freeze()
-        with pytest.MonkeyPatch.context() as patch:
-            original = start._cpu_options
-            patch.setattr(start, "_cpu_options", lambda *choices: _with_small_cache(original(*choices)) | (vllm or {}))
-            self.run(self.engine.start())
+        self.run(self.engine.start())
         if adapters is not None:
             shape = replace(read_shape(folder), adapters=adapters)
             self._trained = *self._trained, adapters, self.run(self.engine.weights.record_loading(shape))
@@ -159,10 +157,6 @@ class Stage:
             self.engine.close()
             self.trainers.close()
             self._loop.close()
-
-
-def _with_small_cache(options: dict[str, Any]) -> dict[str, Any]:
-    return options | {"num_gpu_blocks_override": CACHE_TOKENS // options.get("block_size", 128)}
 
 
 @contextmanager

@@ -25,8 +25,7 @@ def notes(worker) -> list[tuple[str, int]]:
 
 
 def repack_experts(worker) -> None:
-    """Let a worker on a CPU treat unquantised experts as those on GPUs are treated, where vLLM repacks them."""
+    """Let a worker on a CPU treat unquantised experts as those are treated whose kernel has a form of its own."""
     from megatron_rl.bridge import receiver
 
-    decide = receiver._is_repacked
-    receiver._is_repacked = lambda layer, on_cpu: decide(layer, False)
+    receiver.IN_PLACE = set()

@@ -210,7 +210,7 @@ def test_a_push_holds_few_layers_and_all_ranks_repack_them_in_one_order(make_own
 
 @pytest.mark.deep
 def test_unquantised_experts_are_the_same_if_a_push_repacks_them(make_own_stage, tmp_path):
-    """Every push of a bf16 mixture to GPUs repacks its experts, because vLLM's kernels there have other orders. Here an
+    """A push of a bf16 mixture repacks its experts where vLLM's kernels have another order, as on Blackwell. Here an
     engine on a CPU is made to take this way. vLLM's own packing for CPUs happens at the first loading alone, so that
     the experts have the checkpoint's order afterwards, as after a push that copies into them."""
     changes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
