@@ -18,8 +18,8 @@ kernels to start. Whole rows; the sums do not depend on it."""
 
 
 def checksum(data: Tensor) -> tuple[int, int]:
-    """The words are summed as a matrix, by rows and by columns, because a word's position is COLUMNS * row + column + 1.
-    So nothing of the data's size is allocated.
+    """The words are summed as a matrix, by rows and by columns: a word's position is COLUMNS * row + column + 1. So
+    nothing of the data's size is allocated.
 
     Args:
         data: uint8, contiguous. Zeros fill the last word if the data ends inside it.

@@ -81,9 +81,11 @@ class ClusterConfig(Section):
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
     """The number of CPUs that Ray reserves for each trainer rank."""
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
-    """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU."""
+    """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU. If it is left
+    out, `device` decides."""
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
-    """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
+    """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU. If it is
+    left out, `device` decides."""
     colocate: bool = False
     """true: trainers, a critic and engines share GPUs. While engines generate, the weights, gradients and optimizer
     states of trainers and critic are in the node's memory; while these train, the engines have nothing on the GPUs. The
@@ -123,8 +125,15 @@ class ClusterConfig(Section):
     """true: the host memory of the trainer's node and of another node holds a copy of its state of the last two steps,
     so a restart of the trainer loses no finished step. The state is copied while the engines generate. false: a restart
     of the trainer continues from the newest checkpoint."""
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    """Where trainers and engines run if `gpus_per_trainer` and `gpus_per_engine_rank` do not say it. `gpu`: one GPU for
+    each trainer rank and each engine rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine, or
+    a node of the Ray that the run joins, has GPUs."""
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
+        for key in ("gpus_per_trainer", "gpus_per_engine_rank"):
+            if self.device == "cpu" and (number := getattr(self, key)):
+                yield f"cluster.device is cpu, but cluster.{key} is {number:g}; remove the key, or set device to auto"
         mesh = run.policy.parallel.mesh
         if self.world_size is not None and self.world_size != mesh.world_size:
             yield (
