@@ -129,11 +129,20 @@ class ClusterConfig(Section):
     """Where trainers and engines run if `gpus_per_trainer` and `gpus_per_engine_rank` do not say it. `gpu`: one GPU for
     each trainer rank and each engine rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine, or
     a node of the Ray that the run joins, has GPUs."""
+    node_memory_gb: PositiveFloat | None = None
+    """The memory of a node in GB that a run on GPUs may use for mirrors, offloaded and lent states and copies for
+    checkpoints: what Ray, data and the page cache need is not counted. A dry run refuses a plan that needs more. It
+    needs `gpus_per_node`. null means that it is not checked."""
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
         for key in ("gpus_per_trainer", "gpus_per_engine_rank"):
             if self.device == "cpu" and (number := getattr(self, key)):
                 yield f"cluster.device is cpu, but cluster.{key} is {number:g}; remove the key, or set device to auto"
+        if self.node_memory_gb is not None and self.gpus_per_node is None:
+            yield (
+                f"cluster.node_memory_gb is {self.node_memory_gb:g}, but the ranks of a node are not known; set "
+                "cluster.gpus_per_node"
+            )
         mesh = run.policy.parallel.mesh
         if self.world_size is not None and self.world_size != mesh.world_size:
             yield (

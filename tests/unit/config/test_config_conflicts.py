@@ -62,6 +62,7 @@ CONFLICTS = [
     ([COLOCATED, "rollout.active_sampling=true"], "so that rollout.active_sampling, with which they answer meanwhile"),
     ([COLOCATED, "cluster.mirror=true"], "set cluster.mirror to false"),
     ([COLOCATED, "cluster.gpus_per_trainer=1"], "must both be 1, or both 0"),
+    (["cluster.node_memory_gb=500"], "set cluster.gpus_per_node"),
     (["cluster.device=cpu", "cluster.gpus_per_engine_rank=1"], "device is cpu, but cluster.gpus_per_engine_rank is 1"),
     ([COLOCATED, "cluster.pools={trainer: a, engine: b}"], "trainers and engines are on the same nodes"),
 ]
