@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -61,6 +62,9 @@ def _refuse_secret(name: str) -> str:
 def _number_as_text(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The variables that torch reads for its allocator on GPUs. Megatron-Core and vLLM look at the first."""
 
 Environment = dict[Annotated[str, AfterValidator(_refuse_secret)], Annotated[str, BeforeValidator(_number_as_text)]]
 """Environment variables and their values."""
@@ -133,11 +137,32 @@ class ClusterConfig(Section):
     """The memory of a node in GB that a run on GPUs may use for mirrors, offloaded and lent states and copies for
     checkpoints: what Ray, data and the page cache need is not counted. A dry run refuses a plan that needs more. It
     needs `gpus_per_node`. null means that it is not checked."""
+    collective_timeout_s: PositiveFloat | None = None
+    """The longest time, in seconds, that a trainer rank waits for others in a collective. It may not be below
+    `start_timeout_s`: ranks that have loaded the model wait for the slowest one. null means `start_timeout_s`, and at
+    least ten minutes."""
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        return timedelta(seconds=self.collective_timeout_s or max(self.start_timeout_s, 600.0))
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
         for key in ("gpus_per_trainer", "gpus_per_engine_rank"):
             if self.device == "cpu" and (number := getattr(self, key)):
                 yield f"cluster.device is cpu, but cluster.{key} is {number:g}; remove the key, or set device to auto"
+        if self.collective_timeout_s is not None and self.collective_timeout_s < self.start_timeout_s:
+            yield (
+                f"cluster.collective_timeout_s is {self.collective_timeout_s:g}, but ranks may load the model for "
+                f"cluster.start_timeout_s, {self.start_timeout_s:g} s, while others wait for them; raise the first, or "
+                "lower the second"
+            )
+        for name in ALLOCATOR_VARIABLES:
+            if self.colocate and "expandable_segments:true" in self.environment.get(name, "").lower().replace(" ", ""):
+                yield (
+                    f"cluster.environment.{name} has expandable_segments:True, but with cluster.colocate engines give "
+                    "their memory back in vLLM's sleep mode and get weights as CUDA IPC handles, which need ordinary "
+                    "segments; remove it"
+                )
         if self.node_memory_gb is not None and self.gpus_per_node is None:
             yield (
                 f"cluster.node_memory_gb is {self.node_memory_gb:g}, but the ranks of a node are not known; set "
