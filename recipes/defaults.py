@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from megatron_rl.config.load import merge_arguments, validate
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.rewards import FormatReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.planning.stages import with_layers
@@ -13,6 +15,43 @@ from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 Config = TypeVar("Config", bound=BaseConfig)
 Grpo = TypeVar("Grpo", bound=GrpoRunConfig)
+
+
+def read_config(
+    kind: type[Config],
+    arguments: Sequence[str],
+    tell: Callable[[str], None] = lambda note: None,
+    *,
+    planning: bool = False,
+    in_job: bool = False,
+) -> Config:
+    """The configuration of a run from YAML files and overrides; see `with_defaults`.
+
+    Args:
+        planning: whether this is a dry run, which asks no Ray for its GPUs.
+        in_job: whether the run will be a Slurm job, on other machines.
+
+    Raises:
+        ValueError: the configuration is refused, or there is no Ray at `cluster.ray_address`.
+    """
+    given = merge_arguments(arguments)
+
+    def has_gpus() -> bool:
+        if in_job and (per_node := _key(given, "slurm", "gpus_per_node")) is not None:
+            return bool(per_node)
+        address = _key(given, "cluster", "ray_address")
+        if count_gpus() or planning or in_job or not isinstance(address, str):
+            return count_gpus() > 0
+        from megatron_rl.cluster.session import count_gpus_of_ray  # it imports Ray, which takes seconds
+
+        return count_gpus_of_ray(address) > 0
+
+    return with_defaults(validate(kind, given, has_gpus), tell)
+
+
+def _key(given: Mapping[str, Any], section: str, key: str) -> Any:
+    keys = given.get(section)
+    return keys.get(key) if isinstance(keys, Mapping) else None
 
 
 def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: None) -> Config:
@@ -26,7 +65,7 @@ def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: Non
         ValueError: the model has fewer layers than the pipeline has parts, or its files cannot be read.
     """
     if "dtype" not in config.model.model_fields_set and config.model.dtype == "float32":
-        tell("model.dtype is float32, because this machine has no GPU and its CPU has no units for bfloat16")
+        tell("model.dtype is float32, because trainers run on the CPU, which has no units for bfloat16")
     config = with_layers(config)
     return _with_delimiter(config, tell) if isinstance(config, GrpoRunConfig) else config
 

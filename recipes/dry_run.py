@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -164,46 +164,31 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
         more.add_row("KV cache of an engine", held)
     console.print(more)
     if memory.on_gpus:
-        console.print(_table_of_nodes(config, memory))
+        console.print(_table_of_nodes(memory))
     return memory
 
 
-def _table_of_nodes(config: BaseConfig, memory: RunMemory) -> Table:
+def _table_of_nodes(memory: RunMemory) -> Table:
     """What the ranks keep in the memory of their nodes."""
-    cluster, sides = config.cluster, [("a trainer rank", memory.trainer, config.policy.parallel)]
-    if isinstance(config, GrpoRunConfig) and config.critic is not None and memory.critic is not None:
-        sides.append(("a critic's rank", memory.critic, config.critic.parallel))
     table = Table(title="in the nodes' memory, in GB", title_justify="left")
     for column in ("", "one rank", "all ranks of a node"):
         table.add_column(column, justify="right" if column else "left")
-    for name, side, parallel in sides:
-        of_node = 1
-        if cluster.gpus_per_node is not None:
-            of_node = min(int(cluster.gpus_per_node // cluster.gpus_per_trainer), parallel.mesh.world_size)
-        _add_host_rows(table, name, of_node, side.host)
-    if isinstance(config, GrpoRunConfig) and memory.engine is not None and memory.engine.gpu.host:
-        of_node = config.rollout.num_engines * config.rollout.engine_ranks
-        if cluster.gpus_per_node is not None:
-            of_node = min(int(cluster.gpus_per_node // cluster.gpus_per_engine_rank), of_node)
-        _add_host_rows(table, "an engine's rank", of_node, memory.engine.gpu.host)
+    for side in memory.nodes.sides:
+        title = f"{side.name}, {side.ranks} on a node"
+        for row, size in [(title, side.rank_bytes), *((f"  {part}", size) for part, size in side.host.items())]:
+            style = "bold" if row == title else ""
+            table.add_row(row, f"{size / 1e9:.2f}", f"{side.ranks * size / 1e9:.2f}", style=style)
     return table
-
-
-def _add_host_rows(table: Table, name: str, of_node: int, host: Mapping[str, float]) -> None:
-    title = f"{name}, {of_node} on a node"
-    for row, size in [(title, sum(host.values())), *((f"  {part}", size) for part, size in host.items())]:
-        style = "bold" if row == title else ""
-        table.add_row(row, f"{size / 1e9:.2f}", f"{of_node * size / 1e9:.2f}", style=style)
 
 
 def check_memory(memory: RunMemory) -> None:
     """
     Raises:
-        ValueError: the run does not fit into the memory of its GPUs.
+        ValueError: the run does not fit into the memory of its GPUs or nodes.
     """
     if problems := memory.problems:
         raise ValueError(
-            "by the estimates the run does not fit into its GPUs:\n"
+            "by the estimates the run does not fit into its GPUs or nodes:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
             + "\ntools/size_run.py with the same arguments prints the trainer's layouts that fit"
         )

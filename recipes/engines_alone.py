@@ -8,10 +8,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.load import load_config
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.recipes.defaults import with_defaults
+from megatron_rl.recipes.defaults import read_config
 from megatron_rl.recipes.launch import console
 from megatron_rl.recipes.screen import waiting
 
@@ -34,7 +33,7 @@ def config_without_trainers(arguments: Sequence[str], out: Path) -> GrpoRunConfi
     """
     own = [f"run.folder={out.parent}", f"run.name={out.name}", "cluster.colocate=false", "policy.routing_replay=false"]
     own.append("rollout.replay=null")
-    config = with_defaults(load_config(GrpoRunConfig, [*arguments, *own])).absolute()
+    config = read_config(GrpoRunConfig, [*arguments, *own]).absolute()
     if config.model.weights is not None:
         raise ValueError(
             f"the engines load Hugging Face's form, but model.weights is {config.model.weights}; convert it with "

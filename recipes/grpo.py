@@ -152,6 +152,7 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
         temperature=config.rollout.sampling.temperature,
         total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.updates_per_step,
         seed=config.run.seed,
+        collective_timeout=config.cluster.collective_timeout,
         forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
     )
 
@@ -173,6 +174,7 @@ def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement
         temperature=1.0,
         total_steps=config.run.steps * (critic.updates_per_step or config.algorithm.updates_per_step),
         seed=config.run.seed,
+        collective_timeout=config.cluster.collective_timeout,
     )
     return CriticGroup(spec, config.cluster, logs, placement)
 

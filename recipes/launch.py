@@ -25,14 +25,13 @@ from typing import Literal, TypeVar
 
 from rich.console import Console
 
-from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.checks import check_before_start
 from megatron_rl.processes import STACKS, log_to, open_text
-from megatron_rl.recipes.defaults import with_defaults
+from megatron_rl.recipes.defaults import read_config
 from megatron_rl.recipes.screen import open_closed, screen
 from megatron_rl.recipes.slurm import read_job, render, submit
 
@@ -194,7 +193,7 @@ def launch(
     interrupt = Interrupt()
     try:
         with interrupt.listening():
-            config = with_defaults(load_config(kind, options.configuration), _note)
+            config = read_config(kind, options.configuration, _note, planning=options.dry_run, in_job=options.slurm)
             resume = read_resume(options.resume)
             job = read_job(config, Path(program).stem, options.configuration)
             if options.slurm and isinstance(resume, int):
@@ -206,7 +205,7 @@ def launch(
                 if options.slurm:
                     console.print(render(job), markup=False, soft_wrap=True)
                 return 0
-            check_before_start(config, console, resume=goes_on)
+            check_before_start(config, console, resume=goes_on, in_job=options.slurm)
             if options.slurm:
                 submit(job, console)
                 return 0

@@ -71,6 +71,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         temperature=1.0,
         total_steps=config.run.steps,
         seed=config.run.seed,
+        collective_timeout=config.cluster.collective_timeout,
     )
     num_trainers = config.policy.parallel.mesh.world_size
     num_threads = threads_of_ranks(config, num_cores())

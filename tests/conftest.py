@@ -5,15 +5,23 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import cover
 from hypothesis import settings
+
+from megatron_rl.config import machine
+from megatron_rl.preflight.devices import has_cpu_torch
 
 pytest_plugins = ["leaks", "costs", "due", "deadlines"]
 
 # PyTorch's store asks for the name of each address that it connects to, and some machines have no name server that
 # answers for their own addresses: a joining then takes the resolver's 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# GPUs that this torch cannot use change no configuration of a test.
+if has_cpu_torch():
+    machine.DEVICES = Path(os.devnull)
 
 # A script starts jobs in the background (make test &) with Ctrl-C ignored; all that the tests start would ignore it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

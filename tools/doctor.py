@@ -26,6 +26,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.config.machine import count_gpus
 from megatron_rl.processes import piped
 
 PACKAGES = {
@@ -57,6 +58,8 @@ class Machine:
     """The version of CUDA that torch was built for; None for a CPU build."""
     gpus: tuple[str, ...]
     """The name of each GPU that torch can use."""
+    num_gpus: int
+    """The number of GPUs that this machine has for a process, whether torch can use them or not."""
     num_cpus: int
     memory_bytes: int
     shared_memory_bytes: int
@@ -98,6 +101,7 @@ def look() -> Machine:
         versions=versions,
         cuda=cuda,
         gpus=gpus,
+        num_gpus=count_gpus(),
         num_cpus=len(psutil.Process().cpu_affinity()),
         memory_bytes=psutil.virtual_memory().total,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total,
@@ -131,7 +135,12 @@ def judge(machine: Machine) -> Judgement:
         "vLLM's platform": "none" if versions["vllm"] is None else "CPU" if for_cpu or not on_gpus else "CUDA",
     }
     slower = []
-    if not on_gpus:
+    if machine.num_gpus and versions["torch"] and machine.cuda is None:
+        slower.append(
+            f"torch is a CPU build, and this machine has {machine.num_gpus} GPUs: runs are refused unless "
+            "cluster.device is cpu. `make gpu-env` installs the GPU packages into .venv-gpu."
+        )
+    elif not on_gpus:
         built = f"torch is built for CUDA {machine.cuda}, but sees no GPU" if machine.cuda else "torch is a CPU build"
         slower.append(f"{built}: trainer and engines compute on the CPU, which is enough for tiny models only.")
     if on_gpus and not fused:

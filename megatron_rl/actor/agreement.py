@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl import spans
-from megatron_rl.actor import platform
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.types import Metrics
 
@@ -24,10 +24,10 @@ _REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max
 
 
 class Agreement:
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta) -> None:
         self.group = dist.group.WORLD
         if dist.get_backend() != "gloo":
-            self.group = dist.new_group(backend="gloo", timeout=platform.TIMEOUT)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 HAS_CUDA = torch.cuda.is_available()
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
 """Transformer Engine's layers run in bf16; an fp32 model uses Megatron's own layers (model.py)."""
-TIMEOUT = timedelta(minutes=10)
-"""The time-out of every collective. A rank whose neighbour died fails after it instead of waiting for ever."""
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -53,9 +51,14 @@ def running() -> AbstractContextManager[object]:
     return nullcontext() if HAS_CUDA else _CudaMeansCpu()
 
 
-def start(rank: int, world_size: int, store: dist.Store) -> None:
+def start(rank: int, world_size: int, store: dist.Store, timeout: timedelta = timedelta(minutes=10)) -> None:
     """Join the trainer's process group over a store that all ranks share, and prepare torch and Megatron for this
-    platform."""
+    platform.
+
+    Args:
+        timeout: of every collective of the group. A rank whose neighbour died fails after it instead of waiting for
+            ever.
+    """
     from megatron.core.transformer import multi_latent_attention
 
     if not HAS_TRANSFORMER_ENGINE:  # Megatron has mocks in its place, which latent attention takes for the library
@@ -71,7 +74,7 @@ def start(rank: int, world_size: int, store: dist.Store) -> None:
         store=store,
         rank=rank,
         world_size=world_size,
-        timeout=TIMEOUT,
+        timeout=timeout,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig, Switch
@@ -37,6 +38,8 @@ class ActorSpec:
     seed: int
     forbidden: tuple[int, ...] = ()
     """The tokens that are never sampled (`rollout.sampling.forbid`), in ascending order."""
+    collective_timeout: timedelta = timedelta(minutes=10)
+    """The longest time that a rank waits for others in a collective."""
 
     def __post_init__(self) -> None:
         check_trainable(self.shape, self.policy)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ class MegatronTrainer:
         adapters = spec.shape.adapters
         self.adapting = Adapting(adapters, self.shards, spec.seed) if adapters else None
 
-        platform.start(rank, world_size, store)
-        self.agreement = Agreement()
+        platform.start(rank, world_size, store, spec.collective_timeout)
+        self.agreement = Agreement(spec.collective_timeout)
         with platform.running():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
@@ -106,7 +107,7 @@ class MegatronTrainer:
                 context_parallel_size=parallel.context,
                 expert_model_parallel_size=self.mesh.expert,
                 expert_tensor_parallel_size=self.mesh.expert_ways,
-                distributed_timeout_minutes=int(platform.TIMEOUT.total_seconds() // 60),
+                distributed_timeout_minutes=spec.collective_timeout / timedelta(minutes=1),
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(spec.seed)

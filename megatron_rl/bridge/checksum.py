@@ -7,17 +7,20 @@ same result.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-CHUNK_WORDS = 2**17
-"""The number of words that are multiplied at once: the products take at most 1 MiB."""
+COLUMNS = 1024
+"""The number of words in a row."""
+CHUNK_BYTES = {"cpu": 2**23, "cuda": 2**26}
+"""The bytes that are summed at once, by the kind of device: on a CPU they fit into its cache, and a GPU should have few
+kernels to start. Whole rows; the sums do not depend on it."""
 
 
 def checksum(data: Tensor) -> tuple[int, int]:
-    """
+    """The words are summed as a matrix, by rows and by columns: a word's position is COLUMNS * row + column + 1. So
+    nothing of the data's size is allocated.
+
     Args:
         data: uint8, contiguous. Zeros fill the last word if the data ends inside it.
 
@@ -25,19 +28,23 @@ def checksum(data: Tensor) -> tuple[int, int]:
         Both sums, modulo 2^64, as signed numbers of 64 bits.
     """
     sums = torch.zeros(2, dtype=torch.int64, device=data.device)
-    for start in range(0, data.numel(), 8 * CHUNK_WORDS):
-        chunk = data[start : start + 8 * CHUNK_WORDS]
-        if chunk.numel() % 8:
-            chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
+    start, row_bytes = 0, 8 * COLUMNS
+    while left := data.numel() - start:
+        size = min(CHUNK_BYTES[data.device.type], left // row_bytes * row_bytes) or left  # at last a part of a row
+        chunk = data[start : start + size]
+        if size % 8:
+            chunk = torch.nn.functional.pad(chunk, (0, -size % 8))
         elif chunk.data_ptr() % 8:  # a view of 64-bit words must begin at a multiple of 8 bytes
             chunk = chunk.clone()
         words = chunk.view(torch.int64)
-        total = words.sum()
+        words = words.view(-1, min(COLUMNS, len(words)))
+        rows, columns = words.sum(1), words.sum(0)
+        total = rows.sum()
         sums[0] += total
-        sums[1] += (words * _positions(data.device)[: len(words)]).sum() + start // 8 * total
+        sums[1] += COLUMNS * (_by_position(rows) - total) + _by_position(columns) + start // 8 * total
+        start += size
     return tuple(sums.tolist())
 
 
-@lru_cache(maxsize=4)
-def _positions(device: torch.device) -> Tensor:
-    return torch.arange(1, CHUNK_WORDS + 1, device=device)
+def _by_position(numbers: Tensor) -> Tensor:
+    return (numbers * torch.arange(1, len(numbers) + 1, device=numbers.device)).sum()

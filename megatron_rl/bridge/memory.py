@@ -51,26 +51,32 @@ def _name(device: torch.device) -> str:
 
 
 class Slots:
-    """The buffers of one rank (uint8, `num_bytes` each), and the handle that lets other processes open a sender's."""
+    """The buffers of one rank (uint8, `num_bytes` each)."""
 
     def __init__(self, num_bytes: int, device: torch.device, num: int = SLOTS) -> None:
         num_bytes = max(aligned(num_bytes), ALIGNMENT_BYTES)  # the kernel refuses an empty mapping
         if device.type == "cpu":
             self._file: int | None = os.memfd_create("megatron_rl bridge", os.MFD_CLOEXEC)
             os.ftruncate(self._file, num * num_bytes)
-            whole = _mapped(self._file, num * num_bytes)
-            self.handle = f"/proc/{os.getpid()}/fd/{self._file}"
+            self._whole = _mapped(self._file, num * num_bytes)
         else:
-            from torch.multiprocessing.reductions import reduce_tensor
-
             self._file = None
-            whole = torch.empty(num * num_bytes, dtype=torch.uint8, device=device)
-            self.handle = _encode(reduce_tensor(whole)[1])  # type: ignore[no-untyped-call]
-        self.tensors: list[Tensor] = list(whole.split(num_bytes))  # type: ignore[no-untyped-call]
+            self._whole = torch.empty(num * num_bytes, dtype=torch.uint8, device=device)
+        self.tensors: list[Tensor] = list(self._whole.split(num_bytes))  # type: ignore[no-untyped-call]
+
+    @property
+    def handle(self) -> str:
+        """What lets other processes open the buffers. Nobody has tried it on a GPU with `expandable_segments`, which
+        ranks that share GPUs do not have."""
+        if self._file is not None:
+            return f"/proc/{os.getpid()}/fd/{self._file}"
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return _encode(reduce_tensor(self._whole)[1])  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Processes that have opened the buffers keep them."""
-        self.tensors = []
+        self.tensors, self._whole = [], torch.empty(0)
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -72,7 +72,8 @@ class BridgeSender:
             joining, first = Joining(setup, rank, self._device), setup.mesh.world_size
             near = {peer - first for peer in joining.readers(first + to for to in peers)}
             self._slots = Slots(self._most_packed(turns, near, setup.bucket_bytes), self._device)
-            joining.offer(self._slots)
+            if near:
+                joining.offer(self._slots)
             joining.share_contents(outlets={first + to: 0 for to in peers if to not in near}, inlets={})
             self._lines = {to: joining.outlet(first + to, to in near) for to in peers}
             for to, line in self._lines.items():

@@ -27,6 +27,7 @@ from ray._private.authentication import authentication_token_setup as ray_token
 from ray._private.node import Node
 from ray._private.utils import read_ray_address
 from ray._raylet import AuthenticationTokenLoader, GcsClient
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RayError
 
 from megatron_rl.cluster import waiting
@@ -235,8 +236,22 @@ def _to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
     log.info("Ray: %s", " ".join(data["lines"]))
 
 
-def _check_address(address: str) -> None:
+def count_gpus_of_ray(address: str) -> float:
+    """The GPUs of all nodes of a running Ray.
+
+    Args:
+        address: as in `cluster.ray_address`.
+
+    Raises:
+        ValueError: see `ray_session`.
+    """
+    nodes = _check_address(address).get_all_node_info(timeout=CONNECT_S).values()
+    return float(sum(node.resources_total.get("GPU", 0.0) for node in nodes if node.state == GcsNodeInfo.ALIVE))
+
+
+def _check_address(address: str) -> GcsClient:
     """Check that a Ray listens at the address that admits this process. Ray itself would try to connect for minutes.
+    Returns a client of this Ray.
 
     Raises:
         ValueError: there is no Ray at the address, or it wants another token.
@@ -256,7 +271,7 @@ def _check_address(address: str) -> None:
         ) from error
     ray_token.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        GcsClient(address=f"{host}:{port}")
+        return GcsClient(address=f"{host}:{port}")
     except AuthenticationError as error:
         raise ValueError(
             f"cluster.ray_address {found}: this Ray wants another token; give this process the one with which it was "

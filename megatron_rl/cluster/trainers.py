@@ -10,7 +10,7 @@ import os
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.traced import TracedProcess
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
-from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.cluster import ALLOCATOR_VARIABLES, ClusterConfig
 from megatron_rl.ports import PolicyLost
 from megatron_rl.processes import starting
 from megatron_rl.types import Mesh, Metrics, Phase
@@ -81,6 +81,8 @@ class MegatronRank(TracedProcess, ABC):
         """
         if gpu is not None:  # CUDA reads this when it starts
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        else:
+            let_segments_grow(os.environ)
         with starting():
             # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
             from megatron_rl.actor.adapter_folders import load_adapters
@@ -328,6 +330,14 @@ class RankGroup:
             if isinstance(outcome, RayActorError):
                 return explain(outcome, process)
         return None
+
+
+def let_segments_grow(environment: MutableMapping[str, str]) -> None:
+    """Unless the user has set torch's allocator, let it grow its segments on a GPU, so that rows of other lengths leave
+    no gaps. Torch reads the variable at its first allocation. Ranks that share GPUs must not do it: the bridge sends
+    CUDA IPC handles there."""
+    if not any(name in environment for name in ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def _stay(phase: Phase) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -62,6 +63,9 @@ def _number_as_text(value: object) -> object:
     return str(value) if type(value) in (int, float) else value
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The variables that torch reads for its allocator on GPUs. Megatron-Core and vLLM look at the first."""
+
 Environment = dict[Annotated[str, AfterValidator(_refuse_secret)], Annotated[str, BeforeValidator(_number_as_text)]]
 """Environment variables and their values."""
 
@@ -81,9 +85,11 @@ class ClusterConfig(Section):
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
     """The number of CPUs that Ray reserves for each trainer rank."""
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
-    """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU."""
+    """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU. If it is left
+    out, `device` decides."""
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
-    """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
+    """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU. If it is
+    left out, `device` decides."""
     colocate: bool = False
     """true: trainers, a critic and engines share GPUs. While engines generate, the weights, gradients and optimizer
     states of trainers and critic are in the node's memory; while these train, the engines have nothing on the GPUs. The
@@ -124,8 +130,45 @@ class ClusterConfig(Section):
     """true: the host memory of the trainer's node and of another node holds a copy of its state of the last two steps,
     so a restart of the trainer loses no finished step. The state is copied while the engines generate. false: a restart
     of the trainer continues from the newest checkpoint."""
+    device: Literal["auto", "gpu", "cpu"] = "auto"
+    """Where trainers and engines run if `gpus_per_trainer` and `gpus_per_engine_rank` do not say it. `gpu`: one GPU for
+    each trainer rank and each engine rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine, or
+    a node of the Ray that the run joins, has GPUs."""
+    node_memory_gb: PositiveFloat | None = None
+    """The memory of a node in GB that a run on GPUs may use for mirrors, offloaded and lent states and copies for
+    checkpoints: what Ray, data and the page cache need is not counted. A dry run refuses a plan that needs more. It
+    needs `gpus_per_node`. null means that it is not checked."""
+    collective_timeout_s: PositiveFloat | None = None
+    """The longest time, in seconds, that a trainer rank waits for others in a collective. It may not be below
+    `start_timeout_s`: ranks that have loaded the model wait for the slowest one. null means `start_timeout_s`, and at
+    least ten minutes."""
+
+    @property
+    def collective_timeout(self) -> timedelta:
+        return timedelta(seconds=self.collective_timeout_s or max(self.start_timeout_s, 600.0))
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
+        for key in ("gpus_per_trainer", "gpus_per_engine_rank"):
+            if self.device == "cpu" and (number := getattr(self, key)):
+                yield f"cluster.device is cpu, but cluster.{key} is {number:g}; remove the key, or set device to auto"
+        if self.collective_timeout_s is not None and self.collective_timeout_s < self.start_timeout_s:
+            yield (
+                f"cluster.collective_timeout_s is {self.collective_timeout_s:g}, but ranks may load the model for "
+                f"cluster.start_timeout_s, {self.start_timeout_s:g} s, while others wait for them; raise the first, or "
+                "lower the second"
+            )
+        for name in ALLOCATOR_VARIABLES:
+            if self.colocate and "expandable_segments:true" in self.environment.get(name, "").lower().replace(" ", ""):
+                yield (
+                    f"cluster.environment.{name} has expandable_segments:True, but with cluster.colocate engines give "
+                    "their memory back in vLLM's sleep mode and get weights as CUDA IPC handles, which need ordinary "
+                    "segments; remove it"
+                )
+        if self.node_memory_gb is not None and self.gpus_per_node is None:
+            yield (
+                f"cluster.node_memory_gb is {self.node_memory_gb:g}, but the ranks of a node are not known; set "
+                "cluster.gpus_per_node"
+            )
         mesh = run.policy.parallel.mesh
         if self.world_size is not None and self.world_size != mesh.world_size:
             yield (

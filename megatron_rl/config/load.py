@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config.features import KEYS
-from megatron_rl.config.machine import with_data_types
+from megatron_rl.config.machine import count_gpus, with_data_types, with_device
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.config.shipped import find_shipped
 
@@ -109,9 +109,16 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def validate(kind: type[Config], merged: Mapping[str, Any]) -> Config:
+def validate(kind: type[Config], merged: Mapping[str, Any], has_gpus: Callable[[], object] = count_gpus) -> Config:
+    """
+    Args:
+        has_gpus: whether the machines of the run have GPUs.
+
+    Raises:
+        ValueError: see `load_config`.
+    """
     try:
-        return with_data_types(kind.model_validate(merged))
+        return with_data_types(kind.model_validate(with_device(merged, has_gpus)))
     except ValidationError as error:
         told = error.errors(include_url=False)
         # A list all of whose items are refused is also "too short".

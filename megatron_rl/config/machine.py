@@ -1,19 +1,52 @@
-"""What a run takes from the machine: the data type that its CPU multiplies fast, and its cores."""
+"""What a run takes from the machine: its GPUs, the data type that its CPU multiplies fast, and its cores."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
 Config = TypeVar("Config", bound=BaseConfig)
 
+DEVICES = Path("/dev")
+GPU_KEYS = ("gpus_per_trainer", "gpus_per_engine_rank")
+"""The keys of `cluster` that `cluster.device` gives values to."""
 CPU = Path("/proc/cpuinfo")
 BF16_UNITS = ("amx_bf16", "avx512_bf16")
 """The names of the units in Linux' list of a processor's features."""
+
+
+def count_gpus() -> int:
+    """The number of NVIDIA GPUs that a process of this machine may use: they have device files, and
+    CUDA_VISIBLE_DEVICES, if it is set, names them. No library is needed."""
+    num_files = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in DEVICES.glob("nvidia*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not num_files:
+        return num_files
+    names = [name.strip() for name in visible.split(",")]
+    return sum(name not in ("", "-1", "NoDevFiles") for name in names)
+
+
+def with_device(given: Mapping[str, Any], has_gpus: Callable[[], object]) -> Mapping[str, Any]:
+    """The keys of a run, with `cluster.gpus_per_trainer` and `cluster.gpus_per_engine_rank` as `cluster.device` says.
+    Where they stay out, they are 0.
+
+    Args:
+        given: the merged keys, which are not validated yet.
+        has_gpus: whether the machines of the run have GPUs. It is called only if the answer matters.
+    """
+    cluster = given.get("cluster", {})
+    if not isinstance(cluster, Mapping):
+        return given
+    device, left_out = cluster.get("device", "auto"), [key for key in GPU_KEYS if key not in cluster]
+    if device == "gpu" or (device == "auto" and len(left_out) == len(GPU_KEYS) and has_gpus()):
+        return {**given, "cluster": {**cluster, **dict.fromkeys(left_out, 1)}}
+    return given
 
 
 def has_bf16_units() -> bool:

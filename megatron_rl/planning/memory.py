@@ -15,6 +15,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.planning.activations import trains_fused
 from megatron_rl.planning.engine import EngineMemory, engine_memory, gpu_bytes
 from megatron_rl.planning.gpu import PHASES, GpuMemory, always
+from megatron_rl.planning.nodes import NodeMemory, node_memory
 from megatron_rl.planning.parameters import BYTES, stage_parameters
 from megatron_rl.planning.shapes import planned_critic_shape
 from megatron_rl.planning.trainer import sharing, trainer_memory
@@ -39,6 +40,8 @@ class RunMemory:
     """Whether each trainer rank shares its GPU with a rank of an engine, and with one of the critic if there is one."""
     fused: bool
     """Whether the trainer's layers are Transformer Engine's."""
+    nodes: NodeMemory
+    """What the ranks keep in the memory of their nodes."""
     critic: GpuMemory | None = None
     """None if there is no critic. It has the memory that a trainer rank has."""
 
@@ -81,6 +84,8 @@ class RunMemory:
                 "length; raise rollout.tensor, rollout.pipeline or rollout.gpu_memory_utilization, or lower "
                 "rollout.max_response_tokens"
             )
+        if self.on_gpus and (problem := self.nodes.problem):
+            found.append(problem)
         return found
 
 
@@ -125,14 +130,17 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
             memory = replace(memory, host={**memory.host, "reference policy": reference})
         return sharing(memory, "trainer") if cluster.colocate else memory
 
+    trainer = of_trainer(model.recompute)
+    gpus = {"trainer": trainer, "critic": critic, "engine": engine.gpu if engine else None}
     return RunMemory(
-        trainer=of_trainer(model.recompute),
+        trainer=trainer,
         training_bytes={mode: of_trainer(mode).totals[0] for mode in ("none", "full")},
         trainer_limit=trainer_limit(config),
         gpu_bytes=gpu_bytes(config),
         engine=engine,
         is_shared=cluster.colocate,
         fused=trains_fused(config, shape, parallel.context),
+        nodes=node_memory(config, {role: gpu.host for role, gpu in gpus.items() if gpu}),
         critic=critic,
     )
 

@@ -34,6 +34,7 @@ from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.critic import faults_of_critic
+from megatron_rl.preflight.devices import faults_of_device
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
@@ -48,7 +49,9 @@ MUCH_SLOWER = 4
 """A bfloat16 product that takes this many times as long as a float32 product is reported."""
 
 
-def check_before_start(config: BaseConfig, console: Console, *, resume: Resume, planning: bool = False) -> None:
+def check_before_start(
+    config: BaseConfig, console: Console, *, resume: Resume, planning: bool = False, in_job: bool = False
+) -> None:
     """Run the preflight, print its notes, and raise all faults together.
 
     Raises:
@@ -59,6 +62,7 @@ def check_before_start(config: BaseConfig, console: Console, *, resume: Resume, 
         lambda note: console.print(note, style="yellow", markup=False, soft_wrap=True),
         resume=resume,
         planning=planning,
+        in_job=in_job,
     )
     if len(faults) == 1:
         raise ValueError(faults[0])
@@ -66,7 +70,9 @@ def check_before_start(config: BaseConfig, console: Console, *, resume: Resume, 
         raise ValueError(f"{len(faults)} faults would stop this run:\n" + "\n".join(f"  - {fault}" for fault in faults))
 
 
-def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning: bool = False) -> list[str]:
+def preflight(
+    config: BaseConfig, tell: Tell, *, resume: Resume = None, planning: bool = False, in_job: bool = False
+) -> list[str]:
     """The faults of a run; an empty list if there are none.
 
     Args:
@@ -74,8 +80,13 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: Resume = None, planning
         resume: how the run continues the run in its folder; None: it is a new one.
         planning: whether this is a dry run. The model's folder may then be missing if its sizes ship with the package,
             and so may the rows, because both lie where the run will be.
+        in_job: whether the run will be a Slurm job. It has this Python environment, unless `slurm.container` or
+            `slurm.environment` gives it another one.
     """
     faults: list[str] = []
+    job = config.slurm if in_job else None
+    if not (planning or (job and (job.container or job.environment))):
+        faults += faults_of_device(config)
 
     def attempt(check: Callable[[], Any]) -> Any:
         """The result of the check. If it raises, the message is added to the faults, and the result is None."""

@@ -9,6 +9,7 @@ import threading
 import time
 import zlib
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,8 +106,11 @@ def build(
         temperature=temperature if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
+        collective_timeout=timedelta(seconds=1234.5),
     )
     actor = MegatronActor(spec, rank=rank, world_size=world_size, store=meet(rank, world_size, url))
+    waits = {group._get_backend(torch.device("cpu")).options._timeout for group in dist.distributed_c10d._world.pg_map}
+    assert waits == {timedelta(seconds=1234.5)}, "the groups of Megatron wait as long as the others"
     load_weights(actor, weights or folder)
     actor.keep_reference()
     return actor

@@ -120,10 +120,21 @@ class Cluster:
 class Run:
     """A run of the tiny recipe in the cluster's folder, with relative paths, from the first node."""
 
-    def __init__(self, cluster: Cluster, name: str, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        program: Sequence[str] = ("recipes/grpo.py",),
+    ) -> None:
+        """
+        Args:
+            program: the words after `python` that start the recipe.
+        """
         self._cluster, self.folder = cluster, cluster.folder / "runs" / name
         self._out = cluster.folder / f"{name}.txt"
-        words = [sys.executable, "recipes/grpo.py", "configs/run/tiny_grpo.yaml", f"run.name={name}"]
+        words = [sys.executable, *program, "configs/run/tiny_grpo.yaml", f"run.name={name}"]
         words += [*SMALL, *arguments]
         self._process = cluster.nodes[0].start(
             cluster.folder, self._out, cluster.environment | (environment or {}), *words

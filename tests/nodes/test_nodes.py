@@ -77,14 +77,24 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     assert numbers(run) == numbers(single)
 
 
+WITH_GPUS = """
+from megatron_rl.preflight import devices
+from megatron_rl.recipes.grpo import main
+devices.has_cpu_torch = lambda: False
+raise SystemExit(main())
+"""
+"""The recipe on nodes whose GPUs are only a number of Ray's."""
+
+
 @pytest.mark.deep
 def test_the_stages_of_an_engine_are_on_two_nodes(cluster):
     """Each node has room for one rank of an engine. The hidden states, the weights and the tokens pass between nodes
     that have no memory in common."""
     for _ in range(2):
         cluster.add(STAGE)
-    staged = ["rollout.pipeline=2", "cluster.gpus_per_engine_rank=1", "cluster.pools={engine: stages}"]
-    run = Run(cluster, "stages", cluster.arguments[0], *staged)
+    staged = ["rollout.pipeline=2", "cluster.device=auto", "cluster.pools={engine: stages}"]
+    staged += ["cluster.gpus_per_engine_rank=1"]
+    run = Run(cluster, "stages", cluster.arguments[0], *staged, program=["-c", WITH_GPUS])
     assert run.end() == 0, run.text
     names = [node.name for node in cluster.nodes[-2:]]
     assert f"engine 0 is placed on {', '.join(node.address for node in cluster.nodes[-2:])}" in run.log("driver")

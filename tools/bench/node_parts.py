@@ -75,7 +75,7 @@ def train(overrides: Sequence[str], device: str, model: Path) -> Found:
     folder = Path(tempfile.mkdtemp())
     write_rows(folder / "task", seed=0)
     axis = "data" if read_shape(model).num_kv_heads % 2 else "tensor"
-    on_device = ["cluster.gpus_per_trainer=1", "cluster.gpus_per_engine_rank=1", "model.dtype=bfloat16"]
+    on_device = ["cluster.device=gpu", "model.dtype=bfloat16"]
     command = [
         *(sys.executable, "-m", "megatron_rl.recipes.grpo", "configs/run/smollm2_sums.yaml"),
         *(f"model.path={model}", f"run.folder={folder}", "run.name=run", f"run.steps={NUM_STEPS[device]}"),

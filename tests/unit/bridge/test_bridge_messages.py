@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.bridge.checksum import checksum
+from megatron_rl.bridge.checksum import CHUNK_BYTES, checksum
 from megatron_rl.bridge.line import SLOTS
 from megatron_rl.bridge.messages import (
     ALIGNMENT_BYTES,
@@ -304,10 +304,13 @@ def test_a_checksum_is_the_two_sums(data, offset, more):
 
 
 def test_checksums_of_many_chunks(monkeypatch):
+    """Two ends may have devices of other kinds, which sum other numbers of bytes at once."""
     data = torch.randint(0, 256, (1000,), dtype=torch.uint8)
     whole = checksum(data)
-    monkeypatch.setattr("megatron_rl.bridge.checksum.CHUNK_WORDS", 7)
-    assert checksum(data) == whole
+    monkeypatch.setattr("megatron_rl.bridge.checksum.COLUMNS", 7)
+    for rows in (1, 2, 100):
+        monkeypatch.setitem(CHUNK_BYTES, "cpu", 8 * 7 * rows)
+        assert checksum(data) == whole
     swapped = data.clone()
     swapped[:8], swapped[800:808] = data[800:808], data[:8]
     assert checksum(swapped)[0] == whole[0] and checksum(swapped) != whole

@@ -6,12 +6,14 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.cluster.colocation import ORDER, Colocation, shared_links
 from megatron_rl.cluster.placement import Node, Place, Placement
 from megatron_rl.cluster.process import Location, Process
+from megatron_rl.cluster.trainers import let_segments_grow
 from megatron_rl.types import Mesh
 
 TRAINER = {"training": 3, "pushing": 1, "generating": 0}
@@ -81,3 +83,13 @@ def test_the_plan_of_transfers_knows_who_shares_a_node():
 
     assert shared_links(placed(0, 0, 1, 1)).gpus_per_node == 2 and shared_links(placed(0, 0, 1, 1)).colocated
     assert shared_links(placed(0, 0, 0, 1)).gpus_per_node == 1, "rank r would not be in node r // n"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_setting_of_the_user_stays(name):
+    own: dict[str, str] = {}
+    let_segments_grow(own)
+    assert own == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    chosen = {name: "max_split_size_mb:512"}
+    let_segments_grow(chosen)
+    assert chosen == {name: "max_split_size_mb:512"}

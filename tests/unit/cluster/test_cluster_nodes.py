@@ -19,6 +19,13 @@ from megatron_rl.cluster.process import Process, locate
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 
+PRINTS_GPUS = """
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from megatron_rl.config.schema import SftRunConfig
+from megatron_rl.recipes.defaults import read_config
+print(read_config(SftRunConfig, sys.argv[1:]).cluster.gpus_per_trainer)
+"""
 OBJECT_STORE_BYTES = 80 * 2**20
 # Ray learns of a killed node after 5 checks of 1 s, not after the usual 15 s. A check may take 10 s on a busy machine.
 HEALTH = {"health_check_period_ms": 1000, "health_check_failure_threshold": 5, "health_check_timeout_ms": 10_000}
@@ -107,6 +114,10 @@ def test_processes_are_where_the_plan_says_and_a_lost_node_is_left(cluster):
     ended = wait_for(0.5, *names, "elsewhere", address=cluster.cluster.address)
     assert ended.returncode == 1
     assert ended.stderr.startswith("1 of 6 nodes did not join Ray within 0.5 s: elsewhere; their logs")
+    left_out = ["run={name: x, steps: 1}", "model.path=m", "sft={rows: r, max_tokens: 8}"]
+    left_out += ["balance.max_tokens_per_microbatch=16", f"cluster.ray_address={cluster.cluster.address}"]
+    done = subprocess.run([sys.executable, "-c", PRINTS_GPUS, *left_out], capture_output=True, text=True)
+    assert done.stdout == "1.0\n", done.stderr  # Ray's nodes have GPUs, this machine need not
     given = config(2, 2, {"tensor": 2, "data": 2}, {"trainer": "train", "engine": "rollout"})
 
     placement = RayPlacement(given)

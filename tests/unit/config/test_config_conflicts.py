@@ -13,6 +13,7 @@ THINKING = "rollout.thinking={thought_tokens: 8, response_tokens: 8}"
 VALUES = ["rollout.prefix_values={}", "algorithm.adv_estimator={kind: grpo_process}"]
 TURNS = "rollout.environment={kind: class, path: 'turns:Turns'}"
 COLOCATED = "cluster.colocate=true"
+EXPANDABLE = "cluster.environment={PYTORCH_ALLOC_CONF: 'max_split_size_mb:512, expandable_segments:True'}"
 
 CONFLICTS = [
     (["cluster.world_size=8", "policy.parallel={tensor: 2, context: 2}"], "needs 2 x 1 x 1 x 2 = 4 ranks"),
@@ -69,6 +70,10 @@ CONFLICTS = [
     ([COLOCATED, "rollout.active_sampling=true"], "so that rollout.active_sampling, with which they answer meanwhile"),
     ([COLOCATED, "cluster.mirror=true"], "set cluster.mirror to false"),
     ([COLOCATED, "cluster.gpus_per_trainer=1"], "must both be 1, or both 0"),
+    (["cluster.node_memory_gb=500"], "set cluster.gpus_per_node"),
+    (["cluster.collective_timeout_s=600"], "collective_timeout_s is 600, but .* cluster.start_timeout_s, 1800 s"),
+    ([COLOCATED, EXPANDABLE], "environment.PYTORCH_ALLOC_CONF has expandable_segments:True, but with cluster.colocate"),
+    (["cluster.device=cpu", "cluster.gpus_per_engine_rank=1"], "device is cpu, but cluster.gpus_per_engine_rank is 1"),
     ([COLOCATED, "cluster.pools={trainer: a, engine: b}"], "trainers and engines are on the same nodes"),
 ]
 OF_CRITICS = [

@@ -1,11 +1,12 @@
-"""The threads of a rank, by hand."""
+"""The GPUs and the threads of a rank, by hand."""
 
 from __future__ import annotations
 
 import pytest
 
+from megatron_rl.config import machine
 from megatron_rl.config.load import validate
-from megatron_rl.config.machine import threads_of_ranks
+from megatron_rl.config.machine import count_gpus, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 
 SHARED = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}, "balance": {"max_tokens_per_microbatch": 16}}
@@ -37,6 +38,45 @@ def grpo(data: int = 1, engines: int = 1, max_lag: int = 0, cluster: dict | None
 )
 def test_ranks_that_compute_at_the_same_time_share_the_cores(config, cores, threads):
     assert threads_of_ranks(config, cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("visible", "number"), [(None, 2), ("", 0), ("1", 1), ("GPU-1, GPU-2", 2), ("-1", 0), ("NoDevFiles", 0)]
+)
+def test_gpus_are_counted_by_their_device_files_and_what_cuda_may_see(tmp_path, monkeypatch, visible, number):
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("null", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus() == 0
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidia11").touch()
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == number
+
+
+@pytest.mark.parametrize(
+    ("cluster", "without", "with_gpus"),
+    [
+        ({}, (0, 0), (1, 1)),
+        ({"device": "gpu"}, (1, 1), (1, 1)),
+        ({"device": "cpu"}, (0, 0), (0, 0)),
+        ({"gpus_per_trainer": 0.5, "gpus_per_engine_rank": 0.5}, (0.5, 0.5), (0.5, 0.5)),
+        ({"gpus_per_trainer": 0}, (0, 0), (0, 0)),
+        ({"device": "gpu", "gpus_per_trainer": 0}, (0, 1), (0, 1)),
+        ({"colocate": True}, (0, 0), (1, 1)),
+    ],
+)
+def test_gpus_that_are_there_are_used_unless_keys_say_otherwise(monkeypatch, tmp_path, cluster, without, with_gpus):
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for expected in (without, with_gpus):
+        found = grpo(cluster=cluster)
+        assert (found.cluster.gpus_per_trainer, found.cluster.gpus_per_engine_rank) == expected
+        if expected[0]:
+            assert found.model.dtype == "bfloat16"
+        (tmp_path / "nvidia0").touch()
 
 
 def test_a_supervised_run_has_trainers_alone():

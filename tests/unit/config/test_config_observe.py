@@ -56,7 +56,7 @@ def test_conflicts(observe, message):
 
 
 def test_profiles_of_gpus_are_accepted_where_there_are_gpus():
-    gpus = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1}
+    gpus = {"device": "gpu"}
     config_of({"kind": "profile", "steps": [1], "tool": "nsys", "memory": True}, cluster=gpus)
 
 

@@ -509,3 +509,31 @@ def test_mirrors_and_what_is_lent_are_in_the_memory_of_the_node():
     assert one["2 mirrors"] == 2 * whole.total * 14 and "4 mirrors" not in one
     shared = config(rollout={"num_engines": 8, "tensor": 4}, cluster=gpus | {"colocate": True})
     assert run_memory(shared, SHAPE).trainer.host["lent to the engines"] == state
+
+
+def test_all_ranks_of_a_node_together_must_fit_into_its_memory():
+    """With eight trainer ranks a node; with two of one replica beside two of a critic; and of three roles on each
+    GPU."""
+    gpus = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8}
+    apart = run_memory(config(cluster=gpus | {"mirror": True}), SHAPE)
+    of_rank = sum(apart.trainer.host.values())
+    assert apart.nodes.bytes == 8 * of_rank and apart.problems == []
+    tight = {"mirror": True, "node_memory_gb": 8 * of_rank / 1e9 - 1}
+    [problem] = run_memory(config(cluster=gpus | tight), SHAPE).problems
+    mirrors = 8 * apart.trainer.host["4 mirrors"] / 1e9
+    assert f"need {8 * of_rank / 1e9:,.0f} GB of its memory, and cluster.node_memory_gb is" in problem
+    assert f"; {mirrors:,.0f} GB are 4 mirrors of a trainer rank; set cluster.mirror to false" in problem
+    assert run_memory(config(cluster=gpus | tight | {"node_memory_gb": 8 * of_rank / 1e9 + 1}), SHAPE).problems == []
+
+    ppo = {"algorithm": {"adv_estimator": {"kind": "gae"}}, "critic": {"parallel": {"tensor": 4, "pipeline": 2}}}
+    beside = run_memory(config({"tensor": 4}, **ppo), SHAPE)
+    critic, trainer = sum(beside.critic.host.values()), sum(beside.trainer.host.values())
+    assert trainer > critic and beside.nodes.bytes == 4 * trainer + 4 * critic
+    pools = {"pools": {"trainer": "train", "critic": "value"}}
+    assert run_memory(config({"tensor": 4}, cluster=gpus | pools, **ppo), SHAPE).nodes.bytes == 4 * trainer
+
+    served = {"policy": {"parallel": {"tensor": 4, "data": 2}, "lora": {"rank": 8}}}
+    run = config(rollout={"num_engines": 2, "tensor": 4}, cluster=gpus | {"colocate": True}, **served)
+    shared = run_memory(run, run.policy.adapted(SHAPE))
+    engine = shared.engine.gpu.host["lent to the trainers"]
+    assert shared.nodes.bytes == pytest.approx(8 * (sum(shared.trainer.host.values()) + engine))

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from megatron_rl.config import machine
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
-from megatron_rl.recipes.defaults import with_defaults
+from megatron_rl.recipes.defaults import read_config, with_defaults
 
 
 def grpo(folder, **changes):
@@ -91,9 +91,30 @@ def test_the_data_type_is_one_that_the_machine_computes_in(tmp_path, monkeypatch
     settled = with_defaults(config, told.append)
     assert settled.model.dtype == expected
     assert settled.critic.model.dtype == ("bfloat16" if gpus or "bf16" in flags else "float32")
-    assert told == ["model.dtype is float32, because this machine has no GPU and its CPU has no units for bfloat16"] * (
+    assert told == ["model.dtype is float32, because trainers run on the CPU, which has no units for bfloat16"] * (
         dtype == "auto" and expected == "float32"
     )
+
+
+@pytest.mark.parametrize(
+    ("how", "here", "keys", "gpus"),
+    [
+        ({"in_job": True}, 0, ["slurm.gpus_per_node=8"], 1),
+        ({"in_job": True}, 1, ["slurm.gpus_per_node=0"], 0),
+        ({"in_job": True}, 0, [], 0),
+        ({}, 0, ["slurm.gpus_per_node=8"], 0),
+        ({"planning": True}, 0, ["cluster.ray_address=127.0.0.1:1"], 0),
+        ({"planning": True}, 0, ["cluster.device=gpu"], 1),
+    ],
+)
+def test_the_gpus_of_a_job_are_those_of_its_nodes_and_a_plan_asks_no_ray(tmp_path, monkeypatch, how, here, keys, gpus):
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if here:
+        (tmp_path / "nvidia0").touch()
+    given = ["run={name: x, steps: 3}", "model.path=nowhere", "sft={rows: rows, max_tokens: 8}"]
+    found = read_config(SftRunConfig, [*given, "balance.max_tokens_per_microbatch=16", *keys], **how)
+    assert found.cluster.gpus_per_trainer == gpus
 
 
 def test_supervised_training_has_the_same_data_type(tmp_path, monkeypatch):

@@ -36,7 +36,9 @@ def test_the_table_adds_up():
 
 def test_a_run_that_does_not_fit_is_refused():
     run = load_config(GrpoRunConfig, [RECIPE, "model.recompute=none"])
-    with pytest.raises(ValueError, match=r"does not fit into its GPUs:\n  - training needs (.|\n)*tools/size_run.py"):
+    with pytest.raises(
+        ValueError, match=r"not fit into its GPUs or nodes:\n  - training needs (.|\n)*tools/size_run.py"
+    ):
         check_memory(run_memory(run, planned_shape(run)))
 
 

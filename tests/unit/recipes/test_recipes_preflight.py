@@ -350,7 +350,7 @@ def test_context_parallelism_on_gpus_needs_transformer_engines_layers(home):
         (home / "model/config.json").write_text(json.dumps(CONFIG | changes))
         gpus = {"cluster__gpus_per_trainer": 1, "cluster__gpus_per_engine_rank": 1}
         model = {"path": "model", "dtype": dtype}
-        return faults(grpo(model=model, policy={"parallel": {"context": 2}, "lora": lora}, **gpus))
+        return faults(grpo(model=model, policy={"parallel": {"context": 2}, "lora": lora}, **gpus), planning=True)
 
     assert found("bfloat16") == found("bfloat16", lora={"rank": 4}) == []
     needs = "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, but "
@@ -916,6 +916,24 @@ def test_a_data_type_that_this_cpu_multiplies_slowly_is_told(home, monkeypatch):
     preflight(grpo(model__dtype="float32"), notes.append)
     preflight(grpo(model__dtype="bfloat16", cluster__gpus_per_trainer=1), notes.append)
     assert not any("GFLOP/s" in note for note in notes[told:])
+
+
+def test_gpus_need_a_torch_that_can_use_them(home, monkeypatch):
+    """The torch of the environment that the run will have: a plan may be made anywhere, and a job may have another."""
+    (home / "torch").mkdir()
+    version = home / "torch" / "version.py"
+    (home / "torch" / "__init__.py").touch()
+    version.write_text("cuda: Optional[str] = None\nhip: Optional[str] = None\n")
+    gpus = {"cluster__gpus_per_trainer": 1}
+    [fault] = faults(grpo(**gpus))
+    assert "cluster.gpus_per_trainer is 1)" in fault and "`make gpu-env`" in fault and "cluster.device to cpu" in fault
+    assert faults(grpo(**gpus), in_job=True) == faults(grpo(**gpus, slurm={"nodes": 2}), in_job=True) == [fault]
+    for other in ({"container": "image.sqsh"}, {"environment": "source venv/bin/activate"}):
+        assert faults(grpo(**gpus, slurm=other), in_job=True) == []
+        assert faults(grpo(**gpus, slurm=other)) == [fault]
+    assert faults(grpo(**gpus), planning=True) == faults(grpo()) == []
+    version.write_text("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
+    assert faults(grpo(**gpus)) == []
 
 
 def test_all_faults_are_raised_together(home):

