@@ -36,6 +36,21 @@ def trains_fused(config: BaseConfig, shape: ModelShape, context: int) -> bool:
     return config.cluster.gpus_per_trainer > 0 and has_fused_layers(shape, config.model, context)
 
 
+def attention_of(shape: ModelShape, dtype: str, *, fused: bool, on_gpus: bool) -> str:
+    """Who computes the attention of the layers."""
+    if fused:
+        return "Transformer Engine"
+    if on_gpus and dtype == "bfloat16":
+        return "FlashAttention, one call for a row"
+    masked = shape.sliding_layers or FAMILIES[shape.family].sinks
+    return f"torch's, padded, with{'' if masked else 'out'} masks"
+
+
+def delta_rule_of(*, on_gpus: bool) -> str:
+    """Who computes linear attention."""
+    return "flash-linear-attention's kernels" if on_gpus else "a loop over chunks in PyTorch"
+
+
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:
     """The bytes that autograd keeps of one layer for its backward pass, for each token of the rank's context-parallel
     part, without recomputation and with an attention kernel that keeps no scores (Korthikanti et al. 2022,
@@ -104,6 +119,19 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
         elements, numbers = elements + of_mixture * rows, numbers + more * rows
     return (elements + _adapter_widths(shape, mesh, layer, rows)) * width + numbers * 4
+
+
+def mask_bytes(shape: ModelShape, layer: int, num_tokens: int) -> float:
+    """The bytes of a layer's largest mask, which local layers in fp32 give to torch's attention as numbers (bf16 on
+    GPUs needs none): for a window's blocks each query has 2 W - 1 keys, and on GPUs sinks are keys of a whole mask.
+
+    Args:
+        num_tokens: of a micro-batch, which is taken to be one sequence.
+    """
+    window = shape.sliding_window if layer in shape.sliding_layers else None
+    if window is not None and window < num_tokens:
+        return 4.0 * window * (2 * window - 1)
+    return 4.0 * num_tokens * (num_tokens + 1) if FAMILIES[shape.family].sinks else 0.0
 
 
 def _adapter_widths(shape: ModelShape, mesh: Mesh, layer: int, rows: float) -> float:
@@ -195,8 +223,12 @@ def activations(
     num_own = num_tokens / mesh.context
     inputs = shape.hidden_size * num_own * width / (mesh.tensor if parallel.sequence_parallel else 1)
     chunks = [mesh.layer_range(shape.num_layers, stage, chunk) for chunk in range(mesh.virtual)]
+    masks = width == 4 and not fused
     sizes = {
-        layer: layer_bytes(shape, parallel, layer, width, fused=fused) * num_own for chunk in chunks for layer in chunk
+        layer: layer_bytes(shape, parallel, layer, width, fused=fused) * num_own
+        + (mask_bytes(shape, layer, num_tokens) if masks else 0.0)
+        for chunk in chunks
+        for layer in chunk
     }
     per_chunk = [len(chunk) * inputs if recompute == "full" else sum(sizes[n] for n in chunk) for chunk in chunks]
     in_flight = mesh.pipeline - stage
