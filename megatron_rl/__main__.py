@@ -48,7 +48,7 @@ COMMANDS = {
 """Module below `megatron_rl`, with `main(arguments) -> exit status`, and what the command does."""
 if find_spec("megatron_rl.tools.bench"):  # only a clone has it
     COMMANDS["family"] = "tools.bench.family", "propose the table of a model that no family has yet, and check it"
-    COMMANDS["gpu-day"] = "tools.bench.gpu_day", "check on one GPU what a CPU cannot show, in less than eight minutes"
+    COMMANDS["gpu-day"] = "tools.bench.gpu_day", "check on one GPU what a CPU cannot show, in less than fifteen minutes"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

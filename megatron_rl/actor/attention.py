@@ -1,13 +1,13 @@
 """Causal attention over a packed row, for the layers that run without Transformer Engine.
 
-Sequences of similar length share one padded kernel call. Causality hides the padding on the right, so no mask is
-needed, and a row of 256 short answers takes a few kernel calls instead of 256. With a sliding window of W tokens, only
-the first W queries of a sequence are computed like this. The others are cut into blocks of W queries, each with the
-2 W - 1 keys that its queries can see, so that the cost grows with the length times W. Sequences that share the prompt
-of another one see its tokens there: the kernel calls of such a prompt have its keys before the sequences' own. Rotary
-embeddings are applied here too, with positions that restart at each sequence, because Megatron's own code for packed
-rows loops over the sequences. Everything that depends only on the lengths is computed once per micro-batch
-(`PackedSequences`) and shared by all layers.
+On GPUs a row in bf16 is one kernel call (varlen.py). Other rows are padded: sequences of similar length share one
+kernel call. Causality hides the padding on the right, so no mask is needed, and a row of 256 short answers takes a few
+kernel calls instead of 256. With a sliding window of W tokens, only the first W queries of a sequence are computed like
+this. The others are cut into blocks of W queries, each with the 2 W - 1 keys that its queries can see, so that the cost
+grows with the length times W. Sequences that share the prompt of another one see its tokens there: the kernel calls of
+such a prompt have its keys before the sequences' own. Rotary embeddings are applied here too, with positions that
+restart at each sequence, because Megatron's own code for packed rows loops over the sequences. Everything that depends
+only on the lengths is computed once per micro-batch (`PackedSequences`) and shared by all layers.
 
 With context parallelism a rank has a part of each sequence, and `context.py` computes the attention.
 
@@ -37,10 +37,12 @@ from torch import Tensor
 from megatron_rl.actor import platform
 from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_attention
 from megatron_rl.actor.delta_net import DeltaPlan, plan_delta
+from megatron_rl.actor.dot_product import dot_product_attention
 from megatron_rl.actor.exchange import HeadExchange, plan_exchange
 from megatron_rl.actor.packing import Routes, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
+from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
 from megatron_rl.layout.families.windows import SCALED
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
@@ -71,6 +73,8 @@ class AttentionPlan:
     """int64: the index of each packed position among the queries of all calls, padding included."""
     ring: RingPlan | None = None
     """The plan of the ring takes the place of `calls` with context parallelism."""
+    varlen: VarlenRow | None = None
+    """The row takes the place of `calls` where one kernel call does all of it."""
 
 
 @dataclass
@@ -104,6 +108,7 @@ def packed_sequences(
     context: ContextRank | None = None,
     routes: Routes | None = None,
     shared: SharedPrompts | None = None,
+    varlen: bool = False,
 ) -> PackedSequences:
     """What the layers need to know about a packed row.
 
@@ -113,11 +118,15 @@ def packed_sequences(
         context: the rank's place in its context group; None: it has all tokens of the row.
         routes: the choices of experts for the tokens that the rank's routers see.
         shared: the prompts that sequences share; only for layers that `can_share_prompts`.
+        varlen: whether attention is one kernel call for the whole row (varlen.py), without a context group.
     """
     if not fused:
         of_windows = shape.rope_scaling if SCALED.get(shape.family) else None
 
         def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
+            if varlen and context is None:
+                turned = _rotation_of(lengths_S, shape.rotary_dim, shape.rope_theta, scaling, None, shared)
+                return AttentionPlan(*turned, varlen=plan_varlen(lengths_S, window, shared))
             return plan_attention(
                 lengths_S,
                 shape.rotary_dim,
@@ -338,6 +347,8 @@ def attend(
     """
     if plan.ring is not None:
         return ring_attention(query, key, value, plan.ring, scale, sink_N)
+    if plan.varlen is not None:
+        return attend_varlen(query, key, value, plan.varlen, scale, sink_N).flatten(1)
     num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
     qkv_T = torch.cat((query, key, value), 1)
     outputs = []
@@ -351,15 +362,7 @@ def attend(
         if sink_N is not None:
             out = attend_with_sinks(q, k, v, sink_N, blocks.mask_LK, scale)
         else:
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=blocks.mask_LK,
-                is_causal=blocks.mask_LK is None,
-                scale=scale,
-                enable_gqa=num_heads != num_groups,
-            )
+            out = dot_product_attention(q, k, v, blocks.mask_LK, scale)
         outputs.append(out.transpose(1, 2).reshape(-1, num_heads * head_dim))
     assert plan.unpad_T is not None, "only a ring has none"
     return torch.cat(outputs).index_select(0, plan.unpad_T)

@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedSequences
 from megatron_rl.actor.copied import copied_to_all_ranks
-from megatron_rl.actor.delta_net import causal_convolution, gated_delta_rule
+from megatron_rl.actor.delta_net import causal_convolution, gated_delta_rule, require_kernels
 from megatron_rl.actor.norm import rms_norm
 from megatron_rl.types import DeltaNet
 
@@ -52,6 +52,7 @@ class DeltaAttention(torch.nn.Module):
         **unused: object,
     ) -> None:
         super().__init__()
+        require_kernels()
         self.delta, group = delta, pg_collection.tp
         self.num_keys, self.num_values = delta.num_key_heads // group.size(), delta.num_value_heads // group.size()
         common: dict[str, Any] = dict(config=config, bias=False, skip_bias_add=True, is_expert=False, tp_group=group)

@@ -5,7 +5,8 @@ A sink is a key that every query sees, whose value is zero. With Z the log-sum-e
 the output is the plain one times exp(Z - Z'), where Z' = log(exp(Z) + exp(s)). The backward pass of plain attention
 takes Z' and this output in the place of its own, because they are all that it needs of the softmax: the scores' share
 of the softmax is exp(score - Z'), and its mean gradient (the sink adds nothing) is gradient * output. The
-gradient of the sink is -exp(s - Z') gradient * output, added over the queries. `context.py` does the same in its ring.
+gradient of the sink is -exp(s - Z') gradient * output, added over the queries. varlen.py does the same, and context.py
+in its ring.
 
 Invariants (tests/unit/actor): output and gradients equal a softmax with one more column, on both ways below.
 
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron_rl.actor.dot_product import dot_product_attention
 
 WIDENING = 8
 """The dims that `attend_to_key` adds to a head: GPUs' kernels want a multiple of 8."""
@@ -48,7 +51,7 @@ def attend_to_key(
     query: Tensor, key: Tensor, value: Tensor, sink_N: Tensor, mask_LK: Tensor | None, scale: float | None = None
 ) -> Tensor:
     """The same on any device, by torch's own attention: it gets the sink as a first key of zeros, with one more dim,
-    which is 1 there and 0 in the other keys; in a query it is the sink. CUDA's kernels have not been run with it.
+    which is 1 there and 0 in the other keys; in a query it is the sink. GPUs take it for fp32 (bf16: varlen.py).
 
     The arguments and the result are as in `attend_with_sinks`.
     """
@@ -62,10 +65,7 @@ def attend_to_key(
     key, value = (F.pad(x, (0, WIDENING, 1, 0)) for x in (key, value))
     is_sink = torch.zeros(key.shape[-2:], dtype=key.dtype, device=key.device)
     is_sink[0, head_dim] = 1.0
-    out = F.scaled_dot_product_attention(
-        query, key + is_sink, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out[..., :head_dim]
+    return dot_product_attention(query, key + is_sink, value, mask, scale)[..., :head_dim]
 
 
 def sink_gradient(sink_N: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -106,7 +106,13 @@ class Schedule:
             # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
             extra = {"fp32_output": False} if self.last.config.bf16 else {}
             packed = packed_sequences(
-                batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch), batch.shared
+                batch.lengths_S,
+                self.shape,
+                self.fused,
+                self.context,
+                self._routes(batch),
+                batch.shared,
+                varlen=platform.HAS_CUDA and self.last.config.bf16,
             )
             with spans.span("forward", i):
                 output = model(

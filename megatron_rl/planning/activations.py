@@ -37,6 +37,21 @@ def trains_fused(config: BaseConfig, shape: ModelShape, context: int) -> bool:
     return config.cluster.gpus_per_trainer > 0 and has_fused_layers(shape, config.model, context)
 
 
+def attention_of(shape: ModelShape, dtype: str, *, fused: bool, on_gpus: bool) -> str:
+    """Who computes the attention of the layers."""
+    if fused:
+        return "Transformer Engine"
+    if on_gpus and dtype == "bfloat16":
+        return "FlashAttention, one call for a row"
+    masked = shape.sliding_layers or FAMILIES[shape.family].sinks
+    return f"torch's, padded, with{'' if masked else 'out'} masks"
+
+
+def delta_rule_of(*, on_gpus: bool) -> str:
+    """Who computes linear attention."""
+    return "flash-linear-attention's kernels" if on_gpus else "a loop over chunks in PyTorch"
+
+
 def recomputed_modules(model: ModelConfig, megatron: MegatronConfig) -> frozenset[str]:
     """The parts of layers that are computed again in the backward pass: {"full"} for whole layers, otherwise the ones
     that Megatron's selective recomputation names (`recompute_modules` of its TransformerConfig)."""
@@ -128,6 +143,19 @@ def layer_bytes(
         of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp)
         elements, numbers = elements + of_mixture * rows, numbers + more * rows
     return (elements + _adapter_widths(shape, mesh, layer, rows)) * width + numbers * 4
+
+
+def mask_bytes(shape: ModelShape, layer: int, num_tokens: int) -> float:
+    """The bytes of a layer's largest mask, which local layers in fp32 give to torch's attention as numbers (bf16 on
+    GPUs needs none): for a window's blocks each query has 2 W - 1 keys, and on GPUs sinks are keys of a whole mask.
+
+    Args:
+        num_tokens: of a micro-batch, which is taken to be one sequence.
+    """
+    window = shape.sliding_window if layer in shape.sliding_layers else None
+    if window is not None and window < num_tokens:
+        return 4.0 * window * (2 * window - 1)
+    return 4.0 * num_tokens * (num_tokens + 1) if FAMILIES[shape.family].sinks else 0.0
 
 
 def _adapter_widths(shape: ModelShape, mesh: Mesh, layer: int, rows: float) -> float:
@@ -227,9 +255,11 @@ def activations(
     num_own = num_tokens / mesh.context
     inputs = shape.hidden_size * num_own * width / (mesh.tensor if parallel.sequence_parallel else 1)
     chunks = [mesh.layer_range(shape.num_layers, stage, chunk) for chunk in range(mesh.virtual)]
+    masks = width == 4 and not fused
 
     def size(layer: int, recomputed: Collection[str] = ()) -> float:
-        return num_own * layer_bytes(shape, parallel, layer, width, fused=fused, recomputed=recomputed)
+        mask = mask_bytes(shape, layer, num_tokens) if masks else 0.0
+        return mask + num_own * layer_bytes(shape, parallel, layer, width, fused=fused, recomputed=recomputed)
 
     sizes = {layer: size(layer, recomputed) for chunk in chunks for layer in chunk}
     per_chunk = [len(chunk) * inputs if "full" in recomputed else sum(sizes[n] for n in chunk) for chunk in chunks]

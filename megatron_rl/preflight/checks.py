@@ -145,7 +145,7 @@ def preflight(
         usable = attempt(lambda: _check_folder(config, resume))
         if usable and splits and not elsewhere and shape is not None:
             faults += _disk(config, shape) + faults_of_resumed_base(config, resume)
-    return faults + missing_packages(config) + _packages(config, planning)
+    return faults + missing_packages(config) + _packages(config, shape, planning)
 
 
 def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
@@ -307,12 +307,18 @@ def _sampling(config: BaseConfig) -> list[str]:
     ]
 
 
-def _packages(config: BaseConfig, planning: bool) -> list[str]:
-    """Check that the packages of the engines, which a plan does not need, and of the rewards are installed. Returns the
-    faults."""
-    if not isinstance(config, GrpoRunConfig):
-        return []
+def _packages(config: BaseConfig, shape: ModelShape | None, planning: bool) -> list[str]:
+    """Check that the packages of trainers and engines, which a plan does not need, and of the rewards are installed.
+    Returns the faults."""
     faults = []
+    on_gpus = config.cluster.gpus_per_trainer > 0 and not planning
+    if on_gpus and shape is not None and shape.linear_layers and find_spec("fla") is None:
+        faults.append(
+            f"{config.model.path} has linear attention, whose kernels for GPUs are not installed; install fla-core "
+            "with the version of requirements/gpu.lock, as make gpu-env does"
+        )
+    if not isinstance(config, GrpoRunConfig):
+        return faults
     if not planning and config.rollout.replay is None and find_spec("vllm") is None:
         faults.append(
             "vLLM is not installed, and the engines are vLLM's. It is no dependency of the package, because its build "

@@ -1,15 +1,18 @@
-"""Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/bench/gpu_parts.py), or on
-all GPUs of a node (tools/bench/node_parts.py).
+"""Check on one GPU what a CPU cannot show, in one command of less than fifteen minutes (tools/bench/gpu_parts.py), or
+on all GPUs of a node (tools/bench/node_parts.py).
 
-The parts compare loss and gradient with a CPU's, and log-probs in chunks with log-probs of whole logits; they push
-weights between two processes through CUDA IPC, resume a checkpoint, offload the optimizer's state, and measure memory,
-time and FLOPs. Every part runs in a process of its own, which is ended at its deadline; what fails, crashes or hangs
-does not stop the others. FOLDER gets RECORD.md and record.json, which are rewritten after each part, and the log of
-each part. Ctrl-C and SIGTERM end the part that runs, and the record says what was not run. The exit status is 0 if all
-parts have passed, and 130 after Ctrl-C.
+The parts compare loss and gradient with a CPU's, log-probs in chunks with log-probs of whole logits, and kernels of
+attention with padded calls in fp32; they push weights between two processes through CUDA IPC, resume a checkpoint,
+offload the optimizer's state, and measure memory, time, FLOPs and rates for the planner. `--parts` chooses some, in its
+order. Every part runs in a process of its own, which is ended at its deadline; what fails, crashes or hangs does not
+stop the others. Numbers are printed as they come. FOLDER gets RECORD.md and record.json, which are rewritten after each
+part, the log of each part, and calibration.json, the measured rates for `cluster.calibration`. Ctrl-C and SIGTERM end
+the part that runs, and the record says what was not run. The exit status is 0 if all parts have passed, and 130 after
+Ctrl-C.
 
     python tools/bench/gpu_day.py --out runs/gpu_day
     python tools/bench/gpu_day.py --out runs/gpu_day --device cpu
+    python tools/bench/gpu_day.py --out runs/gpu_day --parts rates "ragged rows"
     python tools/bench/gpu_day.py --node models/Qwen3-0.6B --out runs/gpu_node
 
 Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core. The
@@ -80,11 +83,12 @@ class PartOutcome:
     why: str = ""
     seconds: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """RECORD.md and record.json, but for the outcomes."""
+    """RECORD.md, record.json and calibration.json, but for the outcomes."""
 
     device: str
     command: str
@@ -92,9 +96,13 @@ class Record:
     begun: str
 
     def write(self, folder: Path, outcomes: Sequence[PartOutcome]) -> None:
-        """Write both files. Each is replaced as a whole, so that a kill leaves the one before."""
+        """Write the files. Each is replaced as a whole, so that a kill leaves the one before."""
         content = {**asdict(self), "parts": [asdict(outcome) for outcome in outcomes]}
-        for name, text in (("record.json", json.dumps(content, indent=1)), ("RECORD.md", self.text(outcomes))):
+        rates = {name: rate for one in outcomes if one.status == "passed" for name, rate in one.rates.items()}
+        texts = {"record.json": json.dumps(content, indent=1), "RECORD.md": self.text(outcomes)}
+        if rates:
+            texts["calibration.json"] = json.dumps(rates, indent=1)
+        for name, text in texts.items():
             path = folder / f"{name}.new"
             path.write_text(text + "\n")
             path.replace(folder / name)
@@ -143,7 +151,9 @@ def run_jobs(
             break
         print(f"{job.name} ...", flush=True)
         outcomes[job.name] = outcome = run_job(job, folder / job.name, environment, stop)
-        print(f"{job.name}: {outcome.status} in {outcome.seconds:.1f} s. {outcome.why}".rstrip(), flush=True)
+        numbers = [f"\n    {name}: {_shown(value)}" for name, value in outcome.numbers.items()]
+        result = f"{job.name}: {outcome.status} in {outcome.seconds:.1f} s. {outcome.why}".rstrip()
+        print(result + "".join(numbers), flush=True)
         record.write(folder, [*outcomes.values()])
     return [*outcomes.values()]
 
@@ -182,8 +192,8 @@ def run_job(job: PartJob, folder: Path, environment: Mapping[str, str], stop: Ev
     if process.returncode or not found.exists():
         return PartOutcome(job.name, "failed", _ending(process.returncode, log), seconds)
     content = json.loads(found.read_text())
-    problems = " ".join(content["problems"])
-    return PartOutcome(job.name, "failed" if problems else "passed", problems, seconds, content["numbers"])
+    problems, status = " ".join(content["problems"]), "failed" if content["problems"] else "passed"
+    return PartOutcome(job.name, status, problems, seconds, content["numbers"], content.get("rates", {}))
 
 
 def _ending(status: int, log: Path) -> str:
@@ -224,11 +234,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the record")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is the GPU if there is one")
     parser.add_argument("--node", type=Path, metavar="MODEL", help="check the whole node, with this model's folder")
+    parser.add_argument("--parts", nargs="+", metavar="NAME", help="these parts alone, in this order")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.part:
         measure(args.part, args.device, args.node, args.out)
         return 0
+    known = list(PARTS if args.node is None else NODE_PARTS)
+    if unknown := [name for name in args.parts or () if name not in known]:
+        print(f"there is no part {', '.join(unknown)}; the parts are: {'; '.join(known)}", file=sys.stderr)
+        return 2
     if args.out.exists() and any(args.out.iterdir()):
         print(f"{args.out} is not empty, and a record is never mixed with another; give a new folder", file=sys.stderr)
         return 2
@@ -249,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # an exception at any moment could leave a part behind
         signal.signal(number, lambda *unused: stop.set())
     outcomes = run_jobs(
-        [job_of(name, device, args.out, args.node) for name in (PARTS if args.node is None else NODE_PARTS)],
+        [job_of(name, device, args.out, args.node) for name in dict.fromkeys(args.parts or known)],
         args.out,
         environment_of(device),
         Record(device, shlex.join(sys.argv), commit(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"),

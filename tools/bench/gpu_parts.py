@@ -35,6 +35,8 @@ from megatron_rl.tools.bench.compare_layouts import (
     run_layout,
     train_once,
 )
+from megatron_rl.tools.bench.gpu_kernels import attention, delta_rule, masks, ragged
+from megatron_rl.tools.bench.gpu_rates import rates, small_checks
 from megatron_rl.tools.bench.gpu_sizes import (
     NUM_COMMUNICATORS,
     NUM_PUSHES,
@@ -300,6 +302,12 @@ PARTS = {
         for mode in get_args(ModelConfig.model_fields["recompute"].annotation)
     },
     "resume": GpuPart("resumes a checkpoint in a new process, bit for bit", resume, 75),
-    "offload": GpuPart("updates with the optimizer's state in the host's memory, bit for bit", offload, 40),
+    "offload": GpuPart("updates with the optimizer's state in the host's memory, bit for bit", offload, 60),
+    "attention": GpuPart("compares attention in one call for a row with padded calls in fp32", attention, 50),
+    "ragged rows": GpuPart("times attention of rows whose lengths never repeat", ragged, 70),
+    "masks": GpuPart("times attention with masks by each backend", masks, 50),
+    "rates": GpuPart("measures rates for the planner", rates, 70),
+    "delta rule": GpuPart("compares linear attention's kernels with the loop", delta_rule, 60),
+    "small checks": GpuPart("checks products in fp32 and checksums", small_checks, 30),
 }
-"""The parts in their order. All deadlines together are below eight minutes."""
+"""The parts in their order. All deadlines together are below fifteen minutes."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Found:
     """The numbers by their names, which end with the unit."""
     problems: Sequence[str] = ()
     """What is wrong with the results, one sentence each; nothing if the part has passed."""
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Rates for the planner, by their names in planning/rates.py."""
 
 
 @dataclass(frozen=True, slots=True)

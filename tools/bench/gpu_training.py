@@ -4,6 +4,7 @@ offloaded optimizer state."""
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import time
@@ -33,10 +34,13 @@ from megatron_rl.tools.bench.gpu_sizes import (
     write_config,
     write_model,
 )
-from megatron_rl.types import Mesh, Share
+from megatron_rl.types import Mesh, ModelShape, Share
 
 if TYPE_CHECKING:
     from megatron_rl.actor.actor import MegatronActor
+
+FILLED = 0.9
+"""The share of a card's memory that the part `layers` fills, by the planner's estimate."""
 
 
 def layers(recompute: str, device: str) -> Found:
@@ -47,8 +51,10 @@ def layers(recompute: str, device: str) -> Found:
     sizes, folder = SIZES[device], Path(tempfile.mkdtemp()) / "model"
     shape = write_config(folder, sizes.layers)
     model = ModelConfig(path=folder, dtype="bfloat16", layers="local", recompute=recompute)
+    card = torch.cuda.mem_get_info()[1] if device == "cuda" else math.inf
+    lengths = lengths_that_fit(shape, model, sizes.lengths, FILLED * card)
     actor = build_actor(folder, model)
-    rows = rows_of_lengths(shape.vocab_size, sizes.lengths, np.random.default_rng(0))
+    rows = rows_of_lengths(shape.vocab_size, lengths, np.random.default_rng(0))
     [share] = deal_rows(folder, ParallelConfig(), rows, 1)
     actor.begin(share, {})
 
@@ -78,7 +84,7 @@ def layers(recompute: str, device: str) -> Found:
             updates_s.append(end.time_s - begin.time_s)
     actor.close()
 
-    num_tokens = sum(sizes.lengths)
+    num_tokens = sum(lengths)
     num_parts = num_tokens * shape.num_layers
     # The first layer's input is there before the layers, and the last layer's output after them: one for the other.
     kept = (marks["last norm"].held_bytes - marks["first layer"].held_bytes) / num_parts
@@ -88,10 +94,10 @@ def layers(recompute: str, device: str) -> Found:
     }[recompute]
     peak = marks["optimizer"].peak_bytes
     predicted = trainer_memory(shape, model, PolicyConfig(), num_tokens, on_gpus=device == "cuda")
-    done, needed = (float(training_flops(np.array(sizes.lengths), shape, how).sum()) for how in (recompute, "none"))
+    done, needed = (float(training_flops(np.array(lengths), shape, how).sum()) for how in (recompute, "none"))
     numbers = {
         "layers": shape.num_layers,
-        "samples": len(sizes.lengths),
+        "samples": len(lengths),
         "tokens": num_tokens,
         "loss": metrics["loss"],
         "kept by a layer, predicted, bytes a token": kept_predicted,
@@ -110,7 +116,19 @@ def layers(recompute: str, device: str) -> Found:
             "peak of the update with the optimizer's step, bytes": end.peak_bytes,
             f"MFU of the passes, of {PEAK_FLOPS / 1e12:.0f} TFLOP/s": needed / min(passes_s) / PEAK_FLOPS,
         }
-    return Found(numbers)
+    return Found(numbers, rates={"dense": done / min(passes_s) / PEAK_FLOPS})
+
+
+def lengths_that_fit(
+    shape: ModelShape, model: ModelConfig, lengths: tuple[int, ...], num_bytes: float
+) -> tuple[int, ...]:
+    """As many samples, from the first on, as the planner lets fit into the memory; at least one."""
+    fitting = (
+        count
+        for count in range(len(lengths), 1, -1)
+        if trainer_memory(shape, model, PolicyConfig(), sum(lengths[:count]), on_gpus=True).totals[0] <= num_bytes
+    )
+    return lengths[: next(fitting, 1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import warnings it silences
+from megatron_rl.actor import delta_net, platform
 from megatron_rl.actor.delta_net import CHUNK, causal_convolution, gated_delta_rule, plan_delta
 
 NUM_KEYS, NUM_VALUES, KEY, VALUE = 2, 4, 5, 3
@@ -140,3 +141,13 @@ def test_a_row_of_short_answers_has_few_steps():
     plan = plan_delta(torch.tensor([10] * 200 + [130]))
     assert plan.counts == (201, 1, 1) and plan.token_PC.shape == (203, CHUNK)
     assert plan_delta(torch.tensor([3, 5])).token_PC.tolist() == [[3, 4, 5, 6, 7], [0, 1, 2, 8, 8]]
+
+
+def test_a_gpu_needs_kernels(monkeypatch):
+    monkeypatch.setattr(delta_net, "HAS_KERNELS", False)
+    delta_net.require_kernels()
+    monkeypatch.setattr(platform, "HAS_CUDA", True)
+    with pytest.raises(ValueError, match="install fla-core"):
+        delta_net.require_kernels()
+    monkeypatch.setattr(delta_net, "HAS_KERNELS", True)
+    delta_net.require_kernels()

@@ -15,7 +15,7 @@ from megatron_rl.config.optimizer import AdamConfig, MuonConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
-from megatron_rl.planning.activations import activations, layer_bytes
+from megatron_rl.planning.activations import activations, layer_bytes, mask_bytes
 from megatron_rl.planning.engine import ENGINE_WORK_BYTES, activation_bytes, sequence_bytes
 from megatron_rl.planning.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes
 from megatron_rl.planning.memory import run_memory
@@ -61,6 +61,17 @@ def test_fused_latent_attention_by_hand():
     whole, split = (rank_parameters(shape, parallel.mesh, 0, fused) for fused in (True, False))
     assert whole.dense - split.dense == 61 * 7168 * (1536 + 512 + 64) * 7 / 8
     assert whole.expert == split.expert and whole.matrices - split.matrices == whole.dense - split.dense
+
+
+def test_masks_of_local_layers_count_in_fp32():
+    """gpt-oss has a window of 128 tokens in every second layer, and sinks in all; OLMo 3 has windows of 4,096."""
+    gpt, olmo = (read_shape(CONFIGS / f"{name}.json") for name in ("gpt-oss-120b", "Olmo-3-32B-Think-DPO"))
+    assert [mask_bytes(gpt, layer, 8192) for layer in (0, 1)] == [4 * 128 * 255, 4 * 8192 * 8193]
+    assert [mask_bytes(olmo, layer, 8192) for layer in (0, 3)] == [4 * 4096 * 8191, 0]
+    assert mask_bytes(olmo, 0, 4096) == 0, "no token is outside of the window"
+    sizes = {width: activations(olmo, PARALLEL, 0, 8192, width=width, recomputed=(), fused=False) for width in (2, 4)}
+    own = {width: layer_bytes(olmo, PARALLEL, 0, width, fused=False) * 8192 for width in (2, 4)}
+    assert sizes[4].layer - own[4] == 4 * 4096 * 8191 and sizes[2].layer == own[2]
 
 
 def of_stage(stage: int, parallel=PARALLEL, recompute: str = "full", num_tokens: int = 16_384):

@@ -56,8 +56,23 @@ def test_the_command_prints_tables_or_json(capsys):
     assert size_run.main([RECIPE, "cluster.gpus_per_trainer=0", "cluster.gpus_per_engine_rank=0"]) == 0
     shown = capsys.readouterr().out
     assert "Megatron's local layers" in shown and "NCCL" not in shown and "that fit" not in shown
+    assert "torch's, padded, without masks" in shown
     assert size_run.main([RECIPE, "rollout.tensors=3"]) == 1
     assert "did you mean rollout.tensor" in capsys.readouterr().err
+
+
+def test_the_dry_run_says_which_kernels_attention_takes():
+    def shown(name: str, *overrides: str) -> str:
+        [path] = sorted((ROOT / "recipes" / name).glob("*.yaml"))[:1]
+        screen, run = io.StringIO(), load_config(GrpoRunConfig, [str(path), *overrides])
+        describe_memory(run, planned_shape(run), Console(file=screen, width=140, color_system=None))
+        return " ".join(screen.getvalue().split())
+
+    assert "│ attention │ Transformer Engine │" in shown("qwen3_32b") and "linear attention" not in shown("qwen3_32b")
+    next_80b = shown("qwen3_next_80b_a3b")
+    assert "FlashAttention, one call for a row" in next_80b
+    assert "│ linear attention │ flash-linear-attention's kernels │" in next_80b
+    assert "torch's, padded, with masks" in shown("olmo3_32b", "model.dtype=float32")
 
 
 def test_the_dry_run_says_what_is_in_the_memory_of_the_node(capsys):

@@ -874,6 +874,12 @@ def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     [fault] = faults(grpo())
     assert fault.startswith("vLLM is not installed") and "tools/setup.sh" in fault
     assert faults(grpo(), planning=True) == []
+    linear = replace(read_shape(home / "model"), linear_layers=(0,))
+    on_gpus = grpo(cluster__gpus_per_trainer=1, cluster__gpus_per_engine_rank=1)
+    [kernels, _] = module._packages(on_gpus, linear, planning=False)
+    assert "has linear attention" in kernels and "install fla-core" in kernels
+    assert len(module._packages(grpo(), linear, planning=False)) == 1, "a CPU needs no kernels"
+    assert module._packages(on_gpus, linear, planning=True) == []
 
 
 def test_arguments_that_vllm_does_not_have_are_named_with_the_nearest_ones(home):
