@@ -124,6 +124,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
 def mask_bytes(shape: ModelShape, layer: int, num_tokens: int) -> float:
     """The bytes of a layer's largest mask, which local layers in fp32 give to torch's attention as numbers (bf16 on
     GPUs needs none): for a window's blocks each query has 2 W - 1 keys, and on GPUs sinks are keys of a whole mask.
+    It is counted in the layer that is computed: without recomputation GPUs keep more.
 
     Args:
         num_tokens: of a micro-batch, which is taken to be one sequence.
@@ -223,12 +224,8 @@ def activations(
     num_own = num_tokens / mesh.context
     inputs = shape.hidden_size * num_own * width / (mesh.tensor if parallel.sequence_parallel else 1)
     chunks = [mesh.layer_range(shape.num_layers, stage, chunk) for chunk in range(mesh.virtual)]
-    masks = width == 4 and not fused
     sizes = {
-        layer: layer_bytes(shape, parallel, layer, width, fused=fused) * num_own
-        + (mask_bytes(shape, layer, num_tokens) if masks else 0.0)
-        for chunk in chunks
-        for layer in chunk
+        layer: layer_bytes(shape, parallel, layer, width, fused=fused) * num_own for chunk in chunks for layer in chunk
     }
     per_chunk = [len(chunk) * inputs if recompute == "full" else sum(sizes[n] for n in chunk) for chunk in chunks]
     in_flight = mesh.pipeline - stage
@@ -237,7 +234,8 @@ def activations(
     kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
     if mesh.virtual > 1:  # outputs are not freed when they are sent (actor/model.py)
         kept += in_flight * inputs
-    largest = max(sizes.values(), default=0.0)
+    masks = {layer: mask_bytes(shape, layer, num_tokens) for layer in sizes if width == 4 and not fused}
+    largest = max((size + masks.get(layer, 0.0) for layer, size in sizes.items()), default=0.0)
     output = 0.0
     if stage == mesh.pipeline - 1:
         rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
