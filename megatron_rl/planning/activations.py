@@ -148,6 +148,7 @@ def layer_bytes(
 def mask_bytes(shape: ModelShape, layer: int, num_tokens: int) -> float:
     """The bytes of a layer's largest mask, which local layers in fp32 give to torch's attention as numbers (bf16 on
     GPUs needs none): for a window's blocks each query has 2 W - 1 keys, and on GPUs sinks are keys of a whole mask.
+    It is counted in the layer that is computed: without recomputation GPUs keep more.
 
     Args:
         num_tokens: of a micro-batch, which is taken to be one sequence.
@@ -255,11 +256,9 @@ def activations(
     num_own = num_tokens / mesh.context
     inputs = shape.hidden_size * num_own * width / (mesh.tensor if parallel.sequence_parallel else 1)
     chunks = [mesh.layer_range(shape.num_layers, stage, chunk) for chunk in range(mesh.virtual)]
-    masks = width == 4 and not fused
 
     def size(layer: int, recomputed: Collection[str] = ()) -> float:
-        mask = mask_bytes(shape, layer, num_tokens) if masks else 0.0
-        return mask + num_own * layer_bytes(shape, parallel, layer, width, fused=fused, recomputed=recomputed)
+        return num_own * layer_bytes(shape, parallel, layer, width, fused=fused, recomputed=recomputed)
 
     sizes = {layer: size(layer, recomputed) for chunk in chunks for layer in chunk}
     per_chunk = [len(chunk) * inputs if "full" in recomputed else sum(sizes[n] for n in chunk) for chunk in chunks]
@@ -269,7 +268,8 @@ def activations(
     kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
     if mesh.virtual > 1:  # outputs are not freed when they are sent (actor/model.py)
         kept += in_flight * inputs
-    largest = max((size(layer) for layer in sizes), default=0.0)
+    masks = {layer: mask_bytes(shape, layer, num_tokens) for layer in sizes if width == 4 and not fused}
+    largest = max((size(layer) + masks.get(layer, 0.0) for layer in sizes), default=0.0)
     output = 0.0
     if stage == mesh.pipeline - 1:
         rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
