@@ -48,8 +48,9 @@ def clipped_norm(rank, world_size, url, *, folder, layout, extents, trains_criti
     with platform.running():
         norm = optimizer.gradient_norm()
         mains = [main for inner in optimizer.megatron.chained_optimizers for main in inner.get_parameters()]
-        before = [main.grad.double() for main in mains]
+        clipped = [main.grad for main in mains]
+        before = [gradient.double() for gradient in clipped]
         optimizer.update(norm, is_last=True)
-        quotients = torch.cat([(main.grad / old)[old != 0] for main, old in zip(mains, before, strict=True)])
+        quotients = torch.cat([(new / old)[old != 0] for new, old in zip(clipped, before, strict=True)])
     trainer.close()
     return norm, float(quotients.min()), float(quotients.max())
