@@ -131,9 +131,9 @@ class ClusterConfig(Section):
     so a restart of the trainer loses no finished step. The state is copied while the engines generate. false: a restart
     of the trainer continues from the newest checkpoint."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
-    """Where trainers and engines run if `gpus_per_trainer` and `gpus_per_engine_rank` do not say it. `gpu`: one GPU for
-    each trainer rank and each engine rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine, or
-    a node of the Ray that the run joins, has GPUs."""
+    """The place of trainers and engines if `gpus_per_trainer` and `gpus_per_engine_rank` do not say it. `gpu`: one GPU
+    for each trainer rank and each engine rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine,
+    or a node of the Ray that the run joins, has GPUs."""
     node_memory_gb: PositiveFloat | None = None
     """The memory of a node in GB that a run on GPUs may use for mirrors, offloaded and lent states and copies for
     checkpoints: what Ray, data and the page cache need is not counted. A dry run refuses a plan that needs more. It

@@ -1,4 +1,4 @@
-"""Which of vLLM's arguments `rollout.vllm` must not set, and why.
+"""The arguments of vLLM that `rollout.vllm` must not set, and why.
 
 Invariant (tests/unit/rollout): every argument that `rollout/start.py` sets for its own reasons is in the table, and
 vLLM has every name of the table.

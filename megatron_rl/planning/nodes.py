@@ -37,7 +37,7 @@ class NodeMemory:
     sides: Sequence[NodeSide]
     """The roles that keep anything there."""
     fullest: Sequence[tuple[NodeSide, int]]
-    """Those on the fullest node, with the numbers of their ranks there."""
+    """The roles on the fullest node, with the numbers of their ranks there."""
     limit: float | None
     """The bytes that a node has for them; None if it is not checked."""
 

@@ -27,7 +27,7 @@ class Rates:
     """`dense` and `mixture` with Transformer Engine's fp8 (`policy.megatron.transformer`)."""
     mixture_fp8: float = 0.42
     products: float = 0.65
-    """What an engine's products reach. One H100 reached 0.62 to 0.76 with the sizes of six recipes."""
+    """What an engine's products reach. With the sizes of six recipes most reached 0.63 to 0.76 on an H100."""
     bandwidth: float = 0.6
     """What decoding reaches."""
     nvlink: float = 0.8

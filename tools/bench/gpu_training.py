@@ -122,7 +122,7 @@ def layers(recompute: str, device: str) -> Found:
 def lengths_that_fit(
     shape: ModelShape, model: ModelConfig, lengths: tuple[int, ...], num_bytes: float
 ) -> tuple[int, ...]:
-    """As many samples, from the first on, as the planner lets fit into the memory; at least one."""
+    """The first samples that fit into the memory together by the planner's estimate; at least one."""
     fitting = (
         count
         for count in range(len(lengths), 1, -1)

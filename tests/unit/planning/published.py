@@ -163,7 +163,9 @@ PUSHES = [
 
 
 class Fits(NamedTuple):
-    """A trainer that others have run on H100 GPUs of 80 GB, in bf16."""
+    """A trainer that others have run on H100 GPUs of 80 GB, in bf16. Nobody publishes everything: layers are
+    distributed evenly, and where a page has no number of tokens of a micro-batch (verl, NRL's mixtures) it is the
+    length of the run's samples, which is assumed. NRL sums gradients in bf16; of MB's 8B it is assumed."""
 
     source: str
     model: str

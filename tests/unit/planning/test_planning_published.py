@@ -42,17 +42,21 @@ def shape_of(tmp_path) -> Callable[[str], ModelShape]:
     return read
 
 
+def even_layers(shape: ModelShape, chunks: int) -> tuple[int, ...] | None:
+    """None: every chunk has the same number."""
+    each, more = divmod(shape.num_layers, chunks)
+    return tuple(each + (chunk < more) for chunk in range(chunks)) if more else None
+
+
 def parallel_of(shape: ModelShape, gpus: int, one: Training | Step | Fits, virtual: int = 1) -> ParallelConfig:
     """The layers are distributed as evenly as they can be."""
-    chunks, layers = one.pipeline * virtual, shape.num_layers
-    even = tuple(layers // chunks + (chunk < layers % chunks) for chunk in range(chunks))
     return ParallelConfig(
         tensor=one.tensor,
         pipeline=one.pipeline,
         context=one.context,
         data=gpus // (one.tensor * one.pipeline * one.context),
         virtual=virtual,
-        layers=even if layers % chunks else None,
+        layers=even_layers(shape, one.pipeline * virtual),
         expert=one.expert,
         expert_tensor=1 if one.expert > 1 else None,
     )
@@ -89,8 +93,6 @@ def step_ratio(run: Step, shape: ModelShape, rates: Rates = H100) -> float:
 
 
 def push_ratio(push: Push, shape: ModelShape) -> float:
-    chunks, layers = push.pipeline, shape.num_layers
-    even = tuple(layers // chunks + (chunk < layers % chunks) for chunk in range(chunks))
     mesh = Mesh(
         push.tensor,
         push.pipeline,
@@ -98,7 +100,7 @@ def push_ratio(push: Push, shape: ModelShape) -> float:
         context=push.context,
         expert=push.expert,
         expert_tensor=1,
-        layers=even if layers % chunks else None,
+        layers=even_layers(shape, push.pipeline),
     )
     plan = plan_weights(shape, mesh, Engines(push.engines, push.engine_tensor, 1, True), dtype="bfloat16")
     wire_s = traffic(plan, Links(8), 2**26).least_s * push.width / 2
