@@ -106,8 +106,8 @@ class ClusterConfig(Section):
     """The number of GPUs per node, used only by the dry run, which prints the processes of each node. A run reads the
     nodes' resources from Ray. null prints no nodes."""
     gpu_memory_gb: PositiveFloat = 80
-    """The memory of a GPU in GB, for the estimates of the dry run. The default is for an H100. It reports 5 GB more,
-    which the CUDA context and the allocator's fragmentation take. For an H200 the same rule gives 136. Above 144 the
+    """The memory of a GPU in GB, for the estimates of the dry run. The default is for an H100. It reports 5.5 GB more,
+    which the CUDA context and the allocator's fragmentation take. For an H200 the same rule gives 144. Above that the
     GPU counts as a Blackwell, where vLLM repacks experts in each push."""
     calibration: Path | None = None
     """The file with measured rates that replace the planner's own (`planning/rates.py`), such as the calibration.json

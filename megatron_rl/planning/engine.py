@@ -12,22 +12,24 @@ import numpy as np
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, TransferPlan, engine_layers, volume
+from megatron_rl.layout import FAMILIES, TransferPlan, engine_layers, is_linear_weight, volume
 from megatron_rl.planning.adapters import slot_bytes
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import BYTES
-from megatron_rl.planning.transfer import planned_transfer
+from megatron_rl.planning.transfer import BRIDGE, planned_transfer
 from megatron_rl.types import HOLDS, ModelShape
 
 ENGINE_WORK_BYTES = 4e9
 """What an engine's rank needs for its logits, its CUDA graphs and its NCCL communicator. This is an estimate."""
+RESERVED_BYTES = 5.5e9
+"""What a GPU reports above `cluster.gpu_memory_gb`. vLLM takes its share of all that the GPU reports."""
 LARGE_GPU = 70 * 2**30
 """vLLM computes more tokens in a step on GPUs with at least these bytes (`EngineArgs.get_batch_defaults`)."""
 LARGEST_HOPPER_GB = 144
 """`cluster.gpu_memory_gb` above this means a Blackwell."""
 INCOMPLETE = 0.5
-"""The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.20 to
-0.48 in the plans that were computed."""
+"""The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.08 to
+0.50 in the plans that were computed; the most if four stages of the trainer feed a stage of it."""
 SLOT = "slot of the adapters"
 ACTIVATIONS = "activations of a step of vLLM"
 PARTS = {"weights": "weights", SLOT: "weights", "KV cache": "kv_cache"}
@@ -63,8 +65,13 @@ class EngineMemory:
 
 
 def gpu_bytes(config: BaseConfig) -> float:
-    """The bytes of memory of a whole GPU."""
+    """The bytes of memory of a whole GPU that a plan may use."""
     return config.cluster.gpu_memory_gb * 1e9
+
+
+def vllm_bytes(config: GrpoRunConfig) -> float:
+    """The bytes of a GPU that vLLM takes for weights, work and KV cache."""
+    return config.rollout.gpu_memory_utilization * (gpu_bytes(config) + RESERVED_BYTES)
 
 
 def step_tokens(config: GrpoRunConfig) -> int:
@@ -94,22 +101,21 @@ def repacks_experts(config: GrpoRunConfig) -> bool:
 def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, bridge_bytes: float) -> EngineMemory:
     """The memory of the fullest rank of each pipeline stage of an engine.
 
-    vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache; the bridge's memory is added
-    to it. A sequence needs the same number of KV cache blocks on each stage, so the stage with room for the fewest
-    sequences decides, and the other stages have unused room. If vLLM repacks experts, a rank holds a layer's experts
-    until all ranks of the engine have the layer (`tools/plan_sync.py --repacked` computes their bytes), and each
-    verified layer is built a second time. Weights and caches that vLLM quantises are counted as if they were not. With
-    adapters that vLLM serves no weights arrive, and it has one or two slots for them (`RolloutConfig.num_adapters`).
+    vLLM takes its share of the GPU (`vllm_bytes`); the bridge's memory is added to it. A sequence needs the same number
+    of KV cache blocks on each stage, so the stage with room for the fewest sequences decides, and the other stages have
+    unused room. If vLLM repacks experts, a rank holds a layer's experts until all ranks of the engine have the layer
+    (`tools/plan_sync.py --repacked` computes their bytes), and each verified layer is built a second time. A cache that
+    vLLM quantises is counted as if it were not. With adapters that vLLM serves no weights arrive, and it has one or two
+    slots for them (`RolloutConfig.num_adapters`).
     """
     shape = config.pushed(shape)
     rollout, width = config.rollout, BYTES[config.model.dtype]
     longest, stages = rollout.max_model_tokens, range(rollout.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.pipeline, stage) for stage in stages]
-    whole = plan if shape.adapters is None else planned_transfer(config, shape.base, config.policy.parallel.mesh)
-    weights = whole.engine_bytes.reshape(rollout.pipeline, rollout.tensor).max(1)
+    weights = _weight_bytes(config, shape, plan).reshape(rollout.pipeline, rollout.tensor).max(1)
     slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
     work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
-    caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - slots - work)
+    caches = np.maximum(0.0, vllm_bytes(config) - weights - slots - work)
     numbers = (
         min(int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, width, layers[stage])) for stage in stages)
         for n in (longest, max(1, longest // 2))
@@ -126,6 +132,27 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
         for stage in stages
     ]
     return EngineMemory(tuple(gpus), *numbers)
+
+
+def _weight_bytes(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan) -> np.ndarray:
+    """The bytes of the weights on each rank of an engine, float64 [world_size]. Online quantisation keeps the weights
+    of linear layers in one byte; embedding, output layer, norms and routers stay as they are. The quantisations to four
+    bits are counted as eight."""
+    rollout, width = config.rollout, BYTES[config.model.dtype]
+    if rollout.quantization is None:
+        whole = plan if shape.adapters is None else planned_transfer(config, shape.base, config.policy.parallel.mesh)
+        return whole.engine_bytes
+    sizes = np.zeros(rollout.engine_ranks)
+    for rank in range(rollout.engine_ranks):
+        placed = FAMILIES[shape.family].vllm_placed(
+            shape.base, rollout.tensor, rank, rollout.expert_parallel, rollout.pipeline
+        )
+        for placement, _, _ in placed:
+            name, _, local = placement.pieces[0]
+            is_linear = is_linear_weight(name, len(local), shape)
+            elements = placement.num_experts * sum(volume(piece) for _, _, piece in placement.pieces)
+            sizes[rank] += elements * (1 if is_linear else 4 if placement.float32 else width)
+    return sizes
 
 
 def _stage_memory(
@@ -156,9 +183,7 @@ def _stage_memory(
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
         "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
         "a layer's experts, made again to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
-        "NCCL communicators of the bridge": MemoryPart(
-            always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
-        ),
+        BRIDGE: MemoryPart(always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"),
         f"{'three' if chained else 'two'} buffers of the bridge": MemoryPart(
             always((2 + chained) * bucket_bytes), "lower bridge.bucket_mib"
         ),

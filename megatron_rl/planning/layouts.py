@@ -6,7 +6,7 @@ configured layout is among the candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,13 @@ from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.splits import padded
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches, training_seconds
-from megatron_rl.planning.gpu import GpuMemory
-from megatron_rl.planning.memory import run_memory, trainer_limit
+from megatron_rl.planning.gpu import Bytes, GpuMemory, always
+from megatron_rl.planning.memory import RunMemory, count_mirrors, run_memory, trainer_limit
+from megatron_rl.planning.nodes import node_memory
 from megatron_rl.planning.rates import Rates
 from megatron_rl.planning.stages import with_layers
-from megatron_rl.planning.trainer import trainer_memory
-from megatron_rl.planning.transfer import TrainersPush, bridge_communicators, planned_transfer
+from megatron_rl.planning.trainer import sharing, trainer_memory
+from megatron_rl.planning.transfer import BRIDGE, BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
 
 MAX_SHOWN = 10
@@ -61,6 +62,25 @@ class Layout:
         return keys
 
 
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What engines, and a critic, hold next to a trainer rank."""
+
+    totals: Bytes
+    """On its GPU, which they share with it or not, without the communicators of an engine's bridge."""
+    hosts: Mapping[str, Mapping[str, float]]
+    """One rank of each in the memory of its node, by role."""
+
+    @classmethod
+    def of(cls, memory: RunMemory) -> Others:
+        sides = {"engine": memory.engine.gpu if memory.engine else None, "critic": memory.critic}
+        known = {role: gpu for role, gpu in sides.items() if gpu is not None}
+        rows = [gpu.parts for gpu in known.values()] if memory.is_shared else []
+        parts = [sizes for row in rows for part, sizes in row.items() if part != BRIDGE]
+        training, pushing, generating = (sum(phases) for phases in zip(always(0.0), *parts, strict=True))
+        return cls((training, pushing, generating), {role: gpu.host for role, gpu in known.items()})
+
+
 def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     """The fastest layouts of the trainer that fit, at most MAX_SHOWN, and the configured one if it fits but is slower;
     the fastest first. All have as many GPUs as the configuration; the engines stay as configured. If the number of
@@ -71,13 +91,13 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     layouts are ordered without them, and only the fastest ones are planned.
     """
     gpus_per_node = config.cluster.gpus_per_node or 8
-    work, limit = largest_work(config), trainer_limit(config) - resident_bytes(config, shape)
+    work, others = largest_work(config), Others.of(run_memory(config, shape))
     num_tokens, rates = config.balance.max_tokens_per_microbatch, Rates.of(config)
     planned: dict[tuple[int, ...], int] = {}
     """The number of micro-batches by what it depends on: data-parallel ranks, alignment, and what divides it."""
 
-    def fitting(parallel: ParallelConfig, recompute: str, bridge_bytes: float) -> Layout | None:
-        found = _fitting(config, shape, parallel, recompute, limit, bridge_bytes)
+    def fitting(parallel: ParallelConfig, recompute: str, bridge: BridgeBytes) -> Layout | None:
+        found = _fitting(config, shape, parallel, recompute, others, bridge)
         if found is None:
             return None
         key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
@@ -100,7 +120,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     longest = min(int(work.lengths.max()), num_tokens)  # a layout whose alignment lifts it above the cap is no layout
     known = parallel_sizes(config, shape, gpus_per_node)
     sizes = [one for one in known if padded(longest, one.alignment) <= num_tokens]
-    without = [fitting(parallel, recompute, 0.0) for parallel in sizes for recompute in ("none", "full")]
+    without = [fitting(parallel, recompute, BridgeBytes()) for parallel in sizes for recompute in ("none", "full")]
     candidates = sorted((layout for layout in without if layout), key=lambda layout: layout.seconds)
     found: list[Layout] = []
     configured = config.policy.parallel, config.model.recompute
@@ -110,8 +130,8 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
         whole: Layout | None = layout
         if isinstance(config, GrpoRunConfig):
             plan = planned_transfer(config, shape, layout.parallel.mesh)
-            bridge_bytes = bridge_communicators(plan, config.cluster.colocate).trainer
-            whole = fitting(layout.parallel, layout.recompute, bridge_bytes)
+            bridge = bridge_communicators(plan, config.cluster.colocate)
+            whole = fitting(layout.parallel, layout.recompute, bridge)
         if whole is not None:
             found.append(whole)
     # With the bridge's memory a layout may fit only with `offload`, and is slower then.
@@ -123,8 +143,8 @@ def _fitting(
     shape: ModelShape,
     parallel: ParallelConfig,
     recompute: str,
-    limit: float,
-    bridge_bytes: float,
+    others: Others,
+    bridge: BridgeBytes,
 ) -> tuple[OptimizerConfig, GpuMemory] | None:
     """The trainer's memory in a layout, if it fits, with an offloaded optimizer state where it must be."""
     model = config.model.model_copy(update={"recompute": recompute})
@@ -139,19 +159,17 @@ def _fitting(
             config.policy.model_copy(update={"parallel": parallel, "optimizer": optimizer}),
             config.balance.max_tokens_per_microbatch,
             on_gpus=True,
-            push=TrainersPush.of(config, bridge_bytes),
+            push=TrainersPush.of(config, bridge.trainer),
+            num_mirrors=count_mirrors(config, parallel),
         )
-        if max(memory.totals) <= limit:
+        if config.cluster.colocate:
+            memory = sharing(memory, "trainer")
+        of_engine = bridge.engine if config.cluster.colocate else 0.0
+        fullest = max(own + other for own, other in zip(memory.totals, others.totals, strict=True)) + of_engine
+        in_nodes = node_memory(config, {**others.hosts, "trainer": memory.host})
+        if fullest <= trainer_limit(config) and in_nodes.problem is None:
             return optimizer, memory
     return None
-
-
-def resident_bytes(config: BaseConfig, shape: ModelShape) -> float:
-    """What engines, and a critic, that share the trainer's GPUs hold there while the trainer trains."""
-    memory = run_memory(config, shape)
-    if not memory.is_shared or memory.engine is None:
-        return 0.0
-    return memory.engine.gpu.totals[0] + (memory.critic.totals[0] if memory.critic else 0.0)
 
 
 def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) -> Iterator[ParallelConfig]:

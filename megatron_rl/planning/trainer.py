@@ -20,7 +20,7 @@ from megatron_rl.planning.parameters import (
     stage_parameters,
     state_width,
 )
-from megatron_rl.planning.transfer import COMMUNICATOR_BYTES, NO_PUSH, TrainersPush
+from megatron_rl.planning.transfer import BRIDGE, COMMUNICATOR_BYTES, NO_PUSH, TrainersPush
 from megatron_rl.types import HOLDS, Mesh, ModelShape
 
 MERGED_BYTES = 2 * 4 * 2**22
@@ -99,7 +99,7 @@ def trainer_memory(
                 always(number * COMMUNICATOR_BYTES),
                 f"set one of the sizes of {section}.parallel to 1",
             ),
-            "NCCL communicators of the bridge": MemoryPart(
+            BRIDGE: MemoryPart(
                 always(push.communicator_bytes), "set bridge.chains, so that trainers send to fewer engines"
             ),
             "two buffers of the bridge": MemoryPart(always(2 * push.bucket_bytes), "lower bridge.bucket_mib"),

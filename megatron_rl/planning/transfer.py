@@ -15,6 +15,8 @@ from megatron_rl.types import Mesh, ModelShape
 COMMUNICATOR_BYTES = 0.41e9
 """The memory of one NCCL communicator on each of its ranks: what each one after the first took on an H100 (NCCL 2.28),
 with one rank. Users report about as much for several ranks (NVIDIA/nccl#964, NVIDIA/nccl#2363)."""
+BRIDGE = "NCCL communicators of the bridge"
+"""Their row in the memory of a trainer rank, and of an engine's."""
 PEER_BYTES = 16 * 2**20
 """What a communicator takes on a rank for each other rank that it exchanges messages with: a MiB for each of eight
 channels, in both directions. This is an estimate from NCCL's defaults; nobody has measured it here."""

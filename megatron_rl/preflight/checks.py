@@ -38,7 +38,7 @@ from megatron_rl.preflight.devices import faults_of_device
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
-from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
+from megatron_rl.preflight.rows import Tell, faults_of_hub, faults_of_rows, missing_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.vocabulary import forbidden_ids
@@ -86,7 +86,7 @@ def preflight(
     faults: list[str] = []
     job = config.slurm if in_job else None
     if not (planning or (job and (job.container or job.environment))):
-        faults += faults_of_device(config)
+        faults += faults_of_device(config) + faults_of_hub(config)
 
     def attempt(check: Callable[[], Any]) -> Any:
         """The result of the check. If it raises, the message is added to the faults, and the result is None."""

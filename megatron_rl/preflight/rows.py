@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,26 @@ class _Lengths:
 
 def missing_rows(config: BaseConfig) -> list[Path]:
     """The files and folders of rows that are not there."""
-    paths: list[Path | str | None] = []
+    return [path for path in _sources(config) if isinstance(path, Path) and not path.exists()]
+
+
+def faults_of_hub(config: BaseConfig) -> list[str]:
+    """The fault of a run that takes rows from the hub without the package that reads them, if it is one."""
+    names = [source for source in _sources(config) if isinstance(source, str)]
+    if not names or find_spec("datasets") is not None:
+        return []
+    install = "install it with `pip install 'megatron-rl[hub]'`, or give files"
+    return [f"the rows of {names[0]} can only be read with the package datasets, which is not installed; {install}"]
+
+
+def _sources(config: BaseConfig) -> list[Path | str | None]:
+    """The rows of a run, as files, folders and names of the hub; None if it has none for evaluations."""
     if isinstance(config, SftRunConfig):
-        paths = [config.sft.rows]
-    elif isinstance(config, GrpoRunConfig):
-        train = config.data.train
-        paths = [*([source.path for source in train] if isinstance(train, tuple) else [train]), config.data.eval]
-    return [path for path in paths if isinstance(path, Path) and not path.exists()]
+        return [config.sft.rows]
+    if not isinstance(config, GrpoRunConfig):
+        return []
+    train = config.data.train
+    return [*([source.path for source in train] if isinstance(train, tuple) else [train]), config.data.eval]
 
 
 def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:

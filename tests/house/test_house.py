@@ -19,6 +19,14 @@ import cover
 import pytest
 from pages import blocks
 
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data.forms import recognise
+from megatron_rl.planning.layouts import fitting_layouts
+from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.preflight.row_sources import heldout_source, training_sources
+from megatron_rl.tools.size_run import read
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
 LAYERS = {
@@ -227,7 +235,7 @@ def run_here(folder) -> Callable[..., str]:
     once."""
 
     @cache
-    def run(words: tuple[str, ...], width: int = 160) -> str:
+    def run(words: tuple[str, ...], width: int = 260) -> str:
         first, *arguments = planned(words)
         name = arguments.pop(0) if first == "-m" else "megatron_rl." + first.removesuffix(".py").replace("/", ".")
         variables, path, text = dict(os.environ), list(sys.path), StringIO()
@@ -257,38 +265,73 @@ def test_every_yaml_dry_runs_with_the_command_at_its_head(path, run_here):
 
 
 RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+SMALL = [path for path in RECIPES if path.parent.name in ("qwen3_8b", "qwen3_32b", "one_gpu")]
 
 
 @pytest.mark.parametrize(
     "path", cover.essential(RECIPES, *(path for path in RECIPES if path in ESSENTIAL)), ids=lambda p: p.name
 )
-def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here):
+def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run_and_few_gpus_wait(path, run_here):
     [words] = commands(path)
     text = run_here(words)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
-    cells = {first: " to ".join(others) for first, *others in rows}
+    cells = {first: others for first, *others in rows}
     [row] = [
         line for line in (path.parent / "RECORD.md").read_text().splitlines() if line.startswith(f"| `{path.name}`")
     ]
-    total = next(value for key, value in cells.items() if re.fullmatch(r"GPU-hours of [\d,]+ steps", key))
+    [total] = [value for key, (value, *_) in cells.items() if re.fullmatch(r"GPU-hours of [\d,]+ steps", key)]
     peaks = {
         side: [max(map(float, phases)) for first, *phases in rows if len(phases) == 3 and re.fullmatch(name, first)]
         for side, name in {
-            "a shared GPU": r"trainer, stage \d, and engine",
-            "a trainer": r"trainer, stage \d",
-            "an engine": r"engine(, stage \d)?",
+            "a shared GPU": r"trainer, stage \d+, and engine",
+            "a trainer": r"trainer, stage \d+",
+            "an engine": r"engine(, stage \d+)?",
         }.items()
     }
-    held = [f"{max(of_stages):.2f} GB {side}" for side, of_stages in peaks.items() if of_stages]
-    received = cells["bytes into the fullest engine rank"].partition(" (")[0]
+    idle = cells.get("idle GPU-hours", ["0%", "0%"])
     assert row.split(" | ")[1:] == [
-        cells["trainer"],
-        cells["engines"],
-        ", ".join(held),
-        received,
-        cells.get("idle GPU-hours", "0%"),
-        f"{cells['GPU-hours of a step']}; {total} |",
+        *cells["trainer"],
+        *cells["engines"],
+        ", ".join(f"{max(of_stages):.1f} GB {side}" for side, of_stages in peaks.items() if of_stages),
+        "; ".join(idle),
+        "; ".join(cells["GPU-hours of a step"]),
+        f"{total} |",
     ]
+    assert all(float(share.rstrip("%")) <= 25 for share in idle)
+
+
+@pytest.mark.parametrize("path", cover.essential(RECIPES, *SMALL), ids=lambda p: p.name)
+def test_the_layout_of_a_recipe_is_the_first_one_of_the_planner_or_the_record_names_that_one(path):
+    config = read([str(path)])
+    first = fitting_layouts(config, planned_shape(config))[0]
+    if (first.parallel, first.recompute) != (config.policy.parallel, config.model.recompute):
+        assert first.label in (path.parent / "RECORD.md").read_text()
+    assert config.policy.parallel.expert <= 64 and config.rollout.tensor <= 8
+
+
+MATHEMATICS = {  # rows in the forms of open-r1/DAPO-Math-17k-Processed and of HuggingFaceH4/aime_2024
+    "train": {
+        "prompt": "What is the sum of the first six odd numbers?",
+        "solution": "36",
+        "data_source": "math_dapo",
+        "source_prompt": [{"role": "user", "content": "Solve the following problem."}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": "36", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "0"},
+    },
+    "eval": {"id": 1, "problem": "What is 6 x 6?", "solution": "It is 36.", "answer": "036", "url": "", "year": "2024"},
+}
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if "olmo" not in path.name], ids=lambda p: p.name)
+def test_a_recipe_reads_the_rows_of_its_data_sets(path):
+    data = load_config(GrpoRunConfig, [str(path)]).data
+    [train], heldout = training_sources(data), heldout_source(data)
+    for source, row in ((train, MATHEMATICS["train"]), (heldout, MATHEMATICS["eval"])):
+        question = recognise(row, source.reading)
+        turns = [turn["role"] for turn in question.messages]
+        assert turns == ["system", "user"] and question.messages[1]["content"] in row.values()
+        assert question.columns["ground_truth"].lstrip("0") == "36"
 
 
 def test_the_plans_on_the_page_of_sizes_are_what_the_commands_print(run_here):

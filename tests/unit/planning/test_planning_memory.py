@@ -257,7 +257,7 @@ def test_the_phases_of_a_run_by_hand():
     assert trainer.totals == pytest.approx((always + used.kept + used.layer, always, always), rel=1e-6)
     # Three hidden states, and gate, up and their product on each of four ranks, of vLLM's 16,384 tokens a step.
     work = ENGINE_WORK_BYTES + 16_384 * 2 * (3 * 5120 + 3 * 25_600 / 4)
-    cache = 0.85 * 80e9 - engine.gpu.parts["weights"][0] - work
+    cache = 0.85 * 85.5e9 - engine.gpu.parts["weights"][0] - work
     assert engine.gpu.parts["KV cache"][0] == pytest.approx(cache)
     # Two of eight KV heads on each rank, 64 layers, 2 x 128 numbers of 2 bytes: 65,536 bytes a token.
     assert sequence_bytes(SHAPE, 4, 9216, 2, range(64)) == 9216 * 65_536
@@ -297,7 +297,7 @@ def test_the_stages_of_an_engine_by_hand():
     weights[2] += 2 * (vocabulary / 4 + 5120)
     assert [stage.parts["weights"][0] for stage in stages] == weights
     work = ENGINE_WORK_BYTES + 16_384 * 2 * (3 * 5120 + 3 * 25_600 / 4)
-    caches = [0.85 * 80e9 - own - work for own in weights]
+    caches = [0.85 * 85.5e9 - own - work for own in weights]
     assert [stage.parts["KV cache"][0] for stage in stages] == pytest.approx(caches)
     fitting = [int(cache // (9216 * n * 1024)) for cache, n in zip(caches, (21, 22, 21), strict=True)]
     assert memory.engine.longest == min(fitting) == fitting[1] < fitting[0]
@@ -307,11 +307,24 @@ def test_the_stages_of_an_engine_by_hand():
         run_memory(config(rollout={"pipeline": 65}), SHAPE)
 
 
+def test_quantised_linear_layers_of_an_engine_have_one_byte_a_number():
+    """Qwen3-30B-A3B over four ranks: embedding, output layer, norms and routers stay in bfloat16."""
+    shared = 2 * 151_936 * 2048 / 4 + 2048 + 48 * (2 * 2048 + 2 * 128 + 128 * 2048)
+    linear = 48 / 4 * ((2 * 4096 + 2 * 512) * 2048 + 128 * 3 * 768 * 2048)
+    run = config({"tensor": 4, "pipeline": 4}, rollout={"quantization": "fp8", "gpu_memory_utilization": 0.7})
+    parts = run_memory(run, MIXTURE).engine.gpu.parts
+    assert parts["weights"] == (2 * shared + linear,) * 3
+    work = parts["activations of a step of vLLM"][0] + ENGINE_WORK_BYTES
+    assert parts["KV cache"][0] == pytest.approx(0.7 * 85.5e9 - 2 * shared - linear - work)
+    with_experts = run_memory(config({"tensor": 4, "pipeline": 4}, rollout={"expert_parallel": True}), MIXTURE)
+    assert with_experts.engine.gpu.parts["weights"][0] == 2 * (shared + linear)
+
+
 @pytest.mark.parametrize(
     ("gpu_memory_gb", "rollout", "repacked"),
     [
         (80, {}, False),
-        (136, {}, False),
+        (144, {}, False),
         (180, {}, True),
         (180, {"vllm": {"moe_backend": "triton"}}, False),
         (80, {"vllm": {"moe_backend": "flashinfer_cutlass"}}, True),
@@ -423,6 +436,25 @@ def test_layouts_that_fit_come_fastest_first():
         assert run_memory(changed, SHAPE).trainer == layout.memory and max(layout.memory.totals) <= 80e9
 
 
+def test_layouts_on_shared_gpus_fit_beside_the_engine_and_into_the_nodes():
+    """A sleeping engine leaves room in training, so the push and the generation decide, and what is lent and offloaded
+    is in the nodes' memory."""
+    policy = {"parallel": {"tensor": 4, "pipeline": 4, "data": 2}}
+    cluster = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8, "colocate": True}
+    rollout = {"num_engines": 8, "gpu_memory_utilization": 0.8}
+
+    def shared(policy: dict, model: dict, **limits: float) -> GrpoRunConfig:
+        return config(policy=policy, model=model, cluster=cluster | limits, rollout=rollout)
+
+    found = {limit: fitting_layouts(shared(policy, {}, node_memory_gb=limit), SHAPE) for limit in (2000, 300)}
+    assert found[300] and {one.label for one in found[300]} != {one.label for one in found[2000]}
+    for limit, layouts in found.items():
+        for one in layouts:
+            chosen = {"parallel": one.parallel.model_dump(), "optimizer": {"offload": one.offload}}
+            changed = shared(chosen, {"recompute": one.recompute}, node_memory_gb=limit)
+            assert run_memory(changed, SHAPE).problems == [], one.label
+
+
 @pytest.mark.deep
 def test_a_layout_that_the_bridge_makes_offload_has_the_time_of_an_offloaded_one():
     """The GPU has room for the fastest layout, but not for the communicators of its bridge beside it."""
@@ -500,10 +532,10 @@ def test_a_streamed_optimizer_state_passes_through_the_gpu_in_pieces(settings, s
 
 def test_a_larger_gpu_has_a_larger_cache_and_bound():
     gpus = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1}
-    small, large = (run_memory(config(cluster=gpus | size), SHAPE) for size in ({}, {"gpu_memory_gb": 136}))
+    small, large = (run_memory(config(cluster=gpus | size), SHAPE) for size in ({}, {"gpu_memory_gb": 144}))
     cache = [memory.engine.gpu.parts["KV cache"][0] for memory in (small, large)]
-    assert cache[1] - cache[0] == pytest.approx(0.85 * 56e9)
-    assert (small.trainer_limit, large.trainer_limit) == (80e9, 136e9)
+    assert cache[1] - cache[0] == pytest.approx(0.85 * 64e9)
+    assert (small.trainer_limit, large.trainer_limit) == (80e9, 144e9)
 
 
 def test_mirrors_and_what_is_lent_are_in_the_memory_of_the_node():

@@ -10,11 +10,11 @@ from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 
-QWEN3_32B = "recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml"
+QWEN3_32B = ["configs/model/qwen3_32b.yaml", "configs/run/gsm8k_32b.yaml"]
 
 
 def config_of(*overrides: str) -> GrpoRunConfig:
-    return with_layers(load_config(GrpoRunConfig, [QWEN3_32B, *overrides]))
+    return with_layers(load_config(GrpoRunConfig, [*QWEN3_32B, *overrides]))
 
 
 def test_the_last_stage_has_fewer_layers():
@@ -35,8 +35,8 @@ def test_layers_that_do_not_divide_are_distributed():
         load_config(
             GrpoRunConfig,
             [
-                "recipes/qwen3_235b_a22b/qwen3_235b_a22b-gspo-32n8g-tp4pp2dp16ep32.yaml",
-                "policy.parallel={tensor: 4, pipeline: 4, layers: auto}",
+                "recipes/qwen3_235b_a22b/qwen3_235b_a22b-gspo-32n8g-cp4pp16ep2.yaml",
+                "policy.parallel={tensor: 4, context: 1, pipeline: 4, expert: 1, expert_tensor: 1, layers: auto}",
             ],
         )
     )

@@ -19,7 +19,7 @@ from megatron_rl.recipes.dry_run import check_memory, describe_memory
 from megatron_rl.tools import size_run
 
 ROOT = Path(__file__).parents[3]
-RECIPE = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4pp4.yaml")
+RECIPE = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4cp2pp2.yaml")
 
 
 def test_the_table_adds_up():
@@ -35,7 +35,7 @@ def test_the_table_adds_up():
 
 
 def test_a_run_that_does_not_fit_is_refused():
-    run = load_config(GrpoRunConfig, [RECIPE, "model.recompute=none"])
+    run = load_config(GrpoRunConfig, [RECIPE, "policy.optimizer.offload=false"])
     with pytest.raises(
         ValueError, match=r"not fit into its GPUs or nodes:\n  - training needs (.|\n)*tools/size_run.py"
     ):
@@ -45,15 +45,15 @@ def test_a_run_that_does_not_fit_is_refused():
 def test_the_command_prints_tables_or_json(capsys):
     assert size_run.main([RECIPE]) == 0
     shown = capsys.readouterr().out
-    assert "the trainer's layouts that fit" in shown and "TP4 x PP4, recompute full (configured)" in shown
-    assert size_run.main([RECIPE, "model.recompute=none", "--json"]) == 1
+    assert "the trainer's layouts that fit" in shown and "TP4 x CP2 x PP2, recompute none, offload (configured)" in shown
+    assert size_run.main([RECIPE, "policy.optimizer.offload=false", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert not told["fits"] and "training needs" in told["problems"][0]
     assert told["training_bytes"]["full"] < 80e9 < told["training_bytes"]["none"]
     overrides = told["layouts"][0]["overrides"]
-    assert size_run.main([RECIPE, "policy.parallel.pipeline=1", "policy.parallel.tensor=1", *overrides]) == 0
+    assert size_run.main([RECIPE, "policy.parallel={pipeline: 1, tensor: 1, context: 1}", *overrides]) == 0
     capsys.readouterr()
-    assert size_run.main([RECIPE, "cluster.gpus_per_trainer=0", "cluster.gpus_per_engine_rank=0"]) == 0
+    assert size_run.main([RECIPE, "cluster.device=cpu", "policy.parallel={context: 1, data: 2}"]) == 0
     shown = capsys.readouterr().out
     assert "Megatron's local layers" in shown and "NCCL" not in shown and "that fit" not in shown
     assert "torch's, padded, without masks" in shown
@@ -76,12 +76,12 @@ def test_the_dry_run_says_which_kernels_attention_takes():
 
 
 def test_the_dry_run_says_what_is_in_the_memory_of_the_node(capsys):
-    assert size_run.main([RECIPE, "policy.optimizer.offload=true"]) == 0
+    assert size_run.main([RECIPE]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "in the nodes' memory" in shown and "│ optimizer state │ 25.74 │ 205.92 │" in shown
-    assert size_run.main([RECIPE, "policy.optimizer.offload=true", "--json"]) == 0
+    assert "in the nodes' memory" in shown and "│ optimizer state │ 24.57 │ 196.58 │" in shown
+    assert size_run.main([RECIPE, "--json"]) == 0
     host = json.loads(capsys.readouterr().out)["host_bytes"]
-    assert host["trainer"]["optimizer state"] == pytest.approx(25.74e9, rel=1e-3) and host["critic"] is None
+    assert host["trainer"]["optimizer state"] == pytest.approx(24.57e9, rel=1e-3) and host["critic"] is None
 
 
 def test_the_constants_are_those_of_the_rooms_that_need_torch():

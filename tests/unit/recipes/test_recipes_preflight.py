@@ -841,6 +841,17 @@ def test_a_reward_whose_package_is_missing(home, monkeypatch):
     assert fault.startswith("rewards: reasoning_gym: ") and "pip install 'megatron-rl[reasoning-gym]'" in fault
 
 
+def test_rows_of_the_hub_need_the_package_that_reads_them(home, monkeypatch):
+    mixture = [{"path": "train.jsonl", "weight": 1}, {"path": "hf://owner/name", "weight": 1}]
+    named = grpo(data__train=mixture)
+    monkeypatch.setattr("megatron_rl.preflight.rows.find_spec", lambda name: None)
+    [fault] = faults(named)
+    assert fault.startswith("the rows of hf://owner/name can only") and "pip install 'megatron-rl[hub]'" in fault
+    assert faults(grpo()) == faults(named, planning=True) == [], "a plan may be made elsewhere"
+    monkeypatch.setattr("megatron_rl.preflight.rows.find_spec", lambda name: "found")
+    assert faults(named) == []
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
