@@ -98,7 +98,8 @@ def test_the_dry_run_places_and_weighs_a_critic(capsys):
 def test_a_critic_on_the_gpus_of_policy_and_engines_is_counted_in_each_phase(capsys):
     """A node of 8 GPUs: the critic's state is there in training alone, and the run needs no other GPU."""
     shared = "recipes/qwen3_8b/qwen3_8b-grpo-1n8g-shared-tp2cp2dp2.yaml"
-    keys = [shared, "algorithm.adv_estimator={kind: gae}", "critic.parallel={tensor: 4, data: 2}", "model.recompute=full"]
+    keys = [shared, "algorithm.adv_estimator={kind: gae}", "critic.parallel={tensor: 4, data: 2}"]
+    keys.append("model.recompute=full")
     config = load_config(PpoRunConfig, keys)
     memory = run_memory(config, planned_shape(config))
     [gpu] = memory.gpus

@@ -45,7 +45,8 @@ def test_a_run_that_does_not_fit_is_refused():
 def test_the_command_prints_tables_or_json(capsys):
     assert size_run.main([RECIPE]) == 0
     shown = capsys.readouterr().out
-    assert "the trainer's layouts that fit" in shown and "TP4 x CP2 x PP2, recompute none, offload (configured)" in shown
+    assert "the trainer's layouts that fit" in shown
+    assert "TP4 x CP2 x PP2, recompute none, offload (configured)" in shown
     assert size_run.main([RECIPE, "policy.optimizer.offload=false", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert not told["fits"] and "training needs" in told["problems"][0]
