@@ -53,19 +53,16 @@ class EngineWeights:
 
     async def enter(self, phase: Phase) -> None:
         """Give the GPUs' memory that the phase does not need to the trainers, and take back what it needs. An engine
-        begins in the phase `generating`. What it gives up is lost: after `training` it needs a push.
-
-        Raises:
-            RuntimeError: answers are being generated.
+        begins in the phase `generating`. What it gives up is lost: after `training` it needs a push, and the calls
+        whose answers are under way end with an error. A run that stops or fails does so, to save its state.
         """
         await self._call(partial(self._enter, phase))
 
     def _enter(self, phase: Phase) -> None:
         assert self._shares_gpus, "the engine has its GPUs for itself"
-        if len(self._thread.requests):
-            raise RuntimeError(f"the engine cannot enter the phase {phase} while answers are under way")
         engine, awake = self._thread.engine, set(HOLDS[self._phase])
         if awake - set(HOLDS[phase]):
+            self._thread.requests.abort(engine, f"the answer ended, because the engine entered the phase {phase}")
             # vLLM gives up everything at once. The base model of adapters, which no push brings, goes to the host.
             engine.sleep(level=1 if self._has_adapters else 2)
             awake, self.version = set(), None

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from recipe_runs import Recipe, of_two_engines
+from recipe_runs import Recipe, command_line, of_two_engines
 from safetensors.torch import load_file
 
 from megatron_rl.data.saved_rollouts import read_step
@@ -249,6 +250,45 @@ def test_a_run_that_shares_its_memory_has_the_same_numbers_also_after_deaths(rec
     assert "is replaced" in driver
     order = [line.rpartition(" ")[2] for line in driver.splitlines() if ": phase " in line]
     assert order[:4] == ["pushing", "generating", "training", "pushing"]
+
+
+ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+def test_a_signal_while_engines_have_the_trainers_memory_saves_the_step_before(recipe, task, whole):
+    """Each start does one step and is stopped while the engines answer the next: the answers end, the trainers take
+    their memory back, and save. The last start does the rest."""
+    logs = recipe.folder / "runs" / "lent" / "logs"
+    command = [*arguments(task, "lent"), "rollout.num_engines=2", "cluster.colocate=true", "data.eval=null"]
+    for step, (number, status) in enumerate(ENDS, start=1):
+        run = recipe.start(*command, "--resume", "auto")
+        once_more(recipe, run, logs / "engine_0.log", "the engine is ready")
+        engines = [one for one in descendants(psutil.Process(run.pid)) if "ray::EngineRank" in command_line(one)]
+        once_more(recipe, run, logs / "engine_0.log", f"version {step}: answering")
+        for engine in engines:
+            engine.suspend()  # no token is sampled until the driver asks for the memory
+        once_more(recipe, run, logs / "driver.log", ": phase training", after=lambda: run.send_signal(number))
+        for engine in engines:
+            engine.resume()
+        ended, said = run.wait(recipe.deadline_s), " ".join((recipe.folder / "out.txt").read_text().split())
+        assert ended == status and f"Stopped after {step} of 4 steps" in said and "Traceback" not in said, said
+        assert f"step_{step:06d}" in {path.name for path in (logs.parent / "checkpoints").iterdir()}
+    resumed = recipe.run(*command, "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert lines(logs.parent) == of_two_engines(lines(whole))
+
+
+def count_of(log: Path, words: str) -> int:
+    return log.read_text().count(words) if log.exists() else 0
+
+
+def once_more(recipe, run, log: Path, words: str, after: Callable[[], None] = lambda: None) -> None:
+    """Until these words are in a log once more than before something was done; a start goes on writing it."""
+    before = count_of(log, words)
+    after()
+    recipe.wait_until(run, lambda: count_of(log, words) > before)
 
 
 def held_out(folder: Path) -> list[float]:

@@ -92,15 +92,22 @@ def test_what_a_phase_does_not_allow_is_refused_by_name(stage, folders):
     assert answers(stage, 1)
 
 
-def test_an_engine_with_answers_under_way_keeps_its_memory(stage, folders):
+def test_answers_that_are_under_way_end_when_the_trainers_take_the_memory(stage, folders):
+    """Their call ends with an error, and after the next push the engine answers as before."""
     stage.push(folders[0], 0)
+    before, whole = answers(stage, 0), sizes(stage)
 
     async def both():
         generating = asyncio.ensure_future(stage.generate(PROMPTS, 3, 0, seed=0))
         while not await stage.engine._thread.call(lambda: len(stage.engine._thread.requests)):
             pass
-        with pytest.raises(RuntimeError, match="cannot enter the phase training while answers are under way"):
-            await stage.engine.weights.enter("training")
-        return await generating
+        await stage.engine.weights.enter("training")
+        await generating
 
-    assert len(stage.run(both())) == len(PROMPTS)
+    with pytest.raises(RuntimeError, match="the answer ended, because the engine entered the phase training"):
+        stage.run(both())
+    assert sizes(stage) == [(0, 0)] * len(whole)
+    enter(stage, "pushing")
+    stage.push(folders[0], 0)
+    enter(stage, "generating")
+    assert answers(stage, 0) == before
