@@ -71,6 +71,9 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     if isinstance(config, SftRunConfig):
         table.add_row("rows of a step", f"{config.sft.rows_per_step}, of at most {config.sft.max_tokens} tokens")
     console.print(table)
+    if not config.cluster.gpus_per_trainer and config.cluster.device == "auto":
+        told = "this plan is for CPUs, because no GPU is here; cluster.device=gpu plans for GPUs"
+        console.print(told, style="yellow", soft_wrap=True)
     return shape
 
 
@@ -224,15 +227,22 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     row("passes and updates" + ", meanwhile" * bool(rollout.max_lag), lambda step: f"{step.training:,.0f} s")
     row("push, by the links", lambda _: f"{push.least:,.1f} s")
     row("push, as others have measured", lambda _: f"{push.others:,.1f} s")
+    if any(step.other for step in steps.values()):
+        row("other work, as others have measured", lambda step: f"{step.other:,.0f} s")
     row("a step", lambda step: f"{step.total:,.0f} s")
     if engines:
         row(f"  {trainers} trainer GPUs wait", lambda step: _waits(step.trainers_wait, step))
         row(f"  {engines} engine GPUs wait", lambda step: _waits(step.engines_wait, step))
         row("  idle GPU-hours", lambda step: f"{step.idle_share(trainers, engines):.0%}")
-    row("GPU-hours of a step", lambda step: f"{step.total * (trainers + engines) / 3600:,.1f}")
-    hours = (trainers + engines) * config.run.steps / 3600
-    row(f"GPU-hours of {config.run.steps:,} steps", lambda step: f"{step.total * hours:,.0f}")
+    row("GPU-hours of a step", lambda step: _hours(step.total * (trainers + engines)))
+    steps_gpus = (trainers + engines) * config.run.steps
+    row(f"GPU-hours of {config.run.steps:,} steps", lambda step: _hours(step.total * steps_gpus))
     console.print(table)
+
+
+def _hours(seconds: float) -> str:
+    hours = seconds / 3600
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.1f}" if hours >= 1 else f"{hours:.2g}"
 
 
 def _waits(seconds: float, step: StepSeconds) -> str:
@@ -261,7 +271,11 @@ def describe_placement(config: BaseConfig, console: Console) -> None:
 
 
 def _compare_with_job(config: BaseConfig, gpus_per_node: int, console: Console) -> None:
-    """Tell if the job requests more or fewer nodes than the plan needs."""
+    """Tell if the job requests more nodes than the plan needs.
+
+    Raises:
+        ValueError: it requests fewer.
+    """
     if config.slurm is None:
         return
     asked = {"nodes": config.slurm.nodes, "rollout_nodes": config.slurm.rollout_nodes}
@@ -272,9 +286,10 @@ def _compare_with_job(config: BaseConfig, gpus_per_node: int, console: Console) 
     of_rollout = sum(node.pool == "rollout" for node in plan.nodes) if asked["rollout_nodes"] else 0
     needed = {"nodes": len(plan.nodes) - of_rollout, "rollout_nodes": of_rollout}
     for key, number in asked.items():
+        if number is not None and number < needed[key]:
+            raise ValueError(f"slurm.{key} is {number}, and the plan needs {needed[key]}; raise it")
         if number != needed[key]:
-            what = "the other nodes stay empty" if number > needed[key] else "the run cannot start on fewer"
-            told = f"slurm.{key} is {number}, and the plan needs {needed[key]}: {what}"
+            told = f"slurm.{key} is {number}, and the plan needs {needed[key]}: the other nodes stay empty"
             console.print(told, style="yellow", soft_wrap=True)
 
 

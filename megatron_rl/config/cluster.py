@@ -151,6 +151,12 @@ class ClusterConfig(Section):
         for key in ("gpus_per_trainer", "gpus_per_engine_rank"):
             if self.device == "cpu" and (number := getattr(self, key)):
                 yield f"cluster.device is cpu, but cluster.{key} is {number:g}; remove the key, or set device to auto"
+        of_job = run.slurm.gpus_per_node if run.slurm is not None else None
+        if of_job and self.gpus_per_node not in (None, of_job):
+            yield (
+                f"slurm.gpus_per_node is {of_job}, but the run is planned for {self.gpus_per_node} GPUs on a node "
+                "(cluster.gpus_per_node); give both the same number"
+            )
         if self.collective_timeout_s is not None and self.collective_timeout_s < self.start_timeout_s:
             yield (
                 f"cluster.collective_timeout_s is {self.collective_timeout_s:g}, but ranks may load the model for "

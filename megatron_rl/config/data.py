@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -22,11 +23,30 @@ from pydantic import (
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
 
+HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<configuration>[^/:\s]+))?(?::(?P<split>\S+))?")
+
+
+def name_on_hub(value: str) -> tuple[str, str | None, str]:
+    """The name, the configuration and the split of a data set of the hub.
+
+    >>> name_on_hub("hf://openai/gsm8k/main:test")
+    ('openai/gsm8k', 'main', 'test')
+
+    Raises:
+        ValueError: it is no such name.
+    """
+    if not (match := HUB.fullmatch(value)):
+        raise ValueError(f"must read hf://owner/name:split or hf://owner/name/configuration:split, but it is {value!r}")
+    return match["name"], match["configuration"], match["split"] or "train"
+
 
 def _source_of_rows(value: Any) -> Path | str:
     if not isinstance(value, str | Path):
         raise ValueError(f"must be the path of a file or folder, or hf://owner/name:split, but it is {value!r}")
-    return value if str(value).startswith("hf://") else find_shipped(Path(value))
+    if str(value).startswith("hf:"):
+        name_on_hub(str(value))
+        return str(value)
+    return find_shipped(Path(value))
 
 
 Rows = Annotated[Path | str, PlainValidator(_source_of_rows)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ELSEWHERE = {
-    "model": "model.path",
+    **dict.fromkeys(("model", "tokenizer", "tokenizer_mode", "config_format"), "model.path"),
+    **dict.fromkeys(("revision", "code_revision", "tokenizer_revision"), "model.path"),
     "dtype": "model.dtype",
     "seed": "run.seed",
     "quantization": "rollout.quantization",
@@ -17,7 +18,7 @@ ELSEWHERE = {
     "pipeline_parallel_size": "rollout.pipeline",
     "data_parallel_size": "rollout.num_engines",
     "enable_expert_parallel": "rollout.expert_parallel",
-    "max_model_len": "rollout.max_prompt_tokens and rollout.max_response_tokens",
+    "max_model_len": "rollout.max_response_tokens",
     "max_num_seqs": "rollout.max_sequences",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.gpu_memory_utilization",
@@ -28,7 +29,7 @@ ELSEWHERE = {
     "enable_sleep_mode": "cluster.colocate",
     "enable_return_routed_experts": "policy.routing_replay",
     "aux_output_config": "policy.routing_replay",
-    "enable_lora": "policy.lora and rollout.lora",
+    "enable_lora": "policy.lora",
     "max_lora_rank": "policy.lora.rank",
     "max_loras": "policy.lora",
     "lora_target_modules": "policy.lora.targets",

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from megatron_rl.config.schema import GrpoRunConfig
 
 
+Quantization = Literal["fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "mxfp4"]
+"""vLLM quantises all linear layers, experts included, under these names, while it loads them."""
+
+
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """The sampling temperature. The trainer divides its logits by the same number. vLLM allows at most 2."""
@@ -62,7 +66,7 @@ class ExpectedTokens(Section):
     """The length, in tokens, that one of a hundred answers exceeds."""
     prompt: PositiveInt | None = None
     """The mean length of a prompt, in tokens; null means `rollout.max_prompt_tokens`."""
-    useful: Annotated[float, Field(gt=0, le=1)] = 1.0
+    useful: Annotated[float, Field(ge=0.01, le=1)] = 1.0
     """The share of groups whose rewards are not all equal. With `active_sampling` the others are generated, too."""
 
     @model_validator(mode="after")
@@ -147,10 +151,10 @@ class RolloutConfig(Section):
     """What a push of new weights does to the KV cache of older weights. `cleared` drops the whole cache, and running
     requests are recomputed with the new weights. `salted` lets running requests keep their cache, and hides it from
     later requests."""
-    quantization: str | None = None
-    """The name of one of vLLM's online quantisations (`fp8`, `fp8_per_channel`), which the engine applies to the
-    weights of each push; null means none. The engine's policy then differs from the trainer's by more than rounding:
-    see `algorithm.correction` and `algorithm.max_mismatch`."""
+    quantization: Quantization | None = None
+    """One of vLLM's online quantisations, which the engine applies to the weights of each push; null means none. The
+    engine's policy then differs from the trainer's by more than rounding: see `algorithm.correction` and
+    `algorithm.max_mismatch`."""
     lora: Literal["served", "merged"] = "served"
     """How engines get the adapters of `policy.lora`. `served`: a push has A and B alone, and vLLM computes with them
     next to the base model, which it loads from `model.path`. `merged`: trainers add the product of B and A to the
@@ -254,6 +258,13 @@ class RolloutConfig(Section):
                 f"({self.max_sequences}), and a step computes at least one token of each answer; raise it, or lower "
                 "max_sequences"
             )
+        if (expected := self.expected_tokens) is not None:
+            for name, given, key, bound in (
+                ("mean", expected.mean, "rollout.max_response_tokens", self.max_response_tokens),
+                ("prompt", expected.prompt or 0, "rollout.max_prompt_tokens", self.max_prompt_tokens),
+            ):
+                if given > bound:
+                    yield f"rollout.expected_tokens.{name} is {given:g}, and {key} is {bound}; lower the first"
         if self.vllm and self.backend is not None:
             yield "rollout.vllm has no effect, because rollout.backend answers in vLLM's place; remove one of the two"
         if self.lora == "merged" and run.policy.lora is None:
@@ -288,6 +299,13 @@ class RolloutConfig(Section):
                 f"cluster.colocate: trainers and engines share GPUs rank by rank, but there are {trainers} trainer "
                 f"ranks (policy.parallel) and {' x '.join(map(str, sizes))} = {ranks} ranks of engines; change "
                 f"rollout.num_engines, rollout.tensor or rollout.pipeline so that their product is {trainers}"
+            )
+        if cluster.gpus_per_node is not None and cluster.gpus_per_trainer and self.engine_ranks > cluster.gpus_per_node:
+            yield (
+                f"cluster.colocate: an engine that shares its GPUs must be in one node, but its {self.engine_ranks} "
+                f"ranks (rollout.tensor x rollout.pipeline) are more than the {cluster.gpus_per_node} GPUs of a node "
+                "(cluster.gpus_per_node); lower rollout.tensor or rollout.pipeline, or give trainers and engines GPUs "
+                "of their own"
             )
         if self.is_asynchronous:
             name = "rollout.max_lag" if self.max_lag else "rollout.active_sampling"

@@ -25,6 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from megatron_rl.config.data import name_on_hub
 from megatron_rl.data.rows import BadRow, OnBadRow, Row, plain_row
 
 T = TypeVar("T")
@@ -36,7 +37,6 @@ SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IG
 """The beginning of a file's name that names the split of its rows."""
 BATCH_ROWS = 1024
 """The number of rows of a Parquet or Arrow file that are in memory as Python values at a time."""
-HUB = re.compile(r"hf://(?P<name>[^/:]+/[^/:]+)(?:/(?P<configuration>[^/:]+))?(?::(?P<split>.+))?")
 
 
 class ReadRow(NamedTuple):
@@ -257,15 +257,29 @@ def _read_columns(file: Path) -> Iterator[Any]:
 
 
 def _read_hub(source: str) -> Iterator[tuple[int, Row | BadRow]]:
-    match = HUB.fullmatch(source)
-    if not match:
-        raise ValueError(f"{source!r} must read hf://owner/name:split or hf://owner/name/configuration:split")
+    name, configuration, split = name_on_hub(source)
     datasets = _package("datasets", source)
     try:
-        rows = datasets.load_dataset(match["name"], match["configuration"], split=match["split"] or "train")
+        rows = datasets.load_dataset(name, configuration, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     return _numbered(rows)
+
+
+def check_hub(source: str) -> None:
+    """Ask the hub, or the cache, for the splits of a data set; no row is downloaded.
+
+    Raises:
+        ValueError: the package `datasets` is not installed, or there is no such data set, configuration or split.
+    """
+    name, configuration, split = name_on_hub(source)
+    datasets = _package("datasets", source)
+    try:
+        splits = datasets.get_dataset_split_names(name, configuration)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
+    if split.partition("[")[0] not in splits:
+        raise ValueError(f"{source} has no split {split}; it has {', '.join(splits)}")
 
 
 def _package(name: str, source: Path | str) -> Any:

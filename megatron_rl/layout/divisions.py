@@ -43,8 +43,10 @@ def check_engine(family: Family, shape: ModelShape, tensor: int, expert_parallel
 
     if found := fault(tensor):
         may_be = [n for n in divisors(shape.num_heads) if fault(n) is None]
-        told = f"; with rollout.tensor={tensor} the engines cannot split it: it may be {listed(may_be)}"
-        raise ValueError(found + (told if may_be else ""))
+        if not may_be:  # something else is wrong
+            raise ValueError(found)
+        told = f"with rollout.tensor={tensor} the engines cannot split it: it may be {listed(may_be)}"
+        raise ValueError(f"{found}; {told}")
 
 
 def _may_be(family: Family, shape: ModelShape, mesh: Mesh, axis: str, ways: int) -> bool:

@@ -104,9 +104,8 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     vLLM takes its share of the GPU (`vllm_bytes`); the bridge's memory is added to it. A sequence needs the same number
     of KV cache blocks on each stage, so the stage with room for the fewest sequences decides, and the other stages have
     unused room. If vLLM repacks experts, a rank holds a layer's experts until all ranks of the engine have the layer
-    (`tools/plan_sync.py --repacked` computes their bytes), and each verified layer is built a second time. A cache that
-    vLLM quantises is counted as if it were not. With adapters that vLLM serves no weights arrive, and it has one or two
-    slots for them (`RolloutConfig.num_adapters`).
+    (`tools/plan_sync.py --repacked` computes their bytes), and each verified layer is built a second time. With
+    adapters that vLLM serves no weights arrive, and it has one or two slots for them (`RolloutConfig.num_adapters`).
     """
     shape = config.pushed(shape)
     rollout, width = config.rollout, BYTES[config.model.dtype]
@@ -117,7 +116,10 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
     caches = np.maximum(0.0, vllm_bytes(config) - weights - slots - work)
     numbers = (
-        min(int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, width, layers[stage])) for stage in stages)
+        min(
+            int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, cache_bytes(rollout, width), layers[stage]))
+            for stage in stages
+        )
         for n in (longest, max(1, longest // 2))
     )
     gpus = [
@@ -232,6 +234,11 @@ def weight_bytes(rollout: RolloutConfig, width: int) -> int:
     """The bytes of a number of an engine's weights: one if vLLM quantises them (`rollout.quantization`), although it
     leaves embeddings, output layer and norms as they are."""
     return width if rollout.quantization is None else 1
+
+
+def cache_bytes(rollout: RolloutConfig, width: int) -> int:
+    """The bytes of a number in the KV cache: one with vLLM's fp8 caches."""
+    return 1 if str(rollout.vllm.get("kv_cache_dtype", "")).startswith("fp8") else width
 
 
 def kept_numbers(shape: ModelShape, tensor: int) -> int:

@@ -19,7 +19,7 @@ from megatron_rl.balance import forward_flops
 from megatron_rl.balance.hardware import BANDWIDTH, PEAK_FLOPS
 from megatron_rl.config.rollout import ExpectedTokens, RolloutConfig
 from megatron_rl.layout import FAMILIES
-from megatron_rl.planning.engine import kept_numbers, state_bytes, weight_bytes
+from megatron_rl.planning.engine import cache_bytes, kept_numbers, state_bytes, weight_bytes
 from megatron_rl.planning.rates import H100, Rates
 from megatron_rl.types import ModelShape
 
@@ -56,7 +56,7 @@ class Decoding:
         windows, linear = len(shape.sliding_layers), len(shape.linear_layers)
         tokens = (shape.num_layers - windows - linear) * positions
         tokens += windows * np.minimum(positions, shape.sliding_window or 0)
-        num_bytes = tokens * numbers * width
+        num_bytes = tokens * numbers * cache_bytes(rollout, width)
         if linear:  # each token reads and writes its states
             num_bytes += linear * 2 * state_bytes(shape, rollout.tensor, width)
         reading_s = np.concatenate([[0.0], np.cumsum(num_bytes)]) / (bandwidth * stages)

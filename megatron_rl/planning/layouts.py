@@ -6,6 +6,7 @@ configured layout is among the candidates.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,11 +52,10 @@ class Layout:
 
     @property
     def overrides(self) -> list[str]:
-        """The keys of the configuration that differ from the defaults, as arguments of a command."""
-        chosen = self.parallel.model_dump(exclude_defaults=True)
-        if self.parallel.layers is not None:
-            chosen["layers"] = list(self.parallel.layers)
-        keys = [f"policy.parallel.{name}={str(value).lower().replace(' ', '')}" for name, value in chosen.items()]
+        """What makes the layout of any configuration of the same model, as arguments of a command: every size, and not
+        the sizes alone that differ from the defaults, because the configuration may have others."""
+        chosen = self.parallel.model_dump() | {"layers": self.parallel.layers and list(self.parallel.layers)}
+        keys = [f"policy.parallel.{name}={json.dumps(value).replace(' ', '')}" for name, value in chosen.items()]
         keys.append(f"model.recompute={self.recompute}")
         if self.offload is not None:
             keys.append(f"policy.optimizer.offload={str(self.offload).lower()}")

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
+READ_BYTES_PER_S = 10e9
+"""More than a node reads from the file systems of most clusters."""
+START_S = 20.0
+"""What a process of trainers or engines takes to import its packages: vLLM took 20 s on the machine of an H100."""
 REMEDIES = {
     "mirrors": "set cluster.mirror to false",
     "optimizer state": "set policy.optimizer.offload to false, or give the trainer more GPUs",
@@ -102,3 +106,14 @@ def _fullest(config: BaseConfig, sides: Sequence[NodeSide]) -> list[tuple[NodeSi
         found.append((side, min(free, side.ranks)))
         free -= found[-1][1]
     return found
+
+
+def least_loading_seconds(config: BaseConfig, num_bytes: float) -> float:
+    """The time below which no trainer can start: packages are imported, and each node reads its part of the weights.
+
+    Args:
+        num_bytes: the size of the model's weights.
+    """
+    mesh = config.policy.parallel.mesh
+    nodes = mesh.world_size / (config.cluster.gpus_per_node or mesh.world_size)
+    return START_S + num_bytes / max(1.0, nodes / mesh.data) / READ_BYTES_PER_S

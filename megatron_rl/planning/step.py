@@ -74,9 +74,19 @@ class StepSeconds:
     """`Rates.whole_step`."""
 
     @property
+    def parts(self) -> float:
+        """Generation and training, as they follow each other."""
+        return max(self.generation, self.training) if self.overlaps else self.generation + self.training
+
+    @property
+    def other(self) -> float:
+        """What the published steps took besides. It counts as work of both sides, because nobody has told whose it
+        is."""
+        return (self.whole_step - 1) * self.parts
+
+    @property
     def total(self) -> float:
-        parts = max(self.generation, self.training) if self.overlaps else self.generation + self.training
-        return self.whole_step * parts + self.push
+        return self.parts + self.other + self.push
 
     @property
     def trainers_wait(self) -> float:
@@ -103,14 +113,16 @@ def step_seconds(
     """
     Args:
         engine: the memory of the engines, which bounds the answers that an engine decodes at once; None on CPUs.
-        expected: how long the answers are. None: every answer has the longest length.
+        expected: how long the answers are. None: every answer has the longest length, and as many groups are useful as
+            are expected.
     """
     rollout, parallel, rates = config.rollout, config.policy.parallel, Rates.of(config)
-    work, prompt, useful = largest_work(config), rollout.max_prompt_tokens, 1.0
+    work, prompt, known = largest_work(config), rollout.max_prompt_tokens, expected or expected_tokens(config)
+    useful = known.useful if known is not None and rollout.active_sampling else 1.0
     answers: Sequence[float] | np.ndarray = work.lengths - prompt
     held = engine.half if engine else math.inf  # answers of all ages have half of the largest length in the mean
     if expected is not None:
-        prompt, useful = expected.prompt or prompt, expected.useful if rollout.active_sampling else 1.0
+        prompt = expected.prompt or prompt
         answers = answer_lengths(expected, rollout.max_response_tokens, len(work.lengths))
         mixed = np.random.default_rng(0).permutation(answers)
         work = Work(np.ceil(prompt + mixed).astype(np.int64), work.num_updates, work.num_passes)

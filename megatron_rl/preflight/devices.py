@@ -9,6 +9,10 @@ from pathlib import Path
 
 from megatron_rl.config.machine import GPU_KEYS
 from megatron_rl.config.schema import BaseConfig
+from megatron_rl.layout import FAMILIES
+from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
+from megatron_rl.planning.parameters import BYTES
+from megatron_rl.types import ModelShape
 
 
 def has_cpu_torch() -> bool:
@@ -27,4 +31,18 @@ def faults_of_device(config: BaseConfig) -> list[str]:
         f"the run uses GPUs ({', '.join(numbers)}), but torch in {sys.prefix} is a build for CPUs; `make gpu-env` "
         "installs the GPU packages, and .venv-gpu/bin/python then starts the run. To run on CPUs, set cluster.device "
         "to cpu"
+    ]
+
+
+def faults_of_start_timeout(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """The fault of a run on GPUs that gives its processes less time to start than they need in any case."""
+    cluster = config.cluster
+    num_bytes = FAMILIES[shape.family].num_parameters(shape) * BYTES[config.model.dtype]
+    least_s = least_loading_seconds(config, num_bytes)
+    if not cluster.gpus_per_trainer or cluster.start_timeout_s >= least_s:
+        return []
+    return [
+        f"cluster.start_timeout_s is {cluster.start_timeout_s:g}, but starting takes {least_s:.0f} s at least: "
+        f"{START_S:.0f} s of imports, and a node reads its part of {num_bytes / 1e9:,.0f} GB of weights with at most "
+        f"{READ_BYTES_PER_S / 1e9:.0f} GB/s; raise it"
     ]

@@ -16,7 +16,7 @@ from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.data.files import read_rows
+from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.prompts import check_columns, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, Turns
@@ -92,26 +92,38 @@ class _Lengths:
 
 def missing_rows(config: BaseConfig) -> list[Path]:
     """The files and folders of rows that are not there."""
-    return [path for path in _sources(config) if isinstance(path, Path) and not path.exists()]
+    return [path for path in _sources(config).values() if isinstance(path, Path) and not path.exists()]
 
 
 def faults_of_hub(config: BaseConfig) -> list[str]:
-    """The fault of a run that takes rows from the hub without the package that reads them, if it is one."""
-    names = [source for source in _sources(config) if isinstance(source, str)]
-    if not names or find_spec("datasets") is not None:
-        return []
-    install = "install it with `pip install 'megatron-rl[hub]'`, or give files"
-    return [f"the rows of {names[0]} can only be read with the package datasets, which is not installed; {install}"]
+    """The names of the hub that cannot be read: the package `datasets` is not installed, or the hub has no such data
+    set or split, or does not answer and no copy of it is in the cache."""
+    names = [(key, source) for key, source in _sources(config).items() if isinstance(source, str)]
+    if names and find_spec("datasets") is None:
+        key, name = names[0]
+        install = "install it with `pip install datasets`, or give files"
+        return [
+            f"{key}: the rows of {name} can only be read with the package datasets, which is not installed; {install}"
+        ]
+    faults = []
+    for key, name in names:
+        try:
+            check_hub(name)
+        except ValueError as error:
+            faults.append(f"{key}: {error}")
+    return faults
 
 
-def _sources(config: BaseConfig) -> list[Path | str | None]:
-    """The rows of a run, as files, folders and names of the hub; None if it has none for evaluations."""
+def _sources(config: BaseConfig) -> dict[str, Path | str | None]:
+    """The rows of a run by their keys, as files, folders and names of the hub; None if it has none for evaluations."""
     if isinstance(config, SftRunConfig):
-        return [config.sft.rows]
+        return {"sft.rows": config.sft.rows}
     if not isinstance(config, GrpoRunConfig):
-        return []
-    train = config.data.train
-    return [*([source.path for source in train] if isinstance(train, tuple) else [train]), config.data.eval]
+        return {}
+    train, heldout = config.data.train, {"data.eval": config.data.eval}
+    if isinstance(train, tuple):
+        return {f"data.train.{i}": source.path for i, source in enumerate(train)} | heldout
+    return {"data.train": train} | heldout
 
 
 def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:

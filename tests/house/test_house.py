@@ -23,6 +23,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.forms import recognise
 from megatron_rl.planning.layouts import fitting_layouts
+from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.row_sources import heldout_source, training_sources
 from megatron_rl.tools.size_run import read
@@ -273,7 +274,7 @@ SMALL = [path for path in RECIPES if path.parent.name in ("qwen3_8b", "qwen3_32b
 )
 def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run_and_few_gpus_wait(path, run_here):
     [words] = commands(path)
-    text = run_here(words)
+    text = run_here(words)  # the first column of times is for the expected lengths
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     cells = {first: others for first, *others in rows}
     [row] = [
@@ -293,11 +294,11 @@ def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run_and_few_gpus_wait
         *cells["trainer"],
         *cells["engines"],
         ", ".join(f"{max(of_stages):.1f} GB {side}" for side, of_stages in peaks.items() if of_stages),
-        "; ".join(idle),
+        idle[0],
         "; ".join(cells["GPU-hours of a step"]),
         f"{total} |",
     ]
-    assert all(float(share.rstrip("%")) <= 25 for share in idle)
+    assert float(idle[0].rstrip("%")) <= 25
 
 
 @pytest.mark.parametrize("path", cover.essential(RECIPES, *SMALL), ids=lambda p: p.name)
@@ -306,6 +307,8 @@ def test_the_layout_of_a_recipe_is_the_first_one_of_the_planner_or_the_record_na
     first = fitting_layouts(config, planned_shape(config))[0]
     if (first.parallel, first.recompute) != (config.policy.parallel, config.model.recompute):
         assert first.label in (path.parent / "RECORD.md").read_text()
+    changed = read([str(path), *first.overrides])
+    assert changed.policy.parallel == first.parallel and run_memory(changed, planned_shape(changed)).problems == []
     assert config.policy.parallel.expert <= 64 and config.rollout.tensor <= 8
 
 

@@ -170,7 +170,7 @@ def test_cpus_can_be_what_is_missing():
 def test_tensor_parallel_groups_wider_than_every_node_are_refused():
     with pytest.raises(
         ValueError,
-        match="^trainer: 16 tensor-parallel ranks of 4 CPUs and 1 GPU each must be in one node, but no node has "
+        match="^trainer: 16 ranks of 4 CPUs and 1 GPU each must be in one node, but no node has "
         "more than 64 CPUs and 8 GPUs; lower policy.parallel$",
     ) as caught:
         place([trainer(32, 16)], [node(i) for i in range(8)])

@@ -27,6 +27,19 @@ CONFLICTS = [
     (["algorithm.updates_per_step=5"], "algorithm.updates_per_step exceeds rollout.prompts_per_step"),
     (["rollout.max_lag=1", "rollout.prefix_cache=salted"], "set prefix_cache to cleared"),
     (["rollout.late=drop"], "rollout.late: drop has no effect"),
+    (["rollout.expected_tokens={mean: 900, tail: 1000}"], "expected_tokens.mean is 900, and rollout.max_response_"),
+    (
+        ["rollout.expected_tokens={mean: 2, tail: 3, prompt: 99}"],
+        "expected_tokens.prompt is 99, and rollout.max_prompt",
+    ),
+    (
+        ["cluster={device: gpu, gpus_per_node: 8}", "slurm={gpus_per_node: 4}"],
+        "slurm.gpus_per_node is 4, but the run is planned for 8 GPUs on a node",
+    ),
+    (
+        [COLOCATED, "cluster={device: gpu, gpus_per_node: 1}", "rollout.tensor=2"],
+        "its 2 ranks .rollout.tensor x rollout.pipeline. are more than the 1 GPUs of a node",
+    ),
     (["rollout.vllm.max_num_batched_tokens=512"], "512. is below rollout.max_sequences .1024."),
     (["rollout.vllm.moe_backend=triton", "rollout.backend=mine:Engine"], "rollout.vllm has no effect"),
     (

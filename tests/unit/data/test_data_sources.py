@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.files import BATCH_ROWS, files_of, load_rows, read_rows
+from megatron_rl.data.files import BATCH_ROWS, check_hub, files_of, load_rows, read_rows
 from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import BadRow
 
@@ -198,6 +198,12 @@ def test_the_datasets_library_reads_names_and_writes_folders(tmp_path, monkeypat
     assert [(one.uid, one.row) for one in read_rows("hf://owner/name:test")] == [("owner/name:test:1", ROWS[0])]
     with pytest.raises(ValueError, match="hf://owner/name:other cannot be loaded: .*other"):
         list(read_rows("hf://owner/name:other"))
+    check_hub("hf://owner/name:test")
+    check_hub("hf://owner/name:test[:50%]")
+    with pytest.raises(ValueError, match="hf://owner/name:other has no split other; it has test, train|train, test"):
+        check_hub("hf://owner/name:other")
+    with pytest.raises(ValueError, match="hf://owner/nothing cannot be loaded: .*nothing"):
+        check_hub("hf://owner/nothing")
     saved = datasets.Dataset(pyarrow.Table.from_pylist(ROWS), fingerprint="0123456789abcdef")
     saved.save_to_disk("saved", num_shards=2)
     assert [one.row for one in read_rows(Path("saved"))] == ROWS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.load import validate
+from megatron_rl.config.load import load_config, validate
 from megatron_rl.config.optimizer import AdamConfig, MuonConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.schema import GrpoRunConfig
@@ -453,6 +453,17 @@ def test_layouts_on_shared_gpus_fit_beside_the_engine_and_into_the_nodes():
             chosen = {"parallel": one.parallel.model_dump(), "optimizer": {"offload": one.offload}}
             changed = shared(chosen, {"recompute": one.recompute}, node_memory_gb=limit)
             assert run_memory(changed, SHAPE).problems == [], one.label
+
+
+def test_the_overrides_of_a_layout_make_it_of_any_configuration():
+    """Also of one whose sizes the layout leaves at their defaults."""
+    given = ["policy.parallel={tensor: 2, context: 2, pipeline: 4, data: 2, layers: [17, 16, 16, 15]}"]
+    given += [str(ROOT / "configs" / name) for name in ("model/qwen3_32b.yaml", "run/gsm8k_32b.yaml")]
+    run = load_config(GrpoRunConfig, [*given, "cluster.device=gpu"])
+    for layout in fitting_layouts(run, SHAPE):
+        changed = load_config(GrpoRunConfig, [*given, *layout.overrides])
+        assert (changed.policy.parallel, changed.model.recompute) == (layout.parallel, layout.recompute)
+        assert changed.policy.optimizer.offload == layout.offload
 
 
 @pytest.mark.deep

@@ -48,6 +48,11 @@ def test_weights_in_fp8_are_read_in_half_of_the_time():
     assert decoding(quantization="fp8").step_s == pytest.approx(decoding().step_s / 2)
 
 
+def test_a_cache_in_fp8_is_read_in_half_of_the_time():
+    costs = [decoding(vllm=options).reading_s for options in ({}, {"kv_cache_dtype": "fp8"})]
+    assert costs[1].tolist() == pytest.approx((costs[0] / 2).tolist()) and costs[0][-1] > 0
+
+
 @pytest.mark.parametrize("model", ["Qwen3-32B", "DeepSeek-V3", "Olmo-3-32B-Think-DPO", "Qwen3-Next-80B-A3B-Instruct"])
 @pytest.mark.parametrize("tensor", [1, 16, 64])
 def test_a_token_reads_what_its_rank_keeps_of_the_tokens_before_it(model, tensor):

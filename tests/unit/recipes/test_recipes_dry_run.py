@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -147,9 +148,10 @@ def test_the_nodes_are_told_with_the_parts_of_engines_that_are_wider_than_a_node
     ]
     given = describe_placement, "Qwen3-32B", {"tensor": 4, "data": 3}, rollout, cluster
     assert "slurm" not in printed(*given, {"nodes": 2, "rollout_nodes": 3})
-    text = printed(*given, {"nodes": 4, "rollout_nodes": 2})
+    text = printed(*given, {"nodes": 4, "rollout_nodes": 3})
     assert "slurm.nodes is 4, and the plan needs 2: the other nodes stay empty" in text
-    assert "slurm.rollout_nodes is 2, and the plan needs 3: the run cannot start on fewer" in text
+    with pytest.raises(ValueError, match="slurm.rollout_nodes is 2, and the plan needs 3; raise it"):
+        printed(*given, {"nodes": 4, "rollout_nodes": 2})
     del cluster["pools"]
     assert "slurm" not in printed(*given, {"nodes": 2, "rollout_nodes": 3}), "the job's script sets the pools"
     assert "slurm.nodes is 6, and the plan needs 5: the other nodes stay empty" in printed(*given, {"nodes": 6})

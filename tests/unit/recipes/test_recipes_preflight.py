@@ -841,15 +841,30 @@ def test_a_reward_whose_package_is_missing(home, monkeypatch):
     assert fault.startswith("rewards: reasoning_gym: ") and "pip install 'megatron-rl[reasoning-gym]'" in fault
 
 
-def test_rows_of_the_hub_need_the_package_that_reads_them(home, monkeypatch):
+def test_rows_of_the_hub_are_asked_for_before_a_run(home, monkeypatch):
+    """Without the package `datasets`, and with one that knows no data set."""
     mixture = [{"path": "train.jsonl", "weight": 1}, {"path": "hf://owner/name", "weight": 1}]
     named = grpo(data__train=mixture)
     monkeypatch.setattr("megatron_rl.preflight.rows.find_spec", lambda name: None)
     [fault] = faults(named)
-    assert fault.startswith("the rows of hf://owner/name can only") and "pip install 'megatron-rl[hub]'" in fault
+    assert fault.startswith("data.train.1: the rows of hf://owner/name can only") and "pip install datasets" in fault
     assert faults(grpo()) == faults(named, planning=True) == [], "a plan may be made elsewhere"
     monkeypatch.setattr("megatron_rl.preflight.rows.find_spec", lambda name: "found")
-    assert faults(named) == []
+
+    def unknown(source: str) -> None:
+        raise ValueError(f"{source} cannot be loaded")
+
+    monkeypatch.setattr("megatron_rl.preflight.rows.check_hub", unknown)
+    assert faults(named) == ["data.train.1: hf://owner/name cannot be loaded"]
+
+
+def test_less_time_to_start_than_it_takes_is_refused(home):
+    """A small model on GPUs: the imports alone take 20 s."""
+    gpus = {"device": "gpu", "gpus_per_node": 8}
+    [fault] = faults(grpo(cluster={**gpus, "start_timeout_s": 19}), planning=True)
+    assert fault.startswith("cluster.start_timeout_s is 19, but starting takes 20 s at least")
+    assert faults(grpo(cluster={**gpus, "start_timeout_s": 30}), planning=True) == []
+    assert faults(grpo(cluster__start_timeout_s=5)) == [], "on CPUs nobody knows"
 
 
 @pytest.mark.parametrize(

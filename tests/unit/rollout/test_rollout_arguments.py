@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
 from megatron_rl.config.engine_options import ELSEWHERE, REFUSED
 from megatron_rl.config.load import validate
+from megatron_rl.config.rollout import Quantization
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.planning.engine import repacks_experts, step_tokens
 from megatron_rl.preflight.engine_options import argument_names
@@ -176,6 +178,14 @@ def test_experts_are_written_in_place_where_vllm_keeps_the_form_of_the_checkpoin
     for kind in (kinds.TRITON, kinds.BATCHED_TRITON, kinds.FLASHINFER_CUTLASS):  # the others need their kernels
         formed = unquantized.convert_to_unquantized_kernel_format(kind, experts, *(w.clone() for w in weights))
         assert all(map(torch.equal, formed, weights)) == (kind in in_place), kind
+
+
+def test_vllm_has_every_quantisation_and_it_is_one_of_all_linear_layers():
+    from vllm.config.quantization import _ONLINE_SHORTHANDS
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    online = {name for name, one in _ONLINE_SHORTHANDS.items() if one.linear is not None and one.moe is not None}
+    assert set(get_args(Quantization)) == {"fp8"} | online and "fp8" in QUANTIZATION_METHODS
 
 
 @pytest.mark.parametrize(("family", "gpu_memory_gb"), [(80, 80), (90, 80), (90, 136), (100, 180)])

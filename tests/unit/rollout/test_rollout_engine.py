@@ -189,8 +189,8 @@ def test_more_tokens_than_positions_are_refused(folders):
 
 def test_vllms_refusal_of_a_configuration_is_told_in_its_own_words(stage, folders):
     """`stage` restores the environment that starting an engine changes."""
-    refused = engine(folders[0], quantization="misspelt")
-    with pytest.raises(ValueError, match="^vLLM refuses the configuration: Unknown quantization method: misspelt"):
+    refused = engine(folders[0], vllm={"kv_cache_dtype": "misspelt"})
+    with pytest.raises(ValueError, match="^vLLM refuses the configuration: .*'fp8'"):
         asyncio.run(refused.start())
     refused.close()
 
