@@ -129,8 +129,7 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         block=lcm(mesh.tensor, mesh.expert_ways, shared),  # tensor-parallel groups are consecutive ranks
         cpus=cluster.cpus_per_trainer,
         gpus=cluster.gpus_per_trainer,
-        advice=f"lower {'rollout.tensor, ' * (shared > 1)}policy.parallel, cluster.cpus_per_trainer or "
-        "cluster.gpus_per_trainer",
+        advice=f"lower {'rollout.tensor, ' * (shared > 1)}policy.parallel or cluster.cpus_per_trainer",
         pool=cluster.pools.get("trainer"),
     )
     trainers = [trainer]
@@ -316,8 +315,9 @@ def _fitted(demand: Demand, nodes: Sequence[Node]) -> Demand:
     if demand.can_span and widest:
         return replace(demand, block=demand.stage if widest >= demand.stage else 1)
     most = f"{_amount(max(n.cpus for n in allowed), 'CPU')} and {_amount(max(n.gpus for n in allowed), 'GPU')}"
+    ranks = f"{demand.block} ranks" if demand.block > 1 else "a rank"
     raise ValueError(
-        f"{demand.role}: {_count(demand.block, 'rank')} of {_amounts(demand.cpus, demand.gpus)} each must be in one "
+        f"{demand.role}: {ranks} of {_amounts(demand.cpus, demand.gpus)} {'each ' * (demand.block > 1)}must be in one "
         f"node, but no node has more than {most}; {demand.advice}"
     )
 
