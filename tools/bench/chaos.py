@@ -1,10 +1,11 @@
 """Kill the processes of a run while it trains, and compare its numbers with an undisturbed run.
 
-    python tools/bench/chaos.py [--steps 150] [--every 30] [--mirror] [--json]
+    python tools/bench/chaos.py [--steps 150] [--every 30] [--mirror | --shared] [--json]
 
 Every few seconds a random process of the run gets SIGKILL or SIGSTOP: an engine, a trainer rank, the verifier, a
-mirror, or one of Ray's own. If the run ends because Ray itself was lost, it is started again with `--resume auto`, as
-Slurm does it. The exit status is 0 if every check holds.
+mirror, or one of Ray's own; or the driver gets SIGINT, SIGTERM or SIGUSR1, and must end with a checkpoint of the newest
+step. If the run ends because it was asked to, or because Ray itself was lost, it is started again with `--resume auto`,
+as Slurm does it. The exit status is 0 if every check holds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.observe.records import read_lines
 from megatron_rl.processes import command_line, descendants
 
@@ -41,6 +43,8 @@ PATTERNS = {
     "Ray's control": "/gcs/gcs_server ",
 }
 """Text in the command lines of the processes that are disturbed."""
+DRIVER = "driver"
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 PROMPTS, SAMPLES = 16, 8
 IS_STEP = "rollout/num_samples"
 """The record of a finished step has this metric."""
@@ -64,7 +68,7 @@ class Disturbance:
 class ChaosRun:
     """A run of recipes/grpo.py in a process of its own."""
 
-    def __init__(self, folder: Path, name: str, steps: int, mirror: bool) -> None:
+    def __init__(self, folder: Path, name: str, steps: int, mirror: bool, shared: bool) -> None:
         self.folder, self.name = folder, name
         self.arguments = [
             str(ROOT / "configs/run/tiny_grpo.yaml"),
@@ -80,7 +84,7 @@ class ChaosRun:
             "rollout.max_response_tokens=48",
             "rewards=[{kind: function, path: 'megatron_rl.recipes.tiny.rewards:digits_in_answer', timeout_s: 15}]",
             "checkpoint={every: 10, keep: 2}",
-            f"cluster={{mirror: {str(mirror).lower()}, restarts_per_hour: 1000}}",
+            f"cluster={json.dumps({'mirror': mirror, 'colocate': shared, 'restarts_per_hour': 1000})}",
             "cluster.start_timeout_s=90",
             "cluster.step_timeout_s=15",
             "bridge.timeout_s=15",
@@ -105,6 +109,11 @@ class ChaosRun:
         path = self.folder / "runs" / self.name / "metrics.jsonl"
         return list(read_lines(path)) if path.exists() else []
 
+    @property
+    def saved(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        return max(find_checkpoints(self.folder / "runs" / self.name / "checkpoints"), default=0)
+
     def num_done(self) -> int:
         """The number of finished steps that are on record."""
         return sum(IS_STEP in record for record in self.records)
@@ -125,9 +134,13 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def disturb(run: ChaosRun, every_s: float, generator: random.Random) -> tuple[list[Disturbance], list[psutil.Process]]:
-    """Start the run, and disturb it until it is finished; returns also every process that it ever had."""
+def disturb(
+    run: ChaosRun, every_s: float, generator: random.Random
+) -> tuple[list[Disturbance], list[str], list[psutil.Process]]:
+    """Start the run, and disturb it until it is finished; returns also the stops that ended otherwise than they should,
+    and every process that the run ever had."""
     done: list[Disturbance] = []
+    wrong: list[str] = []
     seen: set[psutil.Process] = set()
     run.start()
     pending: tuple[str, str, int, float, int] | None = None
@@ -144,15 +157,21 @@ def disturb(run: ChaosRun, every_s: float, generator: random.Random) -> tuple[li
         if ended == 0 or (ended is not None and run.num_starts == ATTEMPTS):
             if pending is not None:
                 done.append(Disturbance(*pending[:3], None, False))
-            return done, list(seen)
+            return done, wrong, list(seen)
         if ended is not None:
+            if pending is not None and pending[0] == DRIVER:
+                right = 128 + signal.Signals[pending[1]]
+                if ended != right or run.saved != num_done:
+                    wrong.append(f"{pending[1]} after {num_done} steps: status {ended}, step {run.saved} is saved")
             run.start()
         elif now >= next_at and pending is None and num_done:
             family = run.family()
             seen.update(family)
-            kind = generator.choice(list(PATTERNS))
-            chosen = generator.choice([signal.SIGKILL, signal.SIGSTOP])
-            victims = [process for process in family if PATTERNS[kind] in f"{command_line(process)} "]
+            kind = generator.choice([*PATTERNS, DRIVER])
+            chosen = generator.choice(STOPS if kind == DRIVER else [signal.SIGKILL, signal.SIGSTOP])
+            victims = [process for process in family if PATTERNS.get(kind, "\0") in f"{command_line(process)} "]
+            if kind == DRIVER:
+                victims = [psutil.Process(run.process.pid)]
             if victims:
                 pending = kind, chosen.name, num_done, now, run.num_starts
                 next_at = now + every_s
@@ -182,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=150, help="the steps of the run (default: 150)")
     parser.add_argument("--every", type=float, default=30, help="seconds between disturbances (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="chooses processes and signals (default: 0)")
-    parser.add_argument("--mirror", action="store_true", help="keep mirrors of the trainer's state")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--mirror", action="store_true", help="keep mirrors of the trainer's state")
+    kind.add_argument("--shared", action="store_true", help="trainers and engines share their memory")
     parser.add_argument("--folder", type=Path, help="keep the runs in this folder (default: a temporary one)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     given = parser.parse_args(arguments)
@@ -191,30 +212,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         task = [sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")]
         subprocess.run(task, check=True, stdout=sys.stderr)  # stdout is for the result
-        whole = ChaosRun(folder, "undisturbed", given.steps, given.mirror)
+        whole = ChaosRun(folder, "undisturbed", given.steps, given.mirror, given.shared)
         before = shared_memory()
         start = time.monotonic()
         whole.start()
         if whole.wait():
             raise SystemExit(f"the undisturbed run failed: {(folder / 'undisturbed.log').read_text()[-2000:]}")
         whole_s = time.monotonic() - start
-        run = ChaosRun(folder, "disturbed", given.steps, given.mirror)
+        run = ChaosRun(folder, "disturbed", given.steps, given.mirror, given.shared)
         start = time.monotonic()
-        disturbances, processes = disturb(run, given.every, random.Random(given.seed))
+        disturbances, wrong, processes = disturb(run, given.every, random.Random(given.seed))
         seconds = time.monotonic() - start
         checks = check(whole.records, run.records, given.steps)
         psutil.wait_procs(processes, timeout=90)  # Ray's own agents end a minute after a driver that was killed
         orphans = [f"{p.pid} {command_line(p)[:80]}" for p in processes if p.is_running() and command_line(p)]
+        checks["every stop had its status and a checkpoint of the newest step"] = not wrong
         checks["no process is left"] = not orphans
         checks["no shared memory is left"] = shared_memory() <= before
         result = {
             "mirror": given.mirror,
+            "shared": given.shared,
             "steps": given.steps,
             "undisturbed_s": whole_s,
             "disturbed_s": seconds,
             "starts": run.num_starts,
             "checks": checks,
             "orphans": orphans,
+            "wrong_stops": wrong,
             "disturbances": [asdict(one) for one in disturbances],
         }
         if given.json:
@@ -225,8 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tell(result: dict[str, Any], disturbances: Sequence[Disturbance], console: Console) -> None:
-    mirrors = "with mirrors" if result["mirror"] else "without mirrors"
-    table = Table(title=f"seconds from a signal to the next finished step, {mirrors}", title_justify="left")
+    how = "with mirrors" if result["mirror"] else "with shared memory" if result["shared"] else "without mirrors"
+    table = Table(title=f"seconds from a signal to the next finished step, {how}", title_justify="left")
     for heading in ("process", "signal", "times", "mean", "longest", "run started again"):
         table.add_column(heading)
     for kind, name in sorted({(one.kind, one.signal) for one in disturbances}):
@@ -241,6 +265,8 @@ def tell(result: dict[str, Any], disturbances: Sequence[Disturbance], console: C
     )
     for what, holds in result["checks"].items():
         console.print(f"{'yes' if holds else '[red]NO [/]'}  {what}")
+    for stop in result["wrong_stops"]:
+        console.print(f"     {stop}", markup=False)
     for orphan in result["orphans"]:
         console.print(f"     left: {orphan}", markup=False)
 
