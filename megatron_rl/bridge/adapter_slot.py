@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron_rl.bridge.intake import Parameters
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import CopyRecorder
-from megatron_rl.bridge.verification import Sums, short, sums
-from megatron_rl.layout import FAMILIES, Box, Recording, Shard, slices
+from megatron_rl.bridge.verification import Arrived, Sums, element_sums, read, short
+from megatron_rl.layout import FAMILIES, Recording, Shard, slices
 from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID, A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.view import FileTensor
@@ -110,26 +110,32 @@ class SlotParameters(Parameters):
 
     def begin(self, version: int, whole: bool) -> None:
         self._version = version
-        self._arrived: list[tuple[str, Box, Sums]] = []
+        self._arrived: list[Arrived] = []
+        """Everything that was written."""
 
     def written(self, message: Message, verified: bool) -> None:
         for one in message.copies:
             written = self.forms[one.destination_name][slices(one.destination_box)]
-            self._arrived.append((one.destination_name, one.destination_box, sums(written)))
+            self._arrived.append((one.destination_name, one.destination_box, element_sums(written)))
 
     def finish(self) -> dict[str, str]:
-        for name, box, arrived in self._arrived:
-            if sums(self.forms[name][slices(box)]) != arrived:
+        now = read([element_sums(self.forms[name][slices(box)]) for name, box, _ in self._arrived])
+        for (name, box, _), arrived, is_now in zip(
+            self._arrived, read([s for *_, s in self._arrived]), now, strict=True
+        ):
+            if is_now != arrived:
                 raise RuntimeError(f"{self._side}: {name} {box} has changed since version {self._version} arrived")
         if (ids := self._adapters.lora_index_to_id).count(SERVED_ID) != 1:
             raise RuntimeError(f"{self._side}: vLLM's slots hold the adapters {ids}, and not the run's")
         slot = ids.index(SERVED_ID)
-        for name, form in self.forms.items():  # all of it lies in this slot
-            if torch.count_nonzero(self._slots[name][slot]) != torch.count_nonzero(form):
+        counts = {name: (self._slots[name][slot], form) for name, form in self.forms.items()}
+        outside = [torch.count_nonzero(whole) - torch.count_nonzero(form) for whole, form in counts.values()]
+        for name, number in zip(counts, torch.stack(outside).tolist() if outside else [], strict=True):
+            if number:  # all of it lies in this slot
                 raise RuntimeError(f"{self._side}: {name} has numbers in rows that belong to no adapter")
         return {name: short(held) for name, held in self._by_layer(slot)}
 
     def _by_layer(self, slot: int) -> Iterator[tuple[str, Mapping[str, Sums]]]:
+        found = dict(zip(self._slots, read([element_sums(t[slot]) for t in self._slots.values()]), strict=True))
         for layer in self._adapters.modules:
-            held = {name: sums(t[slot]) for name, t in self._slots.items() if name.startswith(f"{layer}.lora_")}
-            yield layer, held
+            yield layer, {name: held for name, held in found.items() if name.startswith(f"{layer}.lora_")}

@@ -18,6 +18,12 @@ kernels to start. Whole rows; the sums do not depend on it."""
 
 
 def checksum(data: Tensor) -> tuple[int, int]:
+    """Both sums of `word_sums` as signed numbers of 64 bits. It waits for the device."""
+    first, second = word_sums(data).tolist()
+    return first, second
+
+
+def word_sums(data: Tensor) -> Tensor:
     """The words are summed as a matrix, by rows and by columns: a word's position is COLUMNS * row + column + 1. So
     nothing of the data's size is allocated.
 
@@ -25,7 +31,7 @@ def checksum(data: Tensor) -> tuple[int, int]:
         data: uint8, contiguous. Zeros fill the last word if the data ends inside it.
 
     Returns:
-        Both sums, modulo 2^64, as signed numbers of 64 bits.
+        Both sums, modulo 2^64: int64 [2] on the data's device.
     """
     sums = torch.zeros(2, dtype=torch.int64, device=data.device)
     start, row_bytes = 0, 8 * COLUMNS
@@ -43,7 +49,7 @@ def checksum(data: Tensor) -> tuple[int, int]:
         sums[0] += total
         sums[1] += COLUMNS * (_by_position(rows) - total) + _by_position(columns) + start // 8 * total
         start += size
-    return tuple(sums.tolist())
+    return sums
 
 
 def _by_position(numbers: Tensor) -> Tensor:

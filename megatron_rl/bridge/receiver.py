@@ -42,7 +42,16 @@ from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import record_loading
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.bridge.unpacking import unpack
-from megatron_rl.bridge.verification import Sums, is_sampled, kernel_sums, made_anew, short, sums
+from megatron_rl.bridge.verification import (
+    Arrived,
+    Sums,
+    element_sums,
+    is_sampled,
+    kernel_sums,
+    made_anew,
+    read,
+    short,
+)
 from megatron_rl.layout import Box, Engines, Recording, Shard, slices
 from megatron_rl.layout.interleaved import are_zeros, described, part, whole
 from megatron_rl.types import ModelShape
@@ -282,14 +291,15 @@ class ModelParameters(Parameters):
     def begin(self, version: int, whole: bool) -> None:
         self._version, self._whole = version, whole
         self._num_repacked = 0
-        self._arrived: list[tuple[str, Box, Sums]] = []
+        self._arrived: list[Arrived] = []
+        """The verified weights that vLLM does not repack."""
         self._made_anew: dict[nn.Module, dict[str, Sums]] = {}
 
     def written(self, message: Message, verified: bool) -> None:
         for one in message.copies if verified else ():
-            if whole(one.destination_name) not in self._layers:
-                written = self.forms[one.destination_name][slices(one.destination_box)]
-                self._arrived.append((one.destination_name, one.destination_box, sums(written)))
+            name, box = one.destination_name, one.destination_box
+            if whole(name) not in self._layers and self._is_verified(name.rpartition(".")[0]):
+                self._arrived.append((name, box, element_sums(self.forms[name][slices(box)])))
 
     def reached(self, turn: float) -> None:
         while self._num_repacked < len(self._order) and self._order[self._num_repacked][0] < turn:
@@ -311,25 +321,31 @@ class ModelParameters(Parameters):
         Raises:
             RuntimeError: they differ; the message names rank, module, tensor and kernel.
         """
-        for name, box, arrived in self._arrived:
-            if sums(self.forms[name][slices(box)]) != arrived:
+        now = read([element_sums(self.forms[name][slices(box)]) for name, box, _ in self._arrived])
+        for (name, box, _), arrived, is_now in zip(
+            self._arrived, read([s for *_, s in self._arrived]), now, strict=True
+        ):
+            if is_now != arrived:
                 raise RuntimeError(f"{self._side}: {name} {box} has changed since version {self._version} arrived")
-        digests = {}
-        for module, places in self._plain.items():
-            if self._is_verified(module):
-                held = {f"{name} {box}": sums(self.forms[name][slices(box)]) for name, box in places}
-                digests[module] = short(held)
+        verified = [
+            (module, *place) for module in filter(self._is_verified, self._plain) for place in self._plain[module]
+        ]
+        found = read([element_sums(self.forms[name][slices(box)]) for _, name, box in verified])
+        held: dict[str, dict[str, Sums]] = {}
+        for (module, name, box), of_place in zip(verified, found, strict=True):
+            held.setdefault(module, {})[f"{name} {box}"] = of_place
+        digests = {module: short(of_module) for module, of_module in held.items()}
         for name in filter(self._is_verified, self._latent):
             self._made_anew[self._latent[name]] = kernel_sums(self._decoding_anew(self._latent[name]))
         for layer, expected in self._made_anew.items():
-            module, held = self._prefixes[layer], kernel_sums(layer)
-            if held != expected:
-                names = sorted(name for name, _ in held.items() ^ expected.items())
+            module, of_kernels = self._prefixes[layer], kernel_sums(layer)
+            if of_kernels != expected:
+                names = sorted(name for name, _ in of_kernels.items() ^ expected.items())
                 raise RuntimeError(
                     f"{self._side}: {module} does not hold what vLLM makes of version {self._version}: "
                     f"{', '.join(dict.fromkeys(names))} ({type(getattr(layer, 'quant_method', layer)).__name__})"
                 )
-            digests[module] = short(held)
+            digests[module] = short(of_kernels)
         return digests
 
     def _decoding_anew(self, layer: MLAAttention) -> MLAAttention:

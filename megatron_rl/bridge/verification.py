@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
-from megatron_rl.bridge.checksum import checksum
+from megatron_rl.bridge.checksum import word_sums
+from megatron_rl.layout import Box, slices
 
 PUSHES = 32
 """The number of pushes after which every module has been in the sample once."""
@@ -33,17 +34,35 @@ def is_sampled(module: str, version: int) -> bool:
     return crc32(module.encode()) % PUSHES == version % PUSHES
 
 
-def sums(tensor: Tensor) -> Sums:
-    """The checksum of a tensor's elements in their order, wherever they lie."""
-    return checksum(tensor.detach().contiguous().view(-1).view(torch.uint8))
+def element_sums(tensor: Tensor) -> Tensor:
+    """The checksum of a tensor's elements in their order, wherever they lie, as `word_sums` gives it."""
+    return word_sums(tensor.detach().contiguous().view(-1).view(torch.uint8))
+
+
+def read(found: Sequence[Tensor]) -> list[Sums]:
+    """Several results of `element_sums` as numbers. It waits for the device once: on a GPU a wait for each of hundreds
+    of small tensors takes longer than the push that it verifies."""
+    return [(first, second) for first, second in torch.stack(tuple(found)).tolist()] if found else []
+
+
+Arrived = tuple[str, Box, Tensor]
+"""A rectangle of a parameter, by the parameter's name, and its `element_sums` when it arrived."""
+
+
+def changed(arrived: Sequence[Arrived], forms: Mapping[str, Tensor]) -> str | None:
+    """The first of the rectangles that holds other numbers than on its arrival, in words; None if all hold the same."""
+    before = read([of_arrival for *_, of_arrival in arrived])
+    now = read([element_sums(forms[name][slices(box)]) for name, box, _ in arrived])
+    return next((f"{name} {box}" for (name, box, _), a, b in zip(arrived, before, now, strict=True) if a != b), None)
 
 
 def kernel_sums(layer: nn.Module) -> dict[str, Sums]:
     """The checksums of all tensors that the kernels of a layer read, by name: its parameters and buffers, and what its
     quantisation method holds."""
     of_method = _tensors("quant_method", getattr(layer, "quant_method", None), set())
-    tensors = (*layer._parameters.items(), *layer._buffers.items(), *of_method)
-    return {name: sums(tensor) for name, tensor in tensors if tensor is not None}
+    named = (*layer._parameters.items(), *layer._buffers.items(), *of_method)
+    tensors = {name: tensor for name, tensor in named if tensor is not None}
+    return dict(zip(tensors, read([element_sums(tensor) for tensor in tensors.values()]), strict=True))
 
 
 def _tensors(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:

@@ -3,10 +3,14 @@ test_rollout_quantised.py, test_rollout_routes.py and test_rollout_pipeline.py."
 
 from __future__ import annotations
 
+import pytest
+import torch
 from tiny_trainers import write_model
 
-from megatron_rl.bridge.verification import PUSHES, disagreement, is_sampled
+from megatron_rl.bridge import receiver, verification
+from megatron_rl.bridge.verification import PUSHES, disagreement, element_sums, is_sampled, read
 from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.types import Mesh
 
 
 def test_every_module_is_in_the_sample_of_one_push_in_32(tmp_path):
@@ -15,6 +19,32 @@ def test_every_module_is_in_the_sample_of_one_push_in_32(tmp_path):
         for shard in FAMILIES["qwen3"].vllm_shards(read_shape(write_model(tmp_path, 0)), 1, 0)
     }
     assert all(sum(is_sampled(name, version) for version in range(PUSHES)) == 1 for name in names)
+
+
+def test_a_later_push_sums_nothing_outside_of_its_sample_and_waits_three_times_for_the_device(make_own_stage, folders):
+    """On a GPU a wait for each tensor would take longer than the push. The numbers are of one rank and two pushes."""
+    stage, summed, waits = make_own_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8), [], []
+
+    def sums(tensor: torch.Tensor) -> torch.Tensor:
+        summed.append(tensor)
+        return element_sums(tensor)
+
+    def wait(found: list[torch.Tensor]) -> list:
+        waits.append(len(found))
+        return read(found)
+
+    shape = read_shape(folders[0])
+    shards = FAMILIES["qwen3"].vllm_shards(shape, 1, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (receiver, verification):
+            patch.setattr(module, "element_sums", sums)
+            patch.setattr(module, "read", wait)
+        stage.push(folders[0], 0)
+        assert len(summed) >= 3 * len(shards), "when it arrived, before vLLM goes on, and for the other engines"
+        summed.clear(), waits.clear()
+        stage.push(folders[1], 1)
+    sampled = [shard for shard in shards if is_sampled(shard.local_name.rpartition(".")[0], 1)]
+    assert 0 < len(sampled) < len(shards) / 4 and len(summed) == 3 * len(sampled) and len(waits) == 3
 
 
 def test_a_disagreement_names_engines_rank_and_module():
