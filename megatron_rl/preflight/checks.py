@@ -40,6 +40,7 @@ from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
 from megatron_rl.preflight.rows import Tell, faults_of_hub, faults_of_rows, missing_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
+from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.vocabulary import forbidden_ids
 from megatron_rl.types import ModelShape
@@ -320,11 +321,15 @@ def _packages(config: BaseConfig, shape: ModelShape | None, planning: bool) -> l
         )
     if not isinstance(config, GrpoRunConfig):
         return faults
-    if not planning and config.rollout.replay is None and find_spec("vllm") is None:
-        faults.append(
-            "vLLM is not installed, and the engines are vLLM's. It is no dependency of the package, because its build "
-            "must fit the machine: install the files of requirements/ as tools/setup.sh does, or vLLM's own wheel"
-        )
+    if not planning and config.rollout.replay is None and config.rollout.backend is None:
+        if find_spec("vllm") is None:
+            faults.append(
+                "vLLM is not installed, and the engines are vLLM's. It is no dependency of the package, because its "
+                "build must fit the machine: install the files of requirements/ as tools/setup.sh does, or vLLM's own "
+                "wheel"
+            )
+        elif fault := fault_of_plugins():
+            faults.append(fault)
     labels = [reward.label for reward in config.rewards if isinstance(reward, ReasoningGymReward)]
     return faults + ([f"rewards: {labels[0]}: {fault}"] if labels and (fault := missing_package()) else [])
 

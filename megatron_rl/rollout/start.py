@@ -12,6 +12,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import linear_layers, read_shape
 from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID
 from megatron_rl.rollout.backend import EngineSpec
+from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
@@ -49,7 +50,12 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
         budgets: the thinking budget: vLLM gets its opening, delimiter and closing if it enforces the budget; and the
             beams: vLLM gets their number of log-probs.
         progress: what records the tokens of every step; None if nobody does.
+
+    Raises:
+        ValueError: vLLM cannot find the bridge.
     """
+    if fault := fault_of_plugins():
+        raise ValueError(fault)
     model, rollout, returns_routes = spec.model, spec.rollout, spec.returns_routes
     on_gpu = torch.cuda.is_available()
     if not on_gpu:

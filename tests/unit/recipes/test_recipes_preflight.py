@@ -27,6 +27,7 @@ from megatron_rl.preflight import engine_options
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
+from megatron_rl.rollout import plugins
 from megatron_rl.types import Adapters, ModelShape
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
@@ -906,6 +907,16 @@ def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     assert "has linear attention" in kernels and "install fla-core" in kernels
     assert len(module._packages(grpo(), linear, planning=False)) == 1, "a CPU needs no kernels"
     assert module._packages(on_gpus, linear, planning=True) == []
+
+
+def test_a_clone_whose_metadata_is_missing_is_named_before_a_run_and_by_its_engine(home, monkeypatch):
+    """As on PYTHONPATH alone: vLLM's processes would not find the bridge."""
+    assert faults(grpo()) == []
+    monkeypatch.setattr(plugins, "entry_points", lambda group: ())
+    [fault] = faults(grpo())
+    assert fault.startswith("the entry points vllm.general_plugins: megatron_rl_bridge, megatron_rl_rollout are not in")
+    assert "pip install --no-deps -e ." in fault
+    assert faults(grpo(), planning=True) == faults(grpo(rollout__backend="my_rewards:short")) == []
 
 
 def test_arguments_that_vllm_does_not_have_are_named_with_the_nearest_ones(home):
