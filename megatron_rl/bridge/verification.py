@@ -40,8 +40,8 @@ def element_sums(tensor: Tensor) -> Tensor:
 
 
 def read(found: Sequence[Tensor]) -> list[Sums]:
-    """Several results of `element_sums` as numbers. It waits for the device once: on a GPU a wait for each of hundreds
-    of small tensors takes longer than the push that it verifies."""
+    """Several results of `element_sums` as numbers. It waits for the device once, and not for each of hundreds of small
+    tensors."""
     return [(first, second) for first, second in torch.stack(tuple(found)).tolist()] if found else []
 
 

@@ -22,7 +22,7 @@ def test_every_module_is_in_the_sample_of_one_push_in_32(tmp_path):
 
 
 def test_a_later_push_sums_nothing_outside_of_its_sample_and_waits_three_times_for_the_device(make_own_stage, folders):
-    """On a GPU a wait for each tensor would take longer than the push. The numbers are of one rank and two pushes."""
+    """The numbers are of one rank and two pushes."""
     stage, summed, waits = make_own_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8), [], []
 
     def sums(tensor: torch.Tensor) -> torch.Tensor:
