@@ -72,7 +72,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
         table.add_row("rows of a step", f"{config.sft.rows_per_step}, of at most {config.sft.max_tokens} tokens")
     console.print(table)
     if not config.cluster.gpus_per_trainer and config.cluster.device == "auto":
-        told = "this plan is for CPUs, because no GPU is here; cluster.device=gpu plans for GPUs"
+        told = "this plan gives trainers no GPU; cluster.device=gpu plans for GPUs"
         console.print(told, style="yellow", soft_wrap=True)
     return shape
 
@@ -286,7 +286,7 @@ def _compare_with_job(config: BaseConfig, gpus_per_node: int, console: Console) 
     of_rollout = sum(node.pool == "rollout" for node in plan.nodes) if asked["rollout_nodes"] else 0
     needed = {"nodes": len(plan.nodes) - of_rollout, "rollout_nodes": of_rollout}
     for key, number in asked.items():
-        if number is not None and number < needed[key]:
+        if number < needed[key]:
             raise ValueError(f"slurm.{key} is {number}, and the plan needs {needed[key]}; raise it")
         if number != needed[key]:
             told = f"slurm.{key} is {number}, and the plan needs {needed[key]}: the other nodes stay empty"

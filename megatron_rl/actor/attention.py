@@ -83,7 +83,8 @@ class PackedSequences(PackedSeqParams):
     Transformer Engine's attention reads Megatron's own fields, and ours the plans."""
 
     full: AttentionPlan | None = None
-    """With Transformer Engine's layers latent attention alone has it, for its angles."""
+    """The plan of the layers that see all earlier tokens. Transformer Engine's layers need it for the angles of latent
+    attention alone."""
     sliding: AttentionPlan | None = None
     """The plan of the layers with a sliding window, if the model has any."""
     routes: Routes | None = None

@@ -31,15 +31,10 @@ WIDENING = 8
 def attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sink_N: Tensor, mask_LK: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """
-    Args:
-        query, key, value: [B, N, L, D], [B, G, K, D], [B, G, K, D].
-        mask_LK: True where a query sees a key; None: queries and keys have the same positions, and a query sees the
-            keys up to itself.
-        scale: the factor of the scores; None means 1 / sqrt(D).
+    """Attention with a sink for each head. The other arguments and the result are as in `dot_product_attention`.
 
-    Returns:
-        [B, N, L, D].
+    Args:
+        sink_N: the score of a key without a value, which every query of a head sees.
     """
     if query.device.type != "cpu":
         return attend_to_key(query, key, value, sink_N, mask_LK, scale)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.bridge.intake import Parameters
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import CopyRecorder
-from megatron_rl.bridge.verification import Arrived, Sums, element_sums, read, short
+from megatron_rl.bridge.verification import Arrived, Sums, changed, element_sums, read, short
 from megatron_rl.layout import FAMILIES, Recording, Shard, slices
 from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID, A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
@@ -119,12 +119,8 @@ class SlotParameters(Parameters):
             self._arrived.append((one.destination_name, one.destination_box, element_sums(written)))
 
     def finish(self) -> dict[str, str]:
-        now = read([element_sums(self.forms[name][slices(box)]) for name, box, _ in self._arrived])
-        for (name, box, _), arrived, is_now in zip(
-            self._arrived, read([s for *_, s in self._arrived]), now, strict=True
-        ):
-            if is_now != arrived:
-                raise RuntimeError(f"{self._side}: {name} {box} has changed since version {self._version} arrived")
+        if other := changed(self._arrived, self.forms):
+            raise RuntimeError(f"{self._side}: {other} has changed since version {self._version} arrived")
         if (ids := self._adapters.lora_index_to_id).count(SERVED_ID) != 1:
             raise RuntimeError(f"{self._side}: vLLM's slots hold the adapters {ids}, and not the run's")
         slot = ids.index(SERVED_ID)

@@ -45,6 +45,7 @@ from megatron_rl.bridge.unpacking import unpack
 from megatron_rl.bridge.verification import (
     Arrived,
     Sums,
+    changed,
     element_sums,
     is_sampled,
     kernel_sums,
@@ -321,20 +322,12 @@ class ModelParameters(Parameters):
         Raises:
             RuntimeError: they differ; the message names rank, module, tensor and kernel.
         """
-        now = read([element_sums(self.forms[name][slices(box)]) for name, box, _ in self._arrived])
-        for (name, box, _), arrived, is_now in zip(
-            self._arrived, read([s for *_, s in self._arrived]), now, strict=True
-        ):
-            if is_now != arrived:
-                raise RuntimeError(f"{self._side}: {name} {box} has changed since version {self._version} arrived")
-        verified = [
-            (module, *place) for module in filter(self._is_verified, self._plain) for place in self._plain[module]
-        ]
-        found = read([element_sums(self.forms[name][slices(box)]) for _, name, box in verified])
-        held: dict[str, dict[str, Sums]] = {}
-        for (module, name, box), of_place in zip(verified, found, strict=True):
-            held.setdefault(module, {})[f"{name} {box}"] = of_place
-        digests = {module: short(of_module) for module, of_module in held.items()}
+        if other := changed(self._arrived, self.forms):
+            raise RuntimeError(f"{self._side}: {other} has changed since version {self._version} arrived")
+        sample = {module: places for module, places in self._plain.items() if self._is_verified(module)}
+        places = [place for of_module in sample.values() for place in of_module]
+        found = iter(read([element_sums(self.forms[name][slices(box)]) for name, box in places]))
+        digests = {m: short({f"{name} {box}": next(found) for name, box in sample[m]}) for m in sample}
         for name in filter(self._is_verified, self._latent):
             self._made_anew[self._latent[name]] = kernel_sums(self._decoding_anew(self._latent[name]))
         for layer, expected in self._made_anew.items():

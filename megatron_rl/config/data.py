@@ -1,4 +1,4 @@
-"""Where the prompts of a run come from."""
+"""The section `data`: the rows of a run, and how they are read."""
 
 from __future__ import annotations
 
@@ -78,11 +78,12 @@ class SourceConfig(_Questions):
     """The source's name, which must be unique. It is the column `dataset` of rows that have none. null means the name
     of the file or folder without its suffix, or the name of the data set on the hub."""
     columns: Mapping[str, str] | None = None
-    """As `data.columns`, which it replaces; null means `data.columns`."""
+    """The columns of this source, in place of `data.columns`; null means `data.columns`."""
     system_prompt: str | None = None
-    """As `data.system_prompt`, which it replaces; null means `data.system_prompt`."""
+    """The system turn of this source, in place of `data.system_prompt`; null means `data.system_prompt`."""
     chat_template: Mapping[str, Any] | None = None
-    """As `data.chat_template`, which it replaces; null means `data.chat_template`."""
+    """The arguments of the chat template for this source, in place of `data.chat_template`; null means
+    `data.chat_template`."""
 
     @property
     def label(self) -> str:

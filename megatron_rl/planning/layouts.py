@@ -67,7 +67,8 @@ class Others:
     """What engines, and a critic, hold next to a trainer rank."""
 
     totals: Bytes
-    """On its GPU, which they share with it or not, without the communicators of an engine's bridge."""
+    """The bytes on the trainer rank's GPU in each phase; 0 if nobody shares it. The communicators of the engine's
+    bridge are left out, because they depend on the layout."""
     hosts: Mapping[str, Mapping[str, float]]
     """One rank of each in the memory of its node, by role."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
 READ_BYTES_PER_S = 10e9
-"""More than a node reads from the file systems of most clusters."""
+"""The rate at which a node is taken to read weights. This is an assumption, on the side of fast file systems."""
 START_S = 20.0
-"""What a process of trainers or engines takes to import its packages: vLLM took 20 s on the machine of an H100."""
+"""What importing the packages is taken to need. vLLM's import took as long on the machine of one H100."""
 REMEDIES = {
     "mirrors": "set cluster.mirror to false",
     "optimizer state": "set policy.optimizer.offload to false, or give the trainer more GPUs",
@@ -109,7 +109,7 @@ def _fullest(config: BaseConfig, sides: Sequence[NodeSide]) -> list[tuple[NodeSi
 
 
 def least_loading_seconds(config: BaseConfig, num_bytes: float) -> float:
-    """The time below which no trainer can start: packages are imported, and each node reads its part of the weights.
+    """An estimate of the shortest start: packages are imported, and each node reads its part of the weights.
 
     Args:
         num_bytes: the size of the model's weights.

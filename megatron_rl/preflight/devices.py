@@ -35,14 +35,14 @@ def faults_of_device(config: BaseConfig) -> list[str]:
 
 
 def faults_of_start_timeout(config: BaseConfig, shape: ModelShape) -> list[str]:
-    """The fault of a run on GPUs that gives its processes less time to start than they need in any case."""
+    """The fault of a run on GPUs that gives its processes less time than the shortest start that is estimated."""
     cluster = config.cluster
     num_bytes = FAMILIES[shape.family].num_parameters(shape) * BYTES[config.model.dtype]
     least_s = least_loading_seconds(config, num_bytes)
     if not cluster.gpus_per_trainer or cluster.start_timeout_s >= least_s:
         return []
     return [
-        f"cluster.start_timeout_s is {cluster.start_timeout_s:g}, but starting takes {least_s:.0f} s at least: "
-        f"{START_S:.0f} s of imports, and a node reads its part of {num_bytes / 1e9:,.0f} GB of weights with at most "
+        f"cluster.start_timeout_s is {cluster.start_timeout_s:g}, but a start is estimated to take {least_s:.0f} s: "
+        f"{START_S:.0f} s of imports, and a node reads its part of {num_bytes / 1e9:,.0f} GB of weights at "
         f"{READ_BYTES_PER_S / 1e9:.0f} GB/s; raise it"
     ]

@@ -169,9 +169,10 @@ def disturb(
             seen.update(family)
             kind = generator.choice([*PATTERNS, DRIVER])
             chosen = generator.choice(STOPS if kind == DRIVER else [signal.SIGKILL, signal.SIGSTOP])
-            victims = [process for process in family if PATTERNS.get(kind, "\0") in f"{command_line(process)} "]
             if kind == DRIVER:
                 victims = [psutil.Process(run.process.pid)]
+            else:
+                victims = [process for process in family if PATTERNS[kind] in f"{command_line(process)} "]
             if victims:
                 pending = kind, chosen.name, num_done, now, run.num_starts
                 next_at = now + every_s

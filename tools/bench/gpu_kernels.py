@@ -41,7 +41,7 @@ class KernelSizes:
     median: int
     """The median length of their sequences, which are log-normal."""
     multiple: int
-    """In one of the ways, lengths are padded to multiples of this number."""
+    """One of the ways pads lengths to multiples of this number."""
     masked: Mapping[str, tuple[int, int, int, int]]
     """Queries, keys, heads and head size of calls with a mask."""
     delta: tuple[int, int, int, int]

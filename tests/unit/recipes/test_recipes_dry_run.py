@@ -14,7 +14,8 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.planning.parameters import checkpoint_bytes, expert_data_ways, optimizer_ways, rank_parameters
-from megatron_rl.recipes.dry_run import describe_placement, describe_policy
+from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.recipes.dry_run import describe_placement, describe_policy, describe_rollout
 from megatron_rl.types import Experts, Mesh, ModelShape
 
 MIXTURE = ModelShape(
@@ -126,6 +127,19 @@ def test_a_large_mixture_is_told_with_its_experts_split():
     # 12 bytes are 21.3 GB for the experts alone.
     [line] = [line for line in text.splitlines() if "optimizer state, dense over DP, experts over expert-DP" in line]
     assert 21.3 <= float(line.split("│")[2].split()[0]) < 22.5
+
+
+def test_a_plan_without_gpus_says_so_unless_the_configuration_did():
+    sizes = "Qwen3-32B", {"tensor": 4}, {}
+    assert "cluster.device=gpu plans for GPUs" in printed(describe_policy, *sizes, {})
+    assert "plans for GPUs" not in printed(describe_policy, *sizes, {"device": "cpu"})
+    assert "plans for GPUs" not in printed(describe_policy, *sizes, {"gpus_per_trainer": 1})
+
+
+def test_more_stages_of_an_engine_than_layers_are_named():
+    sizes = "Qwen3-32B", {"tensor": 4}
+    with pytest.raises(ValueError, match="^an engine of 65 pipeline stages cannot have the 64 .*rollout.pipeline$"):
+        printed(lambda run, screen: describe_rollout(run, planned_shape(run), screen), *sizes, {"pipeline": 65}, {})
 
 
 def test_a_dense_model_speaks_of_no_experts():

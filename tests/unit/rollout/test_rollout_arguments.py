@@ -15,6 +15,7 @@ from megatron_rl.config.rollout import Quantization
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.planning.engine import repacks_experts, step_tokens
 from megatron_rl.preflight.engine_options import argument_names
+from megatron_rl.rollout import plugins
 from megatron_rl.rollout.arguments import refused
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.start import make_engine, set_cpu_environment
@@ -178,6 +179,12 @@ def test_experts_are_written_in_place_where_vllm_keeps_the_form_of_the_checkpoin
     for kind in (kinds.TRITON, kinds.BATCHED_TRITON, kinds.FLASHINFER_CUTLASS):  # the others need their kernels
         formed = unquantized.convert_to_unquantized_kernel_format(kind, experts, *(w.clone() for w in weights))
         assert all(map(torch.equal, formed, weights)) == (kind in in_place), kind
+
+
+def test_an_engine_whose_plugins_vllm_cannot_find_does_not_start(monkeypatch):
+    monkeypatch.setattr(plugins, "entry_points", lambda group: ())
+    with pytest.raises(ValueError, match="^the entry points vllm.general_plugins: megatron_rl_bridge, "):
+        make_engine(None, None, None)
 
 
 def test_vllm_has_every_quantisation_and_it_is_one_of_all_linear_layers():
