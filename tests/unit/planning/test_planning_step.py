@@ -150,6 +150,8 @@ def test_expected_lengths_are_an_estimate_beside_the_longest(tmp_path):
     replaced = config(tmp_path, rollout={"active_sampling": True})
     half = estimate(replaced, ExpectedTokens(mean=1000, tail=4000, prompt=50, useful=0.5))
     assert half.generation == 2 * expected.generation
+    known = {"active_sampling": True, "expected_tokens": {"mean": 1000, "tail": 4000, "useful": 0.5}}
+    assert estimate(config(tmp_path, rollout=known)).generation == 2 * longest.generation, "also of the longest answers"
 
 
 def test_lengths_are_learnt_from_the_run_itself(tmp_path):
