@@ -106,8 +106,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             links = Links()
             if config.cluster.colocate:
                 tell("the engines start vLLM (logs/engine_0.log)")
-                engines.wait()
-                Colocation(policy, engines, critic)
+                Colocation(policy, engines, critic).start_engines()
                 links = shared_links(placement.plan)
             tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
             policy.start(is_resumed=checkpoints.first_step > 0)

@@ -32,7 +32,7 @@ class Colocation:
         """
         Args:
             policy, critic: their ranks are not started yet, because vLLM starts on GPUs without trainers.
-            engines: they have started, so the run begins in the phase `generating`.
+            engines: they start or have started, so the run begins in the phase `generating`.
         """
         self._policy, self._engines = policy, engines
         self._trainers = [policy] if critic is None else [policy, critic]
@@ -40,6 +40,13 @@ class Colocation:
         engines.before = self.enter
         for group in self._trainers:
             group.before, group.make_room = self.enter, self.make_room
+
+    def start_engines(self) -> None:
+        """Wait until the engines have started. The ranks import Megatron-Core in this time."""
+        self._engines.locate()
+        for group in self._trainers:
+            group.prepare(self._gpus)
+        self._engines.wait()
 
     def enter(self, phase: Phase) -> None:
         """Bring all sides into a phase."""
@@ -56,6 +63,10 @@ class Colocation:
         next. Returns the GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
         self._engines.enter("training")
         self._phase = "training"
+        return self._gpus
+
+    @property
+    def _gpus(self) -> Sequence[str | None]:
         gpus = [gpu for process in self._engines.processes for gpu in process.placed.gpus]
         return gpus or [None] * self._policy.mesh.world_size
 

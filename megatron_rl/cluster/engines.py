@@ -242,10 +242,13 @@ class EngineGroup:
             ValueError: the model or the budgets do not fit the engine.
             ProcessLost: an engine was not placed or did not start in time.
         """
-        timeout_s = self._config.cluster.start_timeout_s
+        self.locate()
+        gather(self._starting, self.processes, "to start vLLM", self._config.cluster.start_timeout_s)
+
+    def locate(self) -> None:
+        """Wait until every engine's process has begun; it does not wait for vLLM."""
         gpus = self._config.cluster.gpus_per_engine_rank * self._config.rollout.engine_ranks
-        locate_all(self.processes, timeout_s, f"{gpus:g} GPU")
-        gather(self._starting, self.processes, "to start vLLM", timeout_s)
+        locate_all(self.processes, self._config.cluster.start_timeout_s, f"{gpus:g} GPU")
 
     def enter(self, phase: Phase) -> None:
         """Make all engines that live enter a phase. A dead one holds no memory, and is replaced later. One that does

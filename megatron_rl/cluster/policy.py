@@ -55,8 +55,8 @@ class TrainerRank(ProfiledRank, MegatronRank):
         self.speed = SpeedMeter()
         return actor
 
-    def start(self, address: str, port: int, secret: str, load_model: bool, gpu: str | None) -> bool:
-        fused_norms = super().start(address, port, secret, load_model, gpu)
+    def start(self, address: str, port: int, secret: str, load_model: bool) -> bool:
+        fused_norms = super().start(address, port, secret, load_model)
         if load_model:
             self.actor.keep_reference()
         return fused_norms

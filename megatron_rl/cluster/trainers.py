@@ -5,9 +5,11 @@ All ranks of a group run each call at the same time, because they meet in collec
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import secrets
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -35,6 +37,9 @@ if TYPE_CHECKING:
     from megatron_rl.actor.trainer import MegatronTrainer
 
 log = logging.getLogger(__name__)
+
+IMPORTS = ("megatron_rl.actor.actor", "megatron_rl.actor.weights")
+"""The modules that bring all that a rank imports."""
 
 DEATH_S = 3.0
 """The time that Ray gets to notice the death of a rank after another rank's error."""
@@ -66,28 +71,40 @@ class MegatronRank(TracedProcess, ABC):
         self.store = host_store(address)
         return address, self.store.port
 
-    def start(self, address: str, port: int, secret: str, load_model: bool, gpu: str | None) -> bool:
-        """Build this rank's part of the model.
+    def prepare(self, gpu: str | None) -> None:
+        """Import Megatron-Core, and what is built on it. The driver does without them, and does not wait for them.
+
+        Args:
+            gpu: the GPU that the rank shares with an engine; None if it has what Ray gave it.
+        """
+        if all(name in sys.modules for name in IMPORTS):
+            return
+        if gpu is not None:  # CUDA reads this when it starts, which an import may do
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        else:
+            let_segments_grow(os.environ)
+        start = time.perf_counter()
+        with starting():
+            for name in IMPORTS:
+                importlib.import_module(name)
+        log.info("imported Megatron-Core in %.1f s", time.perf_counter() - start)
+
+    def start(self, address: str, port: int, secret: str, load_model: bool) -> bool:
+        """Build this rank's part of the model, after `prepare`.
 
         Args:
             address, port: the address of the store that rank 0 serves.
             secret: a part of the names of all keys in the store, so that no process of another run reads or changes
                 them.
             load_model: load the weights that the run begins with. Otherwise `load` must follow.
-            gpu: the GPU that the rank shares with an engine; None if it has what Ray gave it.
 
         Returns:
             Whether it has Transformer Engine's fused norms.
         """
-        if gpu is not None:  # CUDA reads this when it starts
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        else:
-            let_segments_grow(os.environ)
-        with starting():
-            # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
-            from megatron_rl.actor.adapter_folders import load_adapters
-            from megatron_rl.actor.weights import load_weights
+        from megatron_rl.actor.adapter_folders import load_adapters
+        from megatron_rl.actor.weights import load_weights
 
+        with starting():
             store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
             self.actor = self.build(store)
         has_adapters = self.spec.shape.adapters is not None
@@ -197,6 +214,10 @@ class RankGroup:
             for rank, actor in enumerate(self.ranks)
         ]
 
+    def prepare(self, gpus: Sequence[str | None]) -> list[ray.ObjectRef]:
+        """Let each rank import its libraries, on the GPU that it shares with an engine; None if Ray gives it one."""
+        return [rank.prepare.remote(gpu) for rank, gpu in zip(self.ranks, gpus, strict=True)]
+
     def start(self, *, is_resumed: bool = False) -> None:
         """Connect the ranks and load the model. It is not part of the constructor, so that the engines can start at the
         same time.
@@ -209,8 +230,9 @@ class RankGroup:
         needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
         locate_all(self.processes, timeout_s, needs)
         store = gather([self.ranks[0].serve.remote()], self.processes[:1], "to serve a store", timeout_s)[0]
-        secret, gpus = secrets.token_hex(16), self.make_room()
-        calls = [rank.start.remote(*store, secret, load_model, gpu) for rank, gpu in zip(self.ranks, gpus, strict=True)]
+        secret = secrets.token_hex(16)
+        self.prepare(self.make_room())
+        calls = [rank.start.remote(*store, secret, load_model) for rank in self.ranks]
         self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
 
     def start_again(self) -> list[int]:
