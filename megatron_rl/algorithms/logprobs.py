@@ -216,24 +216,29 @@ class _Logprobs(torch.autograd.Function):
         weight_RH = weight_VH[: ctx.vocabulary.num_real]
         here_N, column_N1 = _own_columns(target_N, ctx.vocabulary)
         # The gradient of the logits is slope_logp ([v = y] - p_v) - slope_entropy p_v (log p_v + H).
+        log_scale_N1 = (largest_N + log_total_N).unsqueeze(1)
         slope_logp_N = torch.zeros_like(log_total_N) if grad_logp_N is None else grad_logp_N / ctx.temperature
         slope_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
-        slope_here_N1 = torch.where(here_N, slope_logp_N, 0.0).unsqueeze(1)
+        minus_here_N1 = -here_N.to(log_total_N.dtype).unsqueeze(1)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_total_N.dtype) if needs_weight else None
         grad_low = [torch.zeros_like(one, dtype=log_total_N.dtype) for one in low]
         for rows, logits_CR in _chunks(hidden_NH, weight_RH, ctx.temperature, low):
-            log_p_CR = logits_CR.sub_(largest_N[rows, None]).sub_(log_total_N[rows, None])
-            if slope_entropy_N is None:
-                grad_CR = log_p_CR.exp_().mul_(-slope_logp_N[rows, None])
-            else:
-                p_CR = log_p_CR.exp()
-                grad_CR = _bounded(log_p_CR).add_(entropy_N[rows, None]).mul_(slope_entropy_N[rows, None])
-                grad_CR.add_(slope_logp_N[rows, None]).mul_(p_CR.neg_())
+            log_p_CR = logits_CR.sub_(log_scale_N1[rows])
+            p_CR = log_p_CR.exp_() if slope_entropy_N is None else log_p_CR.exp()
             if ctx.vocabulary.forbidden_F is not None:
-                grad_CR.index_fill_(1, ctx.vocabulary.forbidden_F, 0.0)
-            grad_CR.scatter_add_(1, column_N1[rows], slope_here_N1[rows])
-            grad_CR = grad_CR.to(weight_VH.dtype)
+                p_CR.index_fill_(1, ctx.vocabulary.forbidden_F, 0.0)
+            of_entropy_CR = None
+            if slope_entropy_N is not None:
+                of_entropy_CR = (
+                    _bounded(log_p_CR).add_(entropy_N[rows, None]).mul_(slope_entropy_N[rows, None]).mul_(p_CR)
+                )
+            p_CR.scatter_add_(1, column_N1[rows], minus_here_N1[rows])
+            grad_CR = p_CR if p_CR.dtype == weight_VH.dtype else torch.empty_like(p_CR, dtype=weight_VH.dtype)
+            if of_entropy_CR is None:
+                torch.mul(p_CR, -slope_logp_N[rows, None], out=grad_CR)
+            else:
+                torch.sub(p_CR.mul_(-slope_logp_N[rows, None]), of_entropy_CR, out=grad_CR)
             if grad_hidden_NH is not None:
                 torch.mm(grad_CR, weight_RH, out=grad_hidden_NH[rows])
             if grad_weight_VH is not None:
@@ -292,7 +297,7 @@ def _chunks(
         if low:
             middle_NK, b_VK = low
             logits_CR.addmm_(middle_NK[rows], b_VK[:num_columns].t())
-        yield rows, logits_CR.div_(temperature)
+        yield rows, logits_CR if temperature == 1 else logits_CR.div_(temperature)
 
 
 def _row_products(a_CR: Tensor, b_CR: Tensor) -> Tensor:
