@@ -215,30 +215,23 @@ class _Logprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_RH = weight_VH[: ctx.vocabulary.num_real]
         here_N, column_N1 = _own_columns(target_N, ctx.vocabulary)
-        # The gradient of the logits is slope_logp ([v = y] - p_v) - slope_entropy p_v (log p_v + H).
         log_scale_N1 = (largest_N + log_total_N).unsqueeze(1)
         slope_logp_N = torch.zeros_like(log_total_N) if grad_logp_N is None else grad_logp_N / ctx.temperature
         slope_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
-        minus_here_N1 = -here_N.to(log_total_N.dtype).unsqueeze(1)
+        here_N1 = here_N.to(log_total_N.dtype).unsqueeze(1)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_total_N.dtype) if needs_weight else None
         grad_low = [torch.zeros_like(one, dtype=log_total_N.dtype) for one in low]
         for rows, logits_CR in _chunks(hidden_NH, weight_RH, ctx.temperature, low):
-            log_p_CR = logits_CR.sub_(log_scale_N1[rows])
-            p_CR = log_p_CR.exp_() if slope_entropy_N is None else log_p_CR.exp()
-            if ctx.vocabulary.forbidden_F is not None:
-                p_CR.index_fill_(1, ctx.vocabulary.forbidden_F, 0.0)
-            of_entropy_CR = None
-            if slope_entropy_N is not None:
-                of_entropy_CR = (
-                    _bounded(log_p_CR).add_(entropy_N[rows, None]).mul_(slope_entropy_N[rows, None]).mul_(p_CR)
-                )
-            p_CR.scatter_add_(1, column_N1[rows], minus_here_N1[rows])
-            grad_CR = p_CR if p_CR.dtype == weight_VH.dtype else torch.empty_like(p_CR, dtype=weight_VH.dtype)
-            if of_entropy_CR is None:
-                torch.mul(p_CR, -slope_logp_N[rows, None], out=grad_CR)
-            else:
-                torch.sub(p_CR.mul_(-slope_logp_N[rows, None]), of_entropy_CR, out=grad_CR)
+            grad_CR = _gradient_of_logits(
+                logits_CR.sub_(log_scale_N1[rows]),
+                column_N1[rows],
+                here_N1[rows],
+                slope_logp_N[rows, None],
+                None if slope_entropy_N is None else (slope_entropy_N[rows, None], entropy_N[rows, None]),
+                ctx.vocabulary.forbidden_F,
+                weight_VH.dtype,
+            )
             if grad_hidden_NH is not None:
                 torch.mm(grad_CR, weight_RH, out=grad_hidden_NH[rows])
             if grad_weight_VH is not None:
@@ -250,6 +243,35 @@ class _Logprobs(torch.autograd.Function):
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, *(grad.to(weight_VH.dtype) for grad in grad_low)
+
+
+def _gradient_of_logits(
+    log_p_CR: Tensor,
+    column_C1: Tensor,
+    here_C1: Tensor,
+    slope_C1: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
+    forbidden_F: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """slope ([v = y] - p_v) - slope_entropy p_v (log p_v + H), rounded to `dtype`. It overwrites log_p_CR.
+
+    Args:
+        here_C1: 1 if column_C1 is the target y, 0 if the target is another rank's.
+        entropy: slope_entropy and H, if the entropy has a gradient.
+    """
+    p_CR = log_p_CR.exp_() if entropy is None else log_p_CR.exp()
+    if forbidden_F is not None:
+        p_CR.index_fill_(1, forbidden_F, 0.0)
+    of_entropy_CR = None
+    if entropy is not None:
+        slope_entropy_C1, entropy_C1 = entropy
+        of_entropy_CR = _bounded(log_p_CR).add_(entropy_C1).mul_(slope_entropy_C1).mul_(p_CR)
+    p_CR.scatter_add_(1, column_C1, -here_C1)
+    grad_CR = p_CR if p_CR.dtype == dtype else torch.empty_like(p_CR, dtype=dtype)
+    if of_entropy_CR is None:
+        return torch.mul(p_CR, -slope_C1, out=grad_CR)
+    return torch.sub(p_CR.mul_(-slope_C1), of_entropy_CR, out=grad_CR)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
