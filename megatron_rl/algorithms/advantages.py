@@ -9,7 +9,7 @@ Shape letters: S samples, G groups of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -137,6 +137,22 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
         "samples/active": float(active.sum()),
     }
     return Credit(advantages, active, token_rewards), metrics
+
+
+def why_untrained(metrics: Mapping[str, float]) -> str:
+    """Why a step has trained nothing, from what `estimate_advantages` said of it."""
+    reasons = []
+    if overlong := int(metrics.get("samples/overlong", 0)):
+        reasons.append(
+            f"algorithm.overlong_filter leaves out the {overlong:,} answers that rollout.max_response_tokens cut"
+        )
+    if groups := int(metrics.get("groups/zero_signal", 0)):
+        reasons.append(
+            f"in {groups:,} groups of answers to one prompt all rewards are equal, so that every advantage is 0"
+        )
+    if abstained := int(metrics.get("samples/abstained", 0)):
+        reasons.append(f"{abstained:,} answers have no score")
+    return "; ".join(reasons) or "no answer was left"
 
 
 def _by_function(path: str, batch: StepBatch) -> np.ndarray:

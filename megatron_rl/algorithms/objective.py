@@ -145,6 +145,10 @@ class PolicyObjective:
         self.needs = Needs.of(cfg)
         self._kl = None if cfg.kl_in_reward else cfg.kl
 
+    def __reduce__(self) -> tuple[type[PolicyObjective], tuple[AlgorithmConfig]]:
+        """Another process makes it again from its configuration, because it cannot import the function of a file."""
+        return PolicyObjective, (self.cfg,)
+
     @property
     def _normalised_weight(self) -> WeightConfig | None:
         """The importance weight if it is divided by its mean over the mini-batch, else None."""

@@ -16,6 +16,17 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _nothing_is_empty_text(cls, given: Any) -> Any:
+        """YAML reads nothing as null, and a shell gives nothing for `key=''`. A key of text then has the empty text."""
+        if not isinstance(given, Mapping):
+            return given
+        texts = {
+            name for name, field in cls.model_fields.items() if field.annotation is str and not field.is_required()
+        }
+        return {name: "" if value is None and name in texts else value for name, value in given.items()}
+
+    @model_validator(mode="before")
+    @classmethod
     def _no_flag_as_number(cls, given: Any) -> Any:
         """Python counts true as 1, and YAML reads `on` and `yes` as true."""
         for name, value in given.items() if isinstance(given, Mapping) else ():

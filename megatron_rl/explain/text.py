@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_rl.algorithms.advantages import why_untrained
 from megatron_rl.explain.search import FoundSpan
 from megatron_rl.explain.step import LOGGED, STORED, ExplainedAnswer, ExplainedStep
 from megatron_rl.types import Gradient, Tokenizer
@@ -50,7 +51,7 @@ def show(told: Explanation, tokenizer: Tokenizer, console: Console) -> None:
     if told.gradient is not None:
         _show_gradient(told, tokenizer, say)
     elif told.metric == "grad_norm":
-        say("the step trained nothing: in each group of answers to one prompt all rewards are equal")
+        say(f"the step trained nothing: {why_untrained(step.records.get(step.number, {}))}")
     else:
         _show_answers(told, console)
     with_others = "" if told.is_exact else ", with other weights than the run's"

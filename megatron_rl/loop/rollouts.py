@@ -8,6 +8,7 @@ from statistics import fmean
 
 import numpy as np
 
+from megatron_rl.algorithms.advantages import why_untrained
 from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
@@ -246,13 +247,17 @@ class StepWarnings:
 
 
 class UntrainedSteps:
-    """Counts the consecutive steps that could not train, because no group had a signal."""
+    """Counts the consecutive steps that could not train, because no answer had a gradient."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def count(self, is_trained: bool, groups: Sequence[Group], sink: Sink) -> None:
-        """Count a step. The warning comes after two such steps, and then after 4, 8, 16, ..."""
+    def count(self, is_trained: bool, planned: Metrics, groups: Sequence[Group], sink: Sink) -> None:
+        """Count a step. The warning comes after two such steps, and then after 4, 8, 16, ...
+
+        Args:
+            planned: the metrics of the step's plan.
+        """
         self._in_a_row = 0 if is_trained else self._in_a_row + 1
         if self._in_a_row < 2 or self._in_a_row & (self._in_a_row - 1):
             return
@@ -260,11 +265,16 @@ class UntrainedSteps:
         counted = Counter("none" if reward is None else f"{reward:g}" for reward in rewards).most_common(5)
         seen = ", ".join(f"{reward}: {count / len(rewards):.0%}" for reward, count in counted)
         sink.warn(
-            f"nothing was trained in {self._in_a_row} steps in a row: in each group of answers to one prompt all "
-            f"rewards are equal, so every advantage is 0. The rewards of the last step are {seen}. Look at some "
-            "answers (samples.jsonl), choose prompts of another difficulty, or raise rollout.samples_per_prompt",
+            f"nothing was trained in {self._in_a_row} steps in a row. In the last one {why_untrained(planned)}. Its "
+            f"rewards are {seen}. Look at some answers (samples.jsonl), {self._advice(planned)}",
             "no_signal",
         )
+
+    @staticmethod
+    def _advice(planned: Metrics) -> str:
+        if planned.get("samples/overlong"):
+            return "raise rollout.max_response_tokens, or train on cut answers too"
+        return "choose prompts of another difficulty, or raise rollout.samples_per_prompt"
 
 
 class UnscoredPrompts:

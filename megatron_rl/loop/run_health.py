@@ -50,7 +50,8 @@ class RunHealth:
         def told(rule: HealthRule, message: str) -> str:
             if rule == "untrained_tokens":
                 message += self._names_of_untrained(rollouts)
-            return f"{message}. {self._keep(rule, step, rollouts)}" if rule in EXPLAINED else message
+            ended = message if message.endswith((".", "?")) else f"{message}."
+            return f"{ended} {self._keep(rule, step, rollouts)}" if rule in EXPLAINED else message
 
         self._health.look(step, metrics, told)
 

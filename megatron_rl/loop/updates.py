@@ -33,7 +33,7 @@ class Updates:
             ValueError: trainer and engine disagree, or a number is not finite.
         """
         coefficients = self._coefficients
-        self._untrained.count(shares.num_updates > 0, groups, self._sink)
+        self._untrained.count(shares.num_updates > 0, planned, groups, self._sink)
         if not shares.num_updates:
             return {}
         with self._sink.phase("logprobs"):

@@ -4,6 +4,7 @@ combinations: test_algorithms_reference.py and test_algorithms_invariance.py."""
 from __future__ import annotations
 
 import math
+import pickle
 import re
 from dataclasses import replace
 
@@ -50,6 +51,17 @@ def evaluate(objective, logp, columns: PackedColumns, denominators: Denominators
     loss.backward()
     numbers = objective.conclude({name: m.value.item() for name, m in metrics.items()}, None)
     return loss.item(), logp_T.grad.tolist(), numbers
+
+
+def test_a_loss_in_a_file_reaches_another_process(tmp_path):
+    """By its path: no process can import a module whose name is a path."""
+    (tmp_path / "mine.py").write_text("def squared(terms):\n    return terms.log_ratio_T.square(), {}\n")
+    cfg = AlgorithmConfig(loss={"kind": "function", "path": f"{tmp_path}/mine.py:squared"})
+    columns, logp = columns_of([1, 1], [1.0, 1.0], [-1.0, -2.0]), [-1.5, -2.0]
+    objective = PolicyObjective(cfg)
+    arrived = pickle.loads(pickle.dumps(objective))
+    [of_one, of_other] = [evaluate(one, logp, columns, Denominators(2, 1))[:2] for one in (objective, arrived)]
+    assert of_one == of_other == (0.25, [-1.0, 0.0])
 
 
 def test_policy_objective_golden():

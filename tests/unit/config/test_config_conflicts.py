@@ -55,7 +55,7 @@ CONFLICTS = [
     (["eval.verifier=other"], "eval.verifier is 'other', but the rewards are named"),
     (["rollout.delimiter=''", "rewards=[{kind: format}]"], "the kind format looks for rollout.delimiter"),
     (["rewards=[{kind: environment}]"], "environment with kind class, which is null"),
-    ([THINKING, "rollout.delimiter=''"], "rollout.thinking needs rollout.delimiter"),
+    ([THINKING, "rollout.delimiter="], "rollout.thinking needs rollout.delimiter"),
     ([THINKING, "rollout.thinking.closing=stop"], "must end with rollout.delimiter"),
     ([THINKING, "rollout.thinking.response_tokens=17"], r"max_response_tokens \(24\) is below 26"),
     ([THINKING, TURNS], "set rollout.thinking to null"),

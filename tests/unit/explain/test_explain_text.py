@@ -26,8 +26,9 @@ def test_an_answer_has_one_advantage_or_each_token_its_own():
 
 def test_a_step_without_a_signal_has_no_table_of_other_numbers():
     step = SimpleNamespace(number=7, answers=[answer(0, 1)], logged=lambda name: None, usual=lambda name: 0.4)
+    step.records = {7: {"groups/zero_signal": 1.0}}
     console = Console(record=True, width=200, file=io.StringIO())
     show(Explanation(step, "grad_norm", "other weights", False, None, [], []), WORDS, console)
     told = console.export_text()
-    assert "the step trained nothing: in each group" in told and "answers by" not in told
+    assert "the step trained nothing: in 1 groups of answers" in told and "answers by" not in told
     assert told.rstrip().endswith("nothing that is known to be odd was found, with other weights than the run's")

@@ -135,10 +135,23 @@ def test_steps_without_a_score_are_told_less_and_less_often():
 
 def test_steps_in_which_nothing_is_trained_are_told_with_their_rewards():
     sink, steps, groups = World(), UntrainedSteps(), answers(OF_A, OF_A, OF_B, UNSCORED)
+    planned = {"groups/zero_signal": 1.0, "samples/abstained": 1.0, "samples/overlong": 0.0}
     for is_trained in (False, True, False, False, False, False, False):
-        steps.count(is_trained, groups, sink)
-    assert [warning.partition(":")[0] for warning in sink.warnings] == [
+        steps.count(is_trained, planned, groups, sink)
+    assert [warning.partition(".")[0] for warning in sink.warnings] == [
         "nothing was trained in 2 steps in a row",
         "nothing was trained in 4 steps in a row",
     ]
-    assert "The rewards of the last step are 1: 50%, 0: 25%, none: 25%." in sink.warnings[0]
+    assert (
+        "In the last one in 1 groups of answers to one prompt all rewards are equal, so that every advantage is 0; 1 "
+        "answers have no score. Its rewards are 1: 50%, 0: 25%, none: 25%. " in sink.warnings[0]
+    )
+
+
+def test_a_step_whose_answers_were_all_cut_is_told_so():
+    sink, steps = World(), UntrainedSteps()
+    for _ in range(2):
+        steps.count(False, {"samples/overlong": 2.0, "groups/zero_signal": 0.0}, answers(OF_A, OF_B), sink)
+    [warning] = sink.warnings
+    assert "algorithm.overlong_filter leaves out the 2 answers that rollout.max_response_tokens cut." in warning
+    assert "equal" not in warning and warning.endswith("or train on cut answers too")
