@@ -84,12 +84,13 @@ def framed(blob: bytes) -> bytes:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """The records of a file without their heads, up to one that is damaged or cut off."""
+    """The records of a file without their heads, up to one that is damaged or cut off. Zeros, which a loss of power
+    leaves, end the file too; they would be a record of no bytes with the right sum."""
     data, start = path.read_bytes(), 0
     while start + HEAD.size <= len(data):
         size, checksum = HEAD.unpack_from(data, start)
         blob = data[start + HEAD.size : start + HEAD.size + size]
-        if len(blob) < size or zlib.crc32(blob) != checksum:
+        if not size or len(blob) < size or zlib.crc32(blob) != checksum:
             return
         yield blob
         start += HEAD.size + size

@@ -40,7 +40,7 @@ class Calls:
         self._limit_s = limit_s
         self._slots = asyncio.Semaphore(MAX_THREADS)
 
-    async def call(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def call(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         """The result of a function, which runs in a thread of its own, or of a coroutine function, which runs here.
 
         Raises:

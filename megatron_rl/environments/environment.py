@@ -139,7 +139,7 @@ class ClassSession:
         except EnvironmentFault as fault:  # the answer is complete
             log.warning("%s", fault)
 
-    async def _call(self, method: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    async def _call(self, method: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         try:
             return await self._calls.call(function, *arguments, **named)
         except OutOfTime as error:

@@ -85,7 +85,7 @@ class ToolSession:
         pass
 
     async def react(self, text: str) -> Reaction:
-        said = text.rpartition(self._delimiter)[2] if self._delimiter else text
+        said = after_thought(text, self._delimiter)
         given = await asyncio.gather(*(self._result(match[0], match[1]) for match in CALL.finditer(said)))
         messages = tuple({"role": "tool", "name": name, "content": content} for name, content, _ in given)
         return Reaction(messages, done=not given, num_errors=sum(failed for *_, failed in given))
@@ -112,6 +112,18 @@ class ToolSession:
             return name, f"Error: {name} gave {error}", True
         except Exception as error:  # a tool may raise anything, and the model is to read it
             return name, f"Error: {said(error)}", True
+
+
+def after_thought(text: str, delimiter: str) -> str:
+    """What a turn says after its thought, which ends at the first delimiter outside of calls: an argument may have it. A
+    turn without a delimiter is an open thought from where it opens one."""
+    if not delimiter:
+        return text
+    calls = [match.span() for match in CALL.finditer(text) if match[0].endswith("</tool_call>")]
+    for found in re.finditer(re.escape(delimiter), text):
+        if not any(start < found.start() < end for start, end in calls):
+            return text[found.end() :]
+    return text.partition(delimiter.replace("/", "", 1))[0]
 
 
 def _parsed(call: str) -> tuple[str, dict[str, Any]]:

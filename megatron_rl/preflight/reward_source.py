@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator
 from importlib import invalidate_caches
 from importlib.machinery import ModuleSpec
+from keyword import iskeyword
 from pathlib import Path
 
 from megatron_rl.config.function import VALUES, ImportPath, load_function, short_path
@@ -112,7 +113,9 @@ def _by_value(path: str, key: str, name: str) -> str | tuple[str, ast.stmt] | No
         for one in signature.parameters.values()
     ]
     plain = inspect.Signature(taken)
-    [node] = ast.parse(f"def {name if name.isidentifier() else 'function'}{plain}: ...").body
+    # A lambda is saved as `lambda`, which is a keyword.
+    named = name if name.isidentifier() and not iskeyword(name) else "function"
+    [node] = ast.parse(f"def {named}{plain}: ...").body
     return "", node
 
 

@@ -17,8 +17,10 @@ import ast
 import builtins
 import json
 import keyword
+import math
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -58,12 +60,13 @@ def verify(text: str, truth: Any) -> Verdict:
     if name := _TUPLES.get(task):
         metadata = metadata | {name: tuple(map(tuple, metadata[name]))}
     scorer, entry = _scorer(task, json.dumps(truth["config"])), {"answer": truth["answer"], "metadata": metadata}
+    answer = final_answer(text)
+    if task == "puzzle24" and sorted(re.findall(r"\d+", answer)) != sorted(map(str, metadata["numbers"])):
+        return Verdict(0.01)  # as for any wrong answer: the scorer would take any four numbers that make 24
     try:
-        score = scorer(final_answer(text), entry)
+        score = scorer(answer, entry)
     except Exception as error:  # of any class, from any of a hundred tasks
-        if truth["answer"] is None:
-            raise
-        scorer(truth["answer"], entry)
+        scorer("[]" if truth["answer"] is None else truth["answer"], entry)
         return Verdict(0.0, f"the scorer of {task} cannot read the answer: {type(error).__name__}")
     if not (isinstance(score, Real) and 0 <= float(score) <= 1):
         return Verdict(None, f"the scorer of {task} gave {score!r}, which is no number from 0 to 1", failed=True)
@@ -159,4 +162,31 @@ def _parsed(parse: Callable[..., Any], text: str, **options: Any) -> Any:
         raise ValueError(f"{text!r} is no formula")
     if not all(map(is_harmless, re.findall(r"[A-Za-z][A-Za-z0-9]*", text))):
         raise ValueError(f"{text!r} has a name that is neither a symbol nor an elementary function")
+    with suppress(SyntaxError, MemoryError, RecursionError):  # the parser below reads more than Python does
+        if (bits := _bits(ast.parse(text.strip(), mode="eval").body)) > MOST_BITS:
+            raise ValueError(f"{text!r} has a number of {bits:g} bits")
     return parse(text, **options)
+
+
+MOST_BITS = 10_000
+"""Of a number in an answer. Within them, no scorer takes longer than a few milliseconds."""
+
+
+def _bits(node: ast.AST) -> float:
+    """About as many bits as the value of an expression can have, which it would take to compute it exactly."""
+    inner = [_bits(one) for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+    if isinstance(node, ast.Constant):
+        return float(node.value.bit_length()) if isinstance(node.value, int) else 1024.0
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return inner[0] * _power_of_2(inner[1])
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("cosh", "exp", "factorial", "sinh")
+    ):
+        return _power_of_2(max(inner))
+    return sum(inner) or 1.0
+
+
+def _power_of_2(exponent: float) -> float:
+    return 2.0**exponent if exponent < 1000 else math.inf

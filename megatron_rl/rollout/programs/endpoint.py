@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 MODEL = "policy"
 """The name of the model, as `{base_url}/models` gives it. Any name in a request is taken for it."""
 MAX_REQUEST_BYTES = 64 << 20
+MAX_WAITING = 4096
+"""The number of connections that may wait until the server accepts them, because hundreds of agents ask at once. Linux
+bounds it by net.core.somaxconn, which is 4,096 by default."""
 
 NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0,
@@ -160,7 +163,7 @@ class Endpoint:
 
     async def start(self) -> None:
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
+        site = web.TCPSite(self._runner, self._host, 0, backlog=MAX_WAITING)
         await site.start()
         self._port = self._runner.addresses[0][1]
 

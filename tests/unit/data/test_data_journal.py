@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import cover
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,4 +89,13 @@ def test_a_damaged_record_and_what_follows_it_are_not_read(tmp_path):
     data = bytearray(path.read_bytes())
     data[start + 100] ^= 1
     path.write_bytes(data)
+    assert sorted(read_journal(tmp_path)) == [0]
+
+
+@pytest.mark.parametrize("num", [15, 16, 100])
+def test_zeros_that_a_loss_of_power_leaves_end_the_file(tmp_path, num):
+    """A head of zeros would be a record of no bytes, and its sum would be right."""
+    JournalWriter(tmp_path).write({0: group(0)})
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes() + bytes(num))
     assert sorted(read_journal(tmp_path)) == [0]

@@ -32,6 +32,17 @@ async def ends(kind: str) -> None:
     raise ENDS[kind]
 
 
+def apply(function: str, method: str, self: str = "") -> str:
+    """Have arguments whose names the project's own functions use, too.
+
+    Args:
+        function: any text.
+        method: any text.
+        self: any text.
+    """
+    return f"{function} {method} {self}"
+
+
 async def broken_within(kind: str, how: str) -> str:
     """Fail.
 
@@ -136,6 +147,19 @@ class AsyncCountdown(Countdown):
 
     async def step(self, text: str):
         return super().step(text)
+
+
+class Named:
+    """Has arguments whose names the project's own functions use, too."""
+
+    def __init__(self, function: str = "", method: str = "") -> None:
+        self.name = function or method
+
+    def reset(self, row) -> None:
+        pass
+
+    def step(self, text: str):
+        return self.name, None, False
 
 
 class Greets(Countdown):

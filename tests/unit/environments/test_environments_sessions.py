@@ -68,8 +68,45 @@ def test_a_turn_without_a_call_ends_the_answer():
     assert react(tools("multiply"), "42") == Reaction(done=True)
 
 
-def test_a_call_in_a_thought_is_none():
-    assert react(tools("multiply"), f"<think>{call('multiply')}</think>42", "</think>") == Reaction(done=True)
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<think>{call('multiply')}</think>42",
+        f"I could write {PRODUCT}, but</think>42",  # the prompt has opened the thought
+        f"<think>I could write {PRODUCT}, but",
+        f"<think>I could write <tool_call> or</think>{PRODUCT[:-12]}</think>",
+    ],
+)
+def test_a_call_in_a_thought_is_none(text):
+    assert contents(react(tools("multiply"), text, "</think>"))[:1] != ["42"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<think>so</think>{PRODUCT}",
+        PRODUCT,
+        f"{PRODUCT} is what I ask",
+        f"<think>so</think>{PRODUCT} and </think>",
+        f"<think>I write <tool_call> now</think>{PRODUCT}",
+    ],
+)
+def test_a_call_after_the_thought_counts(text):
+    assert contents(react(tools("multiply"), text, "</think>")) == ["42"]
+
+
+def test_an_argument_may_have_the_end_of_a_thought():
+    for before in ("", "<think>so</think>"):
+        asked = before + call("later", '{"text": "a </think> b"}')
+        assert contents(react(tools("later"), asked, "</think>")) == ["a </think> b"]
+
+
+def test_arguments_may_have_any_name():
+    asked = call("apply", '{"function": "f", "method": "m", "self": "s"}')
+    assert contents(react(tools("apply"), asked)) == ["f m s"]
+    for name in ("function", "method"):
+        options = ClassEnvironment(path=f"{HERE}:Named", arguments={name: "x"})
+        assert react(options, "1").messages[0]["content"] == "x"
     assert contents(react(tools("multiply"), f"<think>hm</think>{PRODUCT}", "</think>")) == ["42"]
 
 

@@ -605,6 +605,13 @@ def test_an_exception_of_the_standard_library_is_caught_by_its_name(name):
     assert judge(program, [f"{modules}try:\n    f()\nexcept KeyError:\n    assert f"]).score == 0.0
 
 
+def test_a_group_of_exceptions_is_none_of_its_exceptions():
+    program = "def f(): raise ExceptionGroup('a', [ValueError(1)])"
+    test = "try:\n    f()\nexcept {} as error:\n    assert str(error)\nelse:\n    assert False"
+    assert judge(program, [test.format("ValueError")]).score == 0.0
+    assert judge(program, [test.format("Exception")]).score == 1.0
+
+
 def test_a_program_cannot_skip_a_test_of_unittest():
     test = (
         "import unittest\nclass T(unittest.TestCase):\n    def test_a(self): self.assertEqual(f(1), 2)\n"

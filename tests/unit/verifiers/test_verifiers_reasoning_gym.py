@@ -54,9 +54,14 @@ CASES = [
     (truth("caesar_cipher", "JUST A TEST"), "JUST A TEST", 1.0),
     (truth("caesar_cipher", "JUST A TEST"), "KVTU B UFTU", 0.0),
     (truth("chain_sum", "1000"), "+01,000.00", 1.0),
-    (truth("puzzle24"), "(7 - 3) * (8 - 2)", 1.0),
-    (truth("puzzle24"), "7 + 3 + 8 + 2", 0.01),
-    (truth("puzzle24"), "12 * 2", 0.01),
+    (truth("puzzle24", numbers=[7, 3, 8, 2]), "(7 - 3) * (8 - 2)", 1.0),
+    (truth("puzzle24", numbers=[7, 3, 8, 2]), "7 + 3 + 8 + 2", 0.01),
+    (truth("puzzle24", numbers=[7, 3, 8, 2]), "12 * 2", 0.01),
+    (truth("puzzle24", numbers=[7, 3, 8, 2]), "4*8 - 6 - 2", 0.01),
+    (truth("puzzle24", numbers=[9, 9, 9, 9]), "9**9**9**9", 0.01),
+    (truth("countdown", "9*9", numbers=[9, 9, 9], target=81), "9**9**9", 0.01),
+    (truth("countdown", "9*9", numbers=[10], target=81), "exp(exp(exp(10)))", 0.01),
+    (truth("polynomial_multiplication", "x"), "2**(2**30)", 0.0),
     (truth("countdown", numbers=[3, 5, 2], target=13), "3 * 5 - 2", 1.0),
     (truth("countdown", numbers=[3, 5, 2], target=13), "3 + 5 + 2", 0.05),
     (truth("countdown", numbers=[3, 5, 2], target=13), "thirteen", 0.01),
@@ -193,6 +198,15 @@ CODE = [
     "(lambda: open({!r}, 'w'))()",
     "sin(open({!r}, 'w'))",
 ]
+
+
+@pytest.mark.parametrize("text", ["[0]", "NaN", '{"a": 1}'])
+def test_an_answer_in_another_form_scores_0_where_a_row_has_no_answer_of_its_own(text):
+    """An abstention would let a policy escape the score 0."""
+    [row] = rows_of("boxnet", {}, 1, 0)
+    assert row["ground_truth"]["answer"] is None and verify(text, row["ground_truth"]).score == 0.0
+
+
 EVALUATED = {
     "binary_matrix": truth("binary_matrix", "0 1\n1 2"),
     "spiral_matrix": truth("spiral_matrix", "1 2 4 3"),
@@ -201,7 +215,7 @@ EVALUATED = {
     "simple_integration": truth("simple_integration", variable="x", integrand="x"),
     "intermediate_integration": truth("intermediate_integration", variable="x", integrand="x"),
     "polynomial_multiplication": truth("polynomial_multiplication", "x"),
-    "puzzle24": truth("puzzle24"),
+    "puzzle24": truth("puzzle24", numbers=[1]),
     "countdown": truth("countdown", numbers=[1], target=1),
 }
 
