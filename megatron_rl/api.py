@@ -261,13 +261,16 @@ def start(
         "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"},
         "model": _section(inputs.model),
     }
+    if isinstance(files, str | os.PathLike):
+        raise ValueError(f"files is one path, {os.fspath(files)!r}; give a list of paths")
     given = _merged(files, own, sections)
     folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
     written = folder / INPUTS
-    if written.exists() and (folder / METRICS).exists() and not continued:
-        raise ValueError(
-            f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
-        )
+    if not continued:
+        require_new(folder)
+    if isinstance(inputs.data, Mapping) and hasattr(inputs.data, "save_to_disk"):
+        sets = ", ".join(map(repr, inputs.data))
+        raise ValueError(f"the data is a {type(inputs.data).__name__} of {sets}; give one of them, such as data[...]")
     data = dict(inputs.data) if isinstance(inputs.data, Mapping) else {"train": inputs.data}
     if "train" not in data:
         raise ValueError("data is a mapping without `train`, which has the rows")
@@ -283,14 +286,32 @@ def start(
     functions = Functions(written / f"functions{VALUES}")
     given = functions.named(given)
     validate(KINDS[kind], given)
+    # A run that goes on keeps its inputs until the new ones are whole, because a row may be refused.
+    new = folder / f"{INPUTS}.new"
+    rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        for part in (rows, heldout, functions):
+            if part is not None:
+                part.save(new)
+        (new / f"{kind}.yaml").write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
+    except BaseException:
+        rmtree(new)
+        raise
     rmtree(written, ignore_errors=True)
-    written.mkdir(parents=True)
-    for part in (rows, heldout, functions):
-        if part is not None:
-            part.save()
-    path = written / f"{kind}.yaml"
-    path.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
-    return _run(path, Run(folder), watch)
+    new.rename(written)
+    return _run(written / f"{kind}.yaml", Run(folder), watch)
+
+
+def require_new(folder: Path) -> None:
+    """
+    Raises:
+        ValueError: the folder has a run.
+    """
+    if (folder / INPUTS).exists() and (folder / METRICS).exists():
+        raise ValueError(
+            f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
+        )
 
 
 def _with_steps(sections: Mapping[str, Any], steps: int) -> dict[str, Any]:

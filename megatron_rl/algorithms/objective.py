@@ -15,6 +15,7 @@ Shape letters: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
@@ -178,7 +179,8 @@ class PolicyObjective:
             columns = [replace(c, selected_T=chosen_T) for c, chosen_T in zip(columns, chosen, strict=True)]
         if cfg.top_entropy_share < 1:
             assert first_pass is not None  # `needs.first_pass` asks for it
-            count = max(1, int(cfg.top_entropy_share * num_tokens))
+            # The tokens at or above the inclusive quantile; rounded, because 0.8 x 5 may be 4.000000000000001.
+            count = num_tokens - math.ceil(round((num_tokens - 1) * (1 - cfg.top_entropy_share), 6))
             masks = [c.action_mask_T for c in columns]
             entropies = [p.entropy_T for p in first_pass if p.entropy_T is not None]  # all: `needs.entropy` asks for it
             chosen = choose_largest(entropies, masks, count, sum_over_ranks)
@@ -237,7 +239,10 @@ class PolicyObjective:
         if entropy_T is not None:
             shares["entropy"] = actions(entropy_T)
         if cfg.entropy:
-            total_T = total_T - coefficients["entropy"] * actions(given["entropy"])
+            bonus_T = coefficients["entropy"] * actions(given["entropy"])
+            if cfg.entropy.aggregation == "token-mean":  # without the weight that it gets with the loss below
+                bonus_T = bonus_T / (columns.weight_T.detach() * denominators.num_tokens)
+            total_T = total_T - torch.where(mask_T & (columns.weight_T > 0), bonus_T, 0.0)
 
         weight_T = torch.where(mask_T, columns.weight_T, 0.0)
         loss, policy_loss = (weight_T * total_T).sum(), (weight_T * policy_T.detach()).sum()

@@ -126,6 +126,9 @@ class EntropyConfig(Section):
 
     coefficient: Annotated[FixedCoefficient | AdaptiveEntropyCoefficient, Field(discriminator="kind")]
     """The factor of the entropy: a fixed one, or one that adapts to a target entropy."""
+    aggregation: Literal["loss", "token-mean"] = "loss"
+    """How the entropies of tokens become one number. `loss`: like the token losses (`algorithm.loss_agg_mode`), as in
+    verl. `token-mean`: their mean over the mini-batch for every `loss_agg_mode`, as in TRL."""
 
 
 class AlgorithmConfig(Section):
@@ -149,7 +152,8 @@ class AlgorithmConfig(Section):
     """The entropy bonus; null means none."""
     top_entropy_share: Share = 1.0
     """The share of the mini-batch's action tokens, by highest entropy, that have a policy loss (Wang et al. 2025,
-    arXiv:2506.01939, use 0.2). 1 means all tokens."""
+    arXiv:2506.01939, use 0.2): the tokens at or above the quantile `1 - share` of all, as in TRL. 1 means all
+    tokens."""
     drop_zero_signal: bool = True
     """true: groups whose advantages are all 0 leave the step, and a metric counts them. For most estimators these are
     the groups with equal rewards. false: they stay in the denominators."""

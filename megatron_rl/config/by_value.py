@@ -12,8 +12,11 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 UNCOPIED = (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, pickle.PicklingError, OSError)
 """What pickling raises for locks, open files, connections, and the like."""
@@ -28,20 +31,28 @@ class Functions:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def named(self, value: Any) -> Any:
-        """The same configuration with a path in the place of each function."""
+        """The same configuration with a path in the place of each function, and plain numbers of Python."""
         if isinstance(value, Mapping):
             return {key: self.named(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self.named(one) for one in value]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
-        return self._path_of(value) if callable(value) else value
+        if callable(value):
+            return self._path_of(value)
+        if isinstance(value, np.generic | np.ndarray):
+            return value.tolist()
+        return float(value) if isinstance(value, Decimal) else value
 
-    def save(self) -> None:
+    def save(self, into: Path) -> None:
+        """
+        Args:
+            into: the folder that will take the place of the path's own.
+        """
         import cloudpickle
 
         if self._functions:
-            self._path.write_bytes(cloudpickle.dumps(self._functions))
+            (into / self._path.name).write_bytes(cloudpickle.dumps(self._functions))
 
     def _path_of(self, function: Callable[..., Any]) -> str:
         import cloudpickle

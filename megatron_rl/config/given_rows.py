@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from shutil import copyfile, copytree
 from typing import Any
 
 import numpy as np
@@ -21,26 +22,37 @@ class GivenRows:
 
     def __init__(self, given: Rows, path: Path) -> None:
         self._given = given
+        self._is_dataset = hasattr(given, "save_to_disk") and not _has_transform(given)
+        self._old: Path | None = None
+        """The given rows, if they are in the folder of `path`."""
         if isinstance(given, str | os.PathLike):
             self.path = os.fspath(given)
+            if Path(given).absolute().parent == path.absolute().parent:
+                self._old = Path(given).absolute()
         else:
-            self.path = str(path if hasattr(given, "save_to_disk") else path.with_suffix(".jsonl"))
+            self.path = str(path if self._is_dataset else path.with_suffix(".jsonl"))
 
-    def save(self) -> None:
+    def save(self, into: Path) -> None:
         """Write the rows, unless they are in a file already.
+
+        Args:
+            into: the folder that will take the place of the path's own.
 
         Raises:
             ValueError: there are none, or one is no mapping, or has a value that JSON does not have.
         """
+        path = into / Path(self.path).name
+        if self._old is not None and self._old.exists():
+            (copytree if self._old.is_dir() else copyfile)(self._old, path)
         if isinstance(self._given, str | os.PathLike):
             return
-        if hasattr(self._given, "save_to_disk"):
-            self._given.save_to_disk(self.path)
+        if self._is_dataset:
+            self._given.save_to_disk(str(path))  # type: ignore[attr-defined]
             return
         if not isinstance(self._given, Iterable):
             raise ValueError(f"the data must be rows, or a path of rows, but it is {self._given!r}")
         number = 0
-        with open_text(Path(self.path)) as file:
+        with open_text(path) as file:
             for number, row in enumerate(self._given, start=1):
                 if not isinstance(row, Mapping):
                     raise ValueError(
@@ -52,6 +64,12 @@ class GivenRows:
                     raise ValueError(f"row {number} of the data is not JSON: {error}; convert the value") from error
         if not number:
             raise ValueError("the data has no row")
+
+
+def _has_transform(given: Any) -> bool:
+    """Whether the rows of a data set are made by a function when they are read, which cannot be saved."""
+    form = getattr(given, "format", None)
+    return isinstance(form, Mapping) and form.get("type") == "custom"
 
 
 def _plain(value: Any) -> Any:

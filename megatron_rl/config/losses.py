@@ -102,8 +102,8 @@ class CispoLoss(PolicyLoss):
     kind: Literal["cispo"] = "cispo"
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The weight is clipped from below at 1 - clip_ratio_low; 1 means no lower clip, as in the paper."""
-    clip_ratio_high: PositiveFloat = 0.2
-    """The weight is clipped from above at 1 + clip_ratio_high."""
+    clip_ratio_high: Annotated[float, Field(gt=-1)] = 0.2
+    """The weight is clipped from above at 1 + clip_ratio_high, which may be below 1."""
 
 
 class SapoLoss(PolicyLoss):

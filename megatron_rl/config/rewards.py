@@ -29,11 +29,9 @@ class Reward(Section):
 
     kind: str
     needs_all_answers: ClassVar[bool] = False
-    """Whether the score of an answer may depend on the other answers of the step, so that all are scored in one
-    call."""
+    """Whether the score of an answer may depend on the other answers of the step, which one call then scores."""
     name: str | None = None
-    """The reward's name in metrics and logs, which must be unique; null means the reward's kind, or the name of its
-    function."""
+    """The reward's name in metrics and logs, which must be unique; null means its kind, or its function's name."""
     weight: float = 1.0
     """The factor of this reward's score in the sum of all rewards."""
     datasets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
@@ -44,12 +42,14 @@ class Reward(Section):
     time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
     to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
     timeout_s: PositiveFloat = 600
-    """The longest time, in seconds, that one call may take. A call scores the answers that finished since the previous
-    call, or, for a `function`, all answers of a step. After this time the verifier's process is replaced, or an
-    asynchronous function is cancelled, and `on_error` decides about the answers of the call."""
+    """The longest time of one call, in seconds. A call scores the answers that finished since the previous call, or, for
+    a `function`, all of a step. Later the verifier's process is replaced, or an asynchronous function is cancelled, and
+    `on_error` decides about the answers of the call."""
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""
+    max_failed_steps: PositiveInt | None = 3
+    """The same for steps when every answer failed (`on_error`)."""
 
     @property
     def label(self) -> str:

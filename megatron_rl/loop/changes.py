@@ -31,7 +31,7 @@ MAY_CHANGE = re.compile(
             r"rollout\.(dump(\.last)?|lora|num_engines|tensor|pipeline|expert_parallel|prefix_cache|max_sequences|gpu_memory_utilization)",
             r"rollout\.vllm(\..*)?",
             r"rollout\.environment\.(processes|step_timeout_s)",
-            r"rewards\.\d+\.(on_error|timeout_s|max_silent_steps)",
+            r"rewards\.\d+\.(on_error|timeout_s|max_silent_steps|max_failed_steps)",
             r"rewards\.\d+\.(url|api_key_env|attempts|answer_timeout_s|max_concurrency|requests_per_minute)",
             r"algorithm\.(max_mismatch|(kl|entropy)\.coefficient\.value)",
             r"(balance|bridge|checkpoint|cluster|eval|observe|slurm)(\..*)?",

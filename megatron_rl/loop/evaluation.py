@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import comb, sqrt
 from statistics import fmean, variance
 
+from megatron_rl.config.rewards import datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import thoughts_of
 from megatron_rl.loop.rollouts import verdicts_of
@@ -37,7 +38,24 @@ def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
         "eval/num_samples": float(len(samples)),
         "eval/abstained": float(len(samples) - len(scores)),
         "eval/response_mean": fmean(sample.num_response_tokens for sample in samples),
+        **_by_dataset(groups),
     }
+
+
+def _by_dataset(groups: Sequence[Group]) -> Metrics:
+    """The mean reward and length of each data set, if the rows have the column `dataset` with several."""
+    of_sets: dict[str, list[Group]] = {}
+    for group in groups:
+        for name in datasets_of(group.prompt.columns):
+            of_sets.setdefault(name, []).append(group)
+    metrics: Metrics = {}
+    for name, own in of_sets.items() if len(of_sets) > 1 else ():
+        scores = [verdict.score for verdict in verdicts_of(own) if verdict.score is not None]
+        if scores:
+            metrics[f"eval/dataset/{name}/reward_mean"] = fmean(scores)
+        lengths = [sample.num_response_tokens for group in own for sample in group.rollouts]
+        metrics[f"eval/dataset/{name}/response_mean"] = fmean(lengths)
+    return metrics
 
 
 def _describe_answers(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:

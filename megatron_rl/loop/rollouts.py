@@ -149,12 +149,13 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
 
 
 class SilentRewards:
-    """Counts, for each reward, the consecutive steps when it scored none of the answers that it should, and when it
-    gave all of them 0. The sum of the rewards would hide it if another reward gives scores."""
+    """Counts, for each reward, the consecutive steps when it scored none of the answers that it should, when it failed,
+    and when it gave all of them 0. The sum of the rewards would hide it if another reward gives scores."""
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._rewards = rewards
         self._silent_steps, self._zero_steps = [0] * len(rewards), [0] * len(rewards)
+        self._failed_steps = [0] * len(rewards)
         self._told: set[str] = set()
 
     def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
@@ -183,16 +184,18 @@ class SilentRewards:
                 told = common_reason(own)
                 sink.warn(f"reward {reward.label} gave 0 to all answers of two steps in a row{told}", "silent_reward")
             if scores:
-                self._silent_steps[i] = 0
+                self._silent_steps[i] = self._failed_steps[i] = 0
                 continue
             self._silent_steps[i] += 1
+            self._failed_steps[i] = self._failed_steps[i] + 1 if failed else 0
             seen = f"reward {reward.label} scored none of {len(own)} answers"
             why = "logs/rewards.log says why" if failed else "it abstained from all of them"
-            if reward.max_silent_steps is not None and self._silent_steps[i] >= reward.max_silent_steps:
-                raise ValueError(
-                    f"{seen} in {self._silent_steps[i]} steps in a row; {why}. Correct the reward, "
-                    f"or raise its max_silent_steps"
-                )
+            for key, bound, steps in (
+                ("max_silent_steps", reward.max_silent_steps, self._silent_steps[i]),
+                ("max_failed_steps", reward.max_failed_steps, self._failed_steps[i]),
+            ):
+                if bound is not None and steps >= bound:
+                    raise ValueError(f"{seen} in {steps} steps in a row; {why}. Correct the reward, or raise its {key}")
             if not self._silent_steps[i] & (self._silent_steps[i] - 1):  # after 1, 2, 4, ... steps
                 sink.warn(f"{seen}; {why}", "silent_reward")
 

@@ -79,6 +79,8 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "eval/num_samples": "held-out answers",
         "eval/abstained": "held-out answers without a score",
         "eval/response_mean": "the mean length of a held-out answer, in tokens",
+        "eval/dataset/{dataset}/reward_mean": "the same of the rows of one data set, if there are several",
+        "eval/dataset/{dataset}/response_mean": "the mean length of the answers to these rows, in tokens",
     },
     "Policy": {
         "loss": "the loss whose gradient is taken, with KL and entropy terms",

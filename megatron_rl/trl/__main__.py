@@ -8,7 +8,8 @@ python -m megatron_rl.trl > docs/coming_from_trl.md
 from __future__ import annotations
 
 from megatron_rl.trl import ARGUMENTS
-from megatron_rl.trl.trainer import NAMES, REFUSED
+from megatron_rl.trl.metrics import NAMES
+from megatron_rl.trl.trainer import REFUSED
 
 HEAD = """# Coming from TRL
 

@@ -6,11 +6,9 @@ refused by name if it differs from its default; none is ignored because nobody t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, make_dataclass
-from difflib import get_close_matches
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Any, Literal
 
 Treatment = Literal["mapped", "implied", "refused"]
 
@@ -32,7 +30,7 @@ _SPEED = "a matter of speed or memory, which does not change what is trained"
 _FILES = "the run's folder has all of it: metrics.jsonl, samples.jsonl, report.html"
 _SERVER = "the run starts its own engines; sections `rollout` and `cluster` place them"
 _LOADER = "rows are read once and tokenized before the run"
-_HUB = "nothing is uploaded; `run.model` is a folder, which `hf upload` takes"
+_HUB = "the trained model is uploaded after the run, and by `trainer.push_to_hub()`"
 _ROUTE = "the actor is Megatron's: tensor, pipeline and data parallelism are in `policy.parallel`"
 
 _SEQUENCE_MASK = (
@@ -47,16 +45,20 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "run.steps", max_steps=-1, num_train_epochs=3.0),
     **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
     **_all("mapped", "policy.optimizer.schedule and min_lr_ratio", lr_scheduler_type="linear"),
-    **_all("mapped", "policy.optimizer.min_lr_ratio, from `min_lr_rate`", lr_scheduler_kwargs=None),
+    **_all("mapped", "policy.optimizer.min_lr_ratio, from `min_lr_rate` or `min_lr`", lr_scheduler_kwargs=None),
     **_all("mapped", "policy.optimizer.warmup_steps; below 1 a share of all optimizer steps", warmup_steps=0),
-    **_all("mapped", "policy.optimizer.kind: adam, if its name begins with `adamw`", optim="adamw_torch_fused"),
+    **_all(
+        "mapped",
+        "policy.optimizer.kind: adam, if it is a form of AdamW; states of 8 or 4 bits are told to be fp32",
+        optim="adamw_torch_fused",
+    ),
     **_all("mapped", "policy.optimizer.weight_decay", weight_decay=0.0),
     **_all("mapped", "policy.optimizer.betas", adam_beta1=0.9, adam_beta2=0.999),
     **_all("mapped", "policy.optimizer.eps", adam_epsilon=1e-8),
     **_all("mapped", "policy.optimizer.clip_grad", max_grad_norm=1.0),
     **_all("mapped", "model.dtype; None is `auto`", bf16=None),
     **_all("mapped", "model.recompute", gradient_checkpointing=True),
-    **_all("mapped", "observe", report_to="none"),
+    **_all("mapped", "observe: wandb, tensorboard, mlflow; other trackers are told to be left out", report_to="none"),
     **_all("mapped", "eval.every", eval_strategy="no", eval_steps=None),
     **_all("mapped", "eval.samples_per_prompt", num_generations_eval=None),
     **_all("mapped", "checkpoint.every", save_strategy="steps", save_steps=500),
@@ -65,7 +67,8 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "`train(resume_from_checkpoint=...)`", resume_from_checkpoint=None),
     **_all(
         "mapped",
-        "model.dtype, from `dtype` or `torch_dtype`; how attention is computed is ours",
+        "model.dtype, from `dtype` or `torch_dtype`, and `revision` of a name of the hub; `device_map`, `use_cache`, "
+        "`low_cpu_mem_usage` and how attention is computed are ours",
         model_init_kwargs=None,
     ),
     **_all("mapped", "policy.load_balancing_loss", router_aux_loss_coef=None),
@@ -76,9 +79,14 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "rollout.gpu_memory_utilization, with use_vllm", vllm_gpu_memory_utilization=0.3),
     **_all("mapped", "rollout.tensor, with use_vllm", vllm_tensor_parallel_size=1),
     **_all("mapped", "algorithm.kl, with the estimator k3", beta=0.0),
-    **_all("mapped", "algorithm.kl.straight_through, whose expected gradient is the same", use_bias_correction_kl=True),
+    **_all(
+        "mapped",
+        "algorithm.kl.straight_through, whose expected gradient is the same; with several optimizer steps "
+        "on a batch of answers it is refused, because TRL's then has the ratio as a weight",
+        use_bias_correction_kl=True,
+    ),
     **_all("mapped", "the clip of algorithm.loss", epsilon=0.2, epsilon_high=None),
-    **_all("mapped", "algorithm.loss.clip_ratio_c, the bound of dual clip", delta=None),
+    **_all("mapped", "algorithm.loss.clip_ratio_c, the bound of dual clip; at least 1 + epsilon_high", delta=None),
     **_all("mapped", "algorithm.loss: sapo", sapo_temperature_neg=1.05, sapo_temperature_pos=1.0),
     **_all("mapped", "algorithm.loss: gspo, if it is `sequence`", importance_sampling_level="token"),
     **_all("mapped", "rewards[].weight", reward_weights=None),
@@ -86,16 +94,27 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "algorithm.adv_estimator.std; 1e-6 is added to it, in TRL 1e-4", scale_rewards="group"),
     **_all("mapped", "algorithm.loss_agg_mode, and algorithm.loss", loss_type="dapo"),
     **_all("mapped", "algorithm.overlong_filter", mask_truncated_completions=False),
-    **_all("mapped", "algorithm.top_entropy_share", top_entropy_quantile=1.0),
-    **_all("mapped", "algorithm.entropy", entropy_coef=0.0, use_adaptive_entropy=False, entropy_target=0.2),
+    **_all("mapped", "algorithm.top_entropy_share, by TRL's inclusive quantile", top_entropy_quantile=1.0),
+    **_all(
+        "mapped",
+        "algorithm.entropy, as the mean over tokens for every loss_type",
+        entropy_coef=0.0,
+        use_adaptive_entropy=False,
+        entropy_target=0.2,
+    ),
     **_all("mapped", "algorithm.entropy.coefficient", entropy_coef_max=1.0, entropy_coef_delta=0.005),
-    **_all("mapped", "algorithm.correction, with use_vllm", vllm_importance_sampling_correction=True),
+    **_all(
+        "mapped",
+        "algorithm.correction with use_vllm; without it the run has its own default",
+        vllm_importance_sampling_correction=True,
+    ),
     **_all("mapped", f"algorithm.correction; {_SEQUENCE_MASK}", vllm_importance_sampling_mode="sequence_mask"),
     **_all("mapped", "algorithm.correction", vllm_importance_sampling_clip_max=3.0),
     **_all("mapped", "algorithm.correction", vllm_importance_sampling_clip_min=None),
     **_all("mapped", "algorithm.correction.reject, the masking of DeepSeek-V3.2", off_policy_mask_threshold=None),
     # The same in every run here, or without meaning.
-    **_all("implied", "vLLM always generates", use_vllm=False, vllm_mode="colocate", vllm_model_impl="vllm"),
+    **_all("mapped", "vLLM always generates; the keys of vllm_... count with it", use_vllm=False),
+    **_all("implied", "vLLM always generates", vllm_mode="colocate", vllm_model_impl="vllm"),
     **_all("implied", "cluster.colocate puts trainer and engines on the same GPUs", vllm_enable_sleep_mode=False),
     **_all("implied", _SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
     **_all("implied", _SERVER, vllm_server_timeout=240.0, vllm_group_port=51216, ds3_gather_for_generation=True),
@@ -127,8 +146,10 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", "checkpoints are complete or absent", save_on_each_node=False, enable_jit_checkpoint=False),
     **_all("implied", "a resumed run continues to the bit", ignore_data_skip=False, full_determinism=False),
     **_all("implied", "a resumed run continues to the bit", restore_callback_states_from_checkpoint=False),
-    **_all("implied", _HUB, hub_token=None, hub_private_repo=None, hub_model_id=None, hub_strategy="every_save"),
-    **_all("implied", _HUB, hub_always_push=False, hub_revision=None, log_completions_hub_repo=None),
+    **_all("mapped", _HUB, push_to_hub=False, hub_token=None, hub_private_repo=None, hub_model_id=None),
+    **_all("mapped", _HUB, hub_revision=None),
+    **_all("implied", "it is uploaded once, after the run", hub_strategy="every_save", hub_always_push=False),
+    **_all("implied", _FILES, log_completions_hub_repo=None),
     **_all("implied", _LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
     **_all("implied", _LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
     **_all("implied", _LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
@@ -162,7 +183,6 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("refused", "Adam has no further options here", optim_args=None, optim_target_modules=None),
     **_all("refused", "it is not known here", label_smoothing_factor=0.0, neftune_noise_alpha=None),
     **_all("refused", "a checkpoint has all that a run needs", save_only_model=False),
-    **_all("refused", _HUB, push_to_hub=False),
     **_all(
         "refused", "checkpoint.keep_best keeps it, and `megatron-rl export` writes it", load_best_model_at_end=False
     ),
@@ -171,48 +191,67 @@ ARGUMENTS: Mapping[str, Argument] = {
 }
 
 
-REMOVED = {"max_prompt_length": "give sections={'rollout': {'max_prompt_tokens': ...}}"}
-"""Arguments of earlier releases of TRL, and what is in their place."""
+FORMER: Mapping[str, Argument] = {
+    **_all("mapped", "rollout.max_prompt_tokens; prompts are not cut, as in TRL 1.0", max_prompt_length=None),
+    **_all("mapped", "it is warmup_steps below 1 today", warmup_ratio=None),
+    **_all("mapped", "it is eval_strategy today", evaluation_strategy=None),
+    **_all("mapped", "it is log_unique_prompts today", wandb_log_unique_prompts=None),
+    **_all("implied", _FILES, logging_dir=None),
+    **_all("implied", "a folder that has a run is never overwritten", overwrite_output_dir=None),
+    **_all("implied", _SERVER, vllm_device=None, vllm_dtype=None, vllm_max_model_len=None),
+    **_all("implied", "weights are saved as safetensors", save_safetensors=None),
+    **_all("implied", "rows are packed without padding", group_by_length=None),
+    **_all("implied", _ROUTE, no_cuda=None, use_mps_device=None, half_precision_backend=None, ddp_backend_options=None),
+    **_all("implied", _SPEED, jit_mode_eval=None, torchdynamo=None, use_ipex=None),
+    **_all("implied", "rewards are what is measured", include_inputs_for_metrics=None, past_index=None),
+}
+"""Arguments of earlier releases of TRL and transformers, which may be given, too."""
+
+TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(
+        "output_dir optim_args torch_compile_backend torch_compile_mode run_name trackio_space_id trackio_bucket_id "
+        "trackio_static_space_id hub_token hub_model_id hub_revision metric_for_best_model ddp_backend fsdp "
+        "dataloader_multiprocessing_context cache_implementation vllm_structured_outputs_regex vllm_server_base_url "
+        "log_completions_hub_repo resume_from_checkpoint evaluation_strategy logging_dir vllm_device vllm_dtype "
+        "half_precision_backend torchdynamo ddp_backend_options".split(),
+        str | None,
+    ),
+    **dict.fromkeys(
+        "bf16 tf32 disable_tqdm hub_private_repo greater_is_better remove_unused_columns ddp_find_unused_parameters "
+        "ddp_broadcast_buffers ddp_static_graph shuffle_dataset wandb_log_unique_prompts overwrite_output_dir "
+        "save_safetensors group_by_length no_cuda use_mps_device jit_mode_eval use_ipex "
+        "include_inputs_for_metrics".split(),
+        bool | None,
+    ),
+    **dict.fromkeys(
+        "torch_empty_cache_steps eval_accumulation_steps save_total_limit data_seed dataloader_prefetch_factor "
+        "ddp_bucket_cap_mb num_generations num_generations_eval max_completion_length generation_batch_size "
+        "steps_per_generation vllm_max_model_length max_tool_calling_iterations num_completions_to_print "
+        "max_prompt_length vllm_max_model_len past_index".split(),
+        int | None,
+    ),
+    **dict.fromkeys(
+        "neftune_noise_alpha eval_steps router_aux_loss_coef min_p delta epsilon_high "
+        "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min off_policy_mask_threshold "
+        "vllm_importance_sampling_cap warmup_ratio".split(),
+        float | None,
+    ),
+    **dict.fromkeys("warmup_steps logging_steps eval_delay save_steps".split(), float),
+    **dict.fromkeys(
+        "lr_scheduler_kwargs gradient_checkpointing_kwargs liger_kernel_config accelerator_config parallelism_config "
+        "fsdp_config deepspeed model_init_kwargs generation_kwargs chat_template_kwargs "
+        "transformers_continuous_batching_config".split(),
+        dict[str, Any] | str | None,
+    ),
+    **dict.fromkeys("optim_target_modules report_to".split(), list[str] | str | None),
+    **dict.fromkeys("include_for_metrics label_names".split(), list[str] | None),
+    "reward_weights": list[float] | None,
+    "include_num_input_tokens_seen": str | bool,
+    "pad_to_multiple_of": int | str | None,
+    "debug": str | list[str],
+}
+"""The types of the fields whose default does not say it; parsers of command lines read them."""
 
 
-class Arguments:
-    """What all configurations of TRL's form have: refusals, and access by name."""
-
-    sections: Mapping[str, Any] | None
-
-    def __new__(cls, *values: Any, **given: Any) -> Self:
-        for name in given.keys() - ARGUMENTS.keys() - {"sections"}:
-            near = get_close_matches(name, ARGUMENTS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else "docs/coming_from_trl.md lists all arguments"
-            raise TypeError(f"GRPOConfig has no argument {name!r}: {REMOVED.get(name, hint)}")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        faults = [
-            f"{name}={getattr(self, name)!r} is not supported: {argument.says}"
-            for name, argument in ARGUMENTS.items()
-            if argument.treatment == "refused" and getattr(self, name) not in (argument.default, None, [])
-        ]
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            faults.append(
-                "start the script with `python`, not with accelerate or torchrun: the run starts its own ranks"
-            )
-        if faults:
-            raise ValueError("GRPOConfig: " + "; ".join(faults))
-
-
-def _field(name: str, default: Any) -> tuple[str, Any, Any]:
-    return name, Any, field(default=default)
-
-
-GRPOConfig = make_dataclass(
-    "GRPOConfig",
-    [
-        *(_field(name, argument.default) for name, argument in ARGUMENTS.items()),
-        _field("sections", None),
-    ],
-    bases=(Arguments,),
-    namespace={
-        "__doc__": "TRL's GRPOConfig. `sections` has keys of ours, such as {'cluster': {'gpus_per_trainer': 1}}."
-    },
-)
+def type_of(name: str, argument: Argument) -> Any:
+    return TYPES.get(name, type(argument.default))

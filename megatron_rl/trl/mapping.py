@@ -7,49 +7,58 @@ cannot be expressed is an error that names the argument.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
+from megatron_rl.trl.step_sizes import StepSizes
+from megatron_rl.trl.telling import tell
 
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """TRL counts optimizer steps, and we count batches of answers.
+TRACKERS = ("wandb", "tensorboard", "mlflow")
+OTHER_TRACKERS = (
+    *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "neptune"),
+    *("swanlab", "trackio"),
+)
+"""Trackers of transformers that are none here."""
+LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
+"""Entries of model_init_kwargs that say how transformers loads and runs a model, which the run does in its own way."""
 
-    Example: per_device_train_batch_size 8, gradient_accumulation_steps 4, steps_per_generation 8 and 16 generations on
-    one replica are batches of 64 answers to 4 prompts, in two optimizer steps of 32.
-    """
 
-    prompts: int
-    updates: int
+def faults_of(args: Any) -> list[str]:
+    """What cannot be expressed for any model and rows."""
+    own = args.sections if isinstance(args.sections, dict) else {}
+    replicas = own.get("policy", {}).get("parallel", {}).get("data", 1)
+    found: list[str] = []
+    parts: tuple[Callable[[], object], ...] = (
+        lambda: _updates_of(StepSizes.of(args, replicas), args),
+        *(lambda part=part: part(args) for part in (_schedule, _dtype, _loss, _estimator, _correction, _entropy)),
+        lambda: _trackers(args),
+        *(
+            lambda name=name: _strategy(name, getattr(args, name), ("no", "steps", "epoch"))
+            for name in ("eval_strategy", "save_strategy")
+        ),
+    )
+    for part in parts:
+        try:
+            part()
+        except ValueError as error:
+            found.append(str(error).removeprefix("GRPOConfig: "))
+    return found
 
-    @classmethod
-    def of(cls, args: Any, num_replicas: int = 1) -> StepSizes:
-        """
-        Raises:
-            ValueError: the sizes do not divide each other.
-        """
-        size, accumulated = args.per_device_train_batch_size * num_replicas, args.gradient_accumulation_steps
-        if args.generation_batch_size is not None and args.steps_per_generation is not None:
-            raise ValueError("GRPOConfig: give generation_batch_size or steps_per_generation, not both")
-        samples = args.generation_batch_size or size * (args.steps_per_generation or accumulated)
-        passes, rest = divmod(samples, size)
-        if rest:
-            raise ValueError(
-                f"GRPOConfig: generation_batch_size {samples} is not a multiple of {size}, the batch of a pass"
-            )
-        if passes % accumulated and accumulated % passes:
-            raise ValueError(
-                f"GRPOConfig: of {passes} passes over a batch of answers and {accumulated} passes of an optimizer step "
-                f"one must be a multiple of the other; change gradient_accumulation_steps"
-            )
-        batches = max(1, accumulated // passes)
-        prompts, rest = divmod(samples * batches, args.num_generations)
-        if rest:
-            raise ValueError(
-                f"GRPOConfig: {samples * batches} answers are no whole number of groups of {args.num_generations}; "
-                f"change per_device_train_batch_size or num_generations"
-            )
-        return cls(prompts, max(1, passes // accumulated))
+
+def _updates_of(sizes: StepSizes, args: Any) -> None:
+    if sizes.updates > 1 and args.beta and args.use_bias_correction_kl:
+        raise ValueError(
+            f"GRPOConfig: use_bias_correction_kl=True with {sizes.updates} optimizer steps on a batch of answers "
+            "weighs the KL by the ratio, which is not expressed here; write False, or lower steps_per_generation"
+        )
+
+
+def _strategy(argument: str, value: Any, known: Sequence[str]) -> str:
+    kind = str(getattr(value, "value", value))
+    if kind not in known:
+        raise ValueError(f"GRPOConfig: {argument}={kind!r} is not known; write no, steps or epoch")
+    return kind
 
 
 def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, Any]:
@@ -63,12 +72,9 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         ValueError: a value cannot be expressed; the message names the argument.
     """
     sizes = StepSizes.of(args, num_replicas)
-    updates = (
-        args.max_steps
-        if args.max_steps > 0
-        else math.ceil(args.num_train_epochs * num_rows / sizes.prompts) * sizes.updates
-    )
-    steps = math.ceil(updates / sizes.updates)
+    _updates_of(sizes, args)
+    updates = sizes.optimizer_steps(args, num_rows, num_replicas)
+    steps = updates // sizes.updates
 
     def in_steps(argument: str, count: float) -> int:
         """The number of our steps: TRL's is one of optimizer steps, or a share of all of them."""
@@ -77,12 +83,10 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         return max(1, round((count if count >= 1 else count * updates) / sizes.updates))
 
     def every(argument: str, strategy: Any, count: float | None) -> int:
-        kind = str(getattr(strategy, "value", strategy))
+        kind = _strategy(argument, strategy, ("no", "steps", "epoch"))
         if kind == "epoch":
             return max(1, num_rows // sizes.prompts)
-        if kind in ("no", "steps"):
-            return 0 if kind == "no" else in_steps(argument, count or 10)
-        raise ValueError(f"GRPOConfig: {argument}={kind!r} is not known; write no, steps or epoch")
+        return 0 if kind == "no" else in_steps(argument, count or 10)
 
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * updates)
     rollout: dict[str, Any] = {
@@ -95,6 +99,8 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
     if args.use_vllm:
         rollout["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
         rollout["tensor"] = args.vllm_tensor_parallel_size
+    if args.max_prompt_length is not None:
+        rollout["max_prompt_tokens"] = args.max_prompt_length
     policy: dict[str, Any] = {
         "optimizer": {
             **_schedule(args),
@@ -128,13 +134,19 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
 
 
 def _schedule(args: Any) -> dict[str, Any]:
-    if not str(getattr(args.optim, "value", args.optim)).startswith("adamw"):
-        raise ValueError(
-            f"GRPOConfig: optim={args.optim!r} is not known; adamw is, and section policy.optimizer has Muon"
+    name = str(getattr(args.optim, "value", args.optim))
+    if not name.removeprefix("paged_").startswith("adamw"):
+        raise ValueError(f"GRPOConfig: optim={name!r} is not known; adamw is, and section policy.optimizer has Muon")
+    if "bit" in name or name == "adamw_anyprecision":
+        tell(
+            f"optim={name!r}: Adam's state is in fp32 here, which needs more memory; policy.optimizer.moments: "
+            "bfloat16 in `sections` saves half of it"
         )
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     options = dict(args.lr_scheduler_kwargs or {})
     least = options.pop("min_lr_rate", 0.0)
+    if "min_lr" in options:
+        least = options.pop("min_lr") / args.learning_rate
     known = {
         "constant": ("constant", 1.0),
         "constant_with_warmup": ("constant", 1.0),
@@ -142,21 +154,26 @@ def _schedule(args: Any) -> dict[str, Any]:
         "cosine": ("cosine", 0.0),
         "cosine_with_min_lr": ("cosine", least),
     }
+    if kind == "cosine_with_restarts" and options.get("num_cycles", 1) == 1:
+        kind, options = "cosine", {}  # without a restart
     if kind not in known or options:
         raise ValueError(
             f"GRPOConfig: lr_scheduler_type={kind!r} with {options or 'no options'} is not known; known are "
-            f"{', '.join(known)} (with min_lr_rate)"
+            f"{', '.join(known)} (with min_lr_rate or min_lr)"
         )
     schedule, ratio = known[kind]
     return {"kind": "adam", "schedule": schedule, "min_lr_ratio": ratio}
 
 
 def _dtype(args: Any) -> str:
-    options = dict(args.model_init_kwargs or {})
-    options.pop("attn_implementation", None)
+    options = {name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in LOADING}
+    options.pop("revision", None)
     asked = str(options.pop("dtype", None) or options.pop("torch_dtype", None) or "auto").removeprefix("torch.")
-    if options or asked not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"GRPOConfig: model_init_kwargs has {options or asked!r}; `dtype` may be float32 or bfloat16")
+    rest = {name: value for name, value in options.items() if value not in (None, False)}
+    if rest.pop("trust_remote_code", False):
+        raise ValueError("GRPOConfig: model_init_kwargs: trust_remote_code: the code of a model folder is not run")
+    if rest or asked not in ("auto", "float32", "bfloat16"):
+        raise ValueError(f"GRPOConfig: model_init_kwargs has {rest or asked!r}; `dtype` may be float32 or bfloat16")
     if args.bf16 is not None:
         return "bfloat16" if args.bf16 else "float32"
     return "auto" if asked == "float32" else asked
@@ -166,7 +183,7 @@ def _algorithm(args: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         **_loss(args),
         "adv_estimator": _estimator(args),
-        "correction": _correction(args),
+        **_correction(args),
         "drop_zero_signal": False,  # TRL counts such samples in its denominators
         "overlong_filter": args.mask_truncated_completions,
         "top_entropy_share": args.top_entropy_quantile,
@@ -178,19 +195,30 @@ def _algorithm(args: Any) -> dict[str, Any]:
             "straight_through": args.use_bias_correction_kl,
             "coefficient": {"kind": "fixed", "value": args.beta},
         }
-    if args.use_adaptive_entropy:
-        found["entropy"] = {
-            "coefficient": {
-                "kind": "adaptive",
-                "initial": args.entropy_coef,
-                "target": args.entropy_target,
-                "delta": args.entropy_coef_delta,
-                "maximum": args.entropy_coef_max,
-            }
-        }
-    elif args.entropy_coef:
-        found["entropy"] = {"coefficient": {"kind": "fixed", "value": args.entropy_coef}}
+    if entropy := _entropy(args):
+        found["entropy"] = entropy
     return found
+
+
+def _entropy(args: Any) -> dict[str, Any] | None:
+    """TRL's bonus is the mean over the tokens for every loss."""
+    if not args.use_adaptive_entropy and not args.entropy_coef:
+        return None
+    if args.top_entropy_quantile < 1:
+        raise ValueError(
+            "GRPOConfig: entropy_coef with top_entropy_quantile: TRL's bonus is of the tokens of high entropy alone, "
+            "and here it is of all; give one of the two"
+        )
+    coefficient: dict[str, Any] = {"kind": "fixed", "value": args.entropy_coef}
+    if args.use_adaptive_entropy:
+        coefficient = {
+            "kind": "adaptive",
+            "initial": args.entropy_coef,
+            "target": args.entropy_target,
+            "delta": args.entropy_coef_delta,
+            "maximum": args.entropy_coef_max,
+        }
+    return {"coefficient": coefficient, "aggregation": "token-mean"}
 
 
 def _loss(args: Any) -> dict[str, Any]:
@@ -207,16 +235,26 @@ def _loss(args: Any) -> dict[str, Any]:
     if args.loss_type not in aggregations:
         raise ValueError(f"GRPOConfig: loss_type={args.loss_type!r} is not known; known are {', '.join(aggregations)}")
     found: dict[str, Any] = {"loss_agg_mode": aggregations[args.loss_type]}
+    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+        tell(
+            f"importance_sampling_level='sequence' with loss_type={args.loss_type!r} adds up tokens, so that a "
+            "sequence weighs by its length; GSPO's paper has loss_type='grpo'"
+        )
     if args.loss_type == "dr_grpo":
         found["loss_agg_tokens"] = args.max_completion_length
     if args.loss_type == "cispo":
-        if high <= 1:
+        if high <= 0:
             raise ValueError(f"GRPOConfig: epsilon_high={high} with cispo is the largest weight itself; write 5.0")
         return found | {"loss": {"kind": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": high - 1}}
     if args.loss_type == "sapo":
         low = {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
         return found | {"loss": {"kind": "sapo", **low}}
     clip = {"clip_ratio_low": args.epsilon, "clip_ratio_high": high}
+    if args.delta is not None and args.delta < 1 + high:
+        raise ValueError(
+            f"GRPOConfig: delta={args.delta} is below 1 + epsilon_high = {1 + high:g}, where TRL's bound also cuts "
+            "ratios of positive advantages, which is not expressed here; raise it"
+        )
     if args.importance_sampling_level == "token":
         return found | {"loss": {"kind": "dual_clip", **clip, "clip_ratio_c": args.delta}}
     if args.importance_sampling_level == "sequence" and args.delta is None:
@@ -238,11 +276,14 @@ def _estimator(args: Any) -> dict[str, Any]:
     raise ValueError(f"GRPOConfig: multi_objective_aggregation={args.multi_objective_aggregation!r} is not known")
 
 
-def _correction(args: Any) -> dict[str, Any] | None:
-    """TRL corrects only for vLLM; its other engine shares the trainer's weights."""
+def _correction(args: Any) -> dict[str, Any]:
+    """The key `correction`. TRL corrects only for vLLM; its other engine shares the trainer's weights. Here vLLM always
+    generates, so a script without vLLM has the correction that runs have by default."""
     found: dict[str, Any] = {"weight": None, "reject": []}
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-    if args.use_vllm and args.vllm_importance_sampling_correction:
+    if not args.use_vllm:
+        found.pop("weight")
+    elif args.vllm_importance_sampling_correction:
         mode = args.vllm_importance_sampling_mode
         if mode == "sequence_mask":
             found["weight"] = {"kind": "truncate", "level": "token", "cap": 2.0}
@@ -269,12 +310,20 @@ def _correction(args: Any) -> dict[str, Any] | None:
                 "only_negative": True,
             }
         )
-    return found if found["weight"] or found["reject"] else None
+    if not args.use_vllm and not found["reject"]:
+        return {}
+    return {"correction": found if found.get("weight", True) or found["reject"] else None}
 
 
 def _trackers(args: Any) -> list[dict[str, str]]:
     asked = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
-    known = ("wandb", "tensorboard", "mlflow")
-    if unknown := [name for name in asked if name not in (*known, "none")]:
-        raise ValueError(f"GRPOConfig: report_to={unknown[0]!r} is not known; known are {', '.join(known)}")
-    return [{"kind": name} for name in asked if name != "none"]
+    if "all" in asked:
+        asked = [name for name in TRACKERS if find_spec(name)]
+    if left := [name for name in asked if name in OTHER_TRACKERS]:
+        tell(
+            f"report_to: {', '.join(left)} is no tracker here ({', '.join(TRACKERS)} are); metrics.jsonl and "
+            "report.html in output_dir have all numbers"
+        )
+    if unknown := [name for name in asked if name not in (*TRACKERS, *OTHER_TRACKERS, "none")]:
+        raise ValueError(f"GRPOConfig: report_to={unknown[0]!r} is not known; known are {', '.join(TRACKERS)}")
+    return [{"kind": name} for name in asked if name in TRACKERS]

@@ -13,7 +13,7 @@ from test_algorithms_invariance import VARIANTS, config
 from toy_batch import COEFFICIENTS, step, toy_samples, toy_theta, weigh
 
 from megatron_rl.algorithms.selection import hash_key
-from megatron_rl.config.algorithm import AlgorithmConfig, FixedCoefficient, KlConfig
+from megatron_rl.config.algorithm import AlgorithmConfig, EntropyConfig, FixedCoefficient, KlConfig
 from megatron_rl.config.losses import AGGREGATIONS
 
 
@@ -210,7 +210,7 @@ def reference(cfg: AlgorithmConfig, toys) -> tuple[torch.Tensor, torch.Tensor]:
         samples.append(sample)
     tokens = [t for sample in samples for t in sample]
     chosen, weights = choose(cfg, tokens), weights_of(cfg.correction, samples)
-    count = max(1, int(cfg.top_entropy_share * len(tokens)))
+    count = len(tokens) - math.ceil(round((len(tokens) - 1) * (1 - cfg.top_entropy_share), 6))
     lowest = sorted((number(t["entropy"]) for t in tokens), reverse=True)[count - 1]
     losses = {}
     out = set().union(*(rejected_by(rule, samples) for rule in (cfg.correction.reject if cfg.correction else ())))
@@ -228,10 +228,12 @@ def reference(cfg: AlgorithmConfig, toys) -> tuple[torch.Tensor, torch.Tensor]:
                 if cfg.kl.straight_through:
                     value = value.detach() + k2 - k2.detach()
                 loss = loss + COEFFICIENTS["kl"] * value
-            if cfg.entropy:
+            if cfg.entropy and cfg.entropy.aggregation == "loss":
                 loss = loss - COEFFICIENTS["entropy"] * t["entropy"]
             losses[t["name"]] = loss
     total = aggregate(cfg.aggregation, cfg.loss_agg_tokens, samples, losses)
+    if cfg.entropy and cfg.entropy.aggregation == "token-mean":
+        total = total - COEFFICIENTS["entropy"] * torch.stack([t["entropy"] for t in tokens]).mean()
     total.backward()
     return total.detach(), theta.grad
 
@@ -315,3 +317,9 @@ def test_kl_in_the_loss(estimator, straight_through):
 def test_entropy_bonus_and_tokens_of_high_entropy(share):
     entropy = {"coefficient": FixedCoefficient(value=0.2)}
     check(AlgorithmConfig(entropy=entropy, top_entropy_share=share), seed=8)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_an_entropy_bonus_may_be_a_mean_over_tokens_whatever_the_losses_are(mode):
+    entropy = {"coefficient": FixedCoefficient(value=0.2), "aggregation": "token-mean"}
+    check(config(VARIANTS[0], mode).model_copy(update={"entropy": EntropyConfig.model_validate(entropy)}), seed=8)

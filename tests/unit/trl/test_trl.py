@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.trl import ARGUMENTS, GRPOConfig, GRPOTrainer
-from megatron_rl.trl.mapping import StepSizes, configuration
+from megatron_rl.trl.mapping import configuration
+from megatron_rl.trl.step_sizes import StepSizes
 
 ROWS = [{"prompt": f"{i}+1=", "ground_truth": str(i + 1)} for i in range(100)]
 
@@ -53,7 +55,7 @@ def test_batches_are_those_of_trl(arguments, replicas, prompts, updates):
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "not both"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_generations": 2}, "one must be a multiple"),
         ({"loss_type": "vespo"}, "loss_type='vespo' is not known"),
-        ({"loss_type": "cispo"}, "epsilon_high=0.2 with cispo is the largest weight itself"),
+        ({"loss_type": "cispo", "epsilon_high": 0.0}, "epsilon_high=0.0 with cispo is the largest weight itself"),
         (
             {"importance_sampling_level": "sequence", "delta": 2.0},
             "importance_sampling_level='sequence' with delta=2.0",
@@ -64,8 +66,15 @@ def test_batches_are_those_of_trl(arguments, replicas, prompts, updates):
         ),
         ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type='polynomial'"),
         ({"optim": "adafactor"}, "optim='adafactor' is not known"),
-        ({"report_to": ["trackio"]}, "report_to='trackio' is not known"),
-        ({"model_init_kwargs": {"device_map": "auto"}}, "model_init_kwargs has {'device_map': 'auto'}"),
+        ({"report_to": ["trackoi"]}, "report_to='trackoi' is not known"),
+        ({"model_init_kwargs": {"num_labels": 2}}, "model_init_kwargs has {'num_labels': 2}"),
+        ({"model_init_kwargs": {"trust_remote_code": True}}, "trust_remote_code: the code of a model folder"),
+        ({"delta": 1.1}, "delta=1.1 is below 1 .* epsilon_high = 1.2"),
+        ({"beta": 0.1, "steps_per_generation": 2}, "use_bias_correction_kl=True with 2 optimizer steps"),
+        ({"entropy_coef": 0.1, "top_entropy_quantile": 0.2}, "entropy_coef with top_entropy_quantile"),
+        ({"steps_per_generation": 8, "per_device_train_batch_size": 1}, "an optimizer step has 1 answers, less than a"),
+        ({"max_steps": 10, "steps_per_generation": 4}, "10 optimizer steps end within .* set max_steps to 8 or 12"),
+        ({"per_device_train_batch_size": 1024}, "train_dataset has 100 rows, less than the 128 of a batch"),
         ({"scale_rewards": "all"}, "scale_rewards='all'"),
         ({"save_strategy": "best"}, "save_strategy='best' is not known"),
     ],
@@ -76,14 +85,13 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(arguments, said):
 
 
 def test_arguments_that_change_the_meaning_are_refused_together():
-    with pytest.raises(ValueError, match=r"num_iterations=2 is not supported: .*; top_p=0.9 is not supported: .*"):
-        GRPOConfig(num_iterations=2, top_p=0.9)
+    told = r"num_iterations=2 is not supported: .*; top_p=0.9, top_k=3 are not supported: .*; loss_type='v' is not .*"
+    with pytest.raises(ValueError, match=told + "scale_rewards='all'"):
+        GRPOConfig(num_iterations=2, top_p=0.9, top_k=3, loss_type="v", scale_rewards="all")
     with pytest.raises(TypeError, match="no argument 'num_generation': did you mean 'num_generations'"):
         GRPOConfig(num_generation=4)
-    with pytest.raises(TypeError, match="'max_prompt_length': give sections=.*max_prompt_tokens"):
-        GRPOConfig(max_prompt_length=4)
-    with pytest.raises(TypeError, match="no argument .max_prompt_len."):
-        GRPOConfig(max_prompt_len=3)
+    with pytest.raises(TypeError, match="'max_prompt_len': did you .*'one'.*; top_p=0.9 is not supported"):
+        GRPOConfig(max_prompt_len=3, one=1, top_p=0.9)
 
 
 def test_a_script_under_a_launcher_is_told_to_start_plainly(monkeypatch):
@@ -94,9 +102,9 @@ def test_a_script_under_a_launcher_is_told_to_start_plainly(monkeypatch):
 
 def test_steps_come_from_epochs_or_from_optimizer_steps():
     assert mapped(num_rows=100, num_train_epochs=2, gradient_accumulation_steps=4).run.steps == 50  # 4 prompts a step
-    config = mapped(max_steps=30, steps_per_generation=4, save_steps=10, eval_strategy="steps", eval_steps=0.2)
-    assert (config.run.steps, config.algorithm.updates_per_step) == (8, 4)  # 30 optimizer steps of four a batch
-    assert config.checkpoint.every == 2 and config.eval.every == 2  # 10 of 4; a fifth of 30 are 6 of 4
+    config = mapped(max_steps=32, steps_per_generation=4, save_steps=10, eval_strategy="steps", eval_steps=0.2)
+    assert (config.run.steps, config.algorithm.updates_per_step) == (8, 4)  # 32 optimizer steps of four a batch
+    assert config.checkpoint.every == 2 and config.eval.every == 2  # 10 of 4; a fifth of 32 are 6 of 4
     assert mapped(max_steps=40, warmup_steps=0.1).policy.optimizer.warmup_steps == 4
     assert mapped(save_strategy="no").checkpoint.every == 0
     assert mapped(num_rows=100, eval_strategy="epoch", gradient_accumulation_steps=10).eval.every == 10
@@ -110,6 +118,7 @@ def test_steps_come_from_epochs_or_from_optimizer_steps():
         ({"loss_type": "bnpo", "delta": 4.0}, {"clip_ratio_c": 4.0}, "token-mean"),
         ({"loss_type": "dr_grpo"}, {"kind": "dual_clip"}, "seq-mean-token-sum-norm"),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, {"kind": "cispo", "clip_ratio_high": 4.0}, "token-mean"),
+        ({"loss_type": "cispo"}, {"kind": "cispo", "clip_ratio_high": -0.8}, "token-mean"),
         ({"loss_type": "sapo"}, {"kind": "sapo", "tau_neg": 1.05}, "seq-mean-token-mean"),
         ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, {"kind": "gspo"}, "seq-mean-token-sum"),
     ],
@@ -122,7 +131,8 @@ def test_losses_are_those_of_trl(arguments, loss, aggregation):
 
 
 def test_the_correction_is_that_of_the_mode():
-    assert mapped().algorithm.correction is None, "TRL's own generation needs none"
+    assert mapped().algorithm.correction == AlgorithmConfig().correction, "vLLM generates, so it has the usual one"
+    assert mapped(off_policy_mask_threshold=0.1).algorithm.correction.weight is not None
     masked = mapped(use_vllm=True).algorithm.correction
     [rule] = masked.reject
     assert (rule.level, rule.over, rule.low, rule.high) == ("sequence", "sum", None, 3.0)
@@ -136,6 +146,7 @@ def test_terms_and_numbers_of_the_optimizer():
     config = mapped(beta=0.04, entropy_coef=0.01, learning_rate=3e-6, adam_beta2=0.99, lr_scheduler_type="cosine")
     assert config.algorithm.kl.coefficient.value == 0.04 and config.algorithm.kl.straight_through
     assert config.algorithm.entropy.coefficient.value == 0.01
+    assert config.algorithm.entropy.aggregation == "token-mean", "TRL's bonus is a mean for every loss_type"
     optimizer = config.policy.optimizer
     assert (optimizer.lr, optimizer.betas, optimizer.schedule, optimizer.min_lr_ratio) == (
         3e-6,
@@ -150,15 +161,15 @@ def test_terms_and_numbers_of_the_optimizer():
 
 def test_a_trainer_refuses_by_name_what_it_would_ignore():
     given = {"model": "model", "train_dataset": ROWS, "reward_funcs": len}
-    with pytest.raises(ValueError, match="peft_config: object is no LoraConfig of PEFT"):
-        GRPOTrainer(**given, peft_config=object())
-    with pytest.raises(ValueError, match="reward_weights has 2 numbers for 1 reward_funcs"):
-        GRPOTrainer(**given, args=GRPOConfig(reward_weights=[1.0, 2.0]))._entries()
+    told = "reward_weights has 2 numbers for 1 reward_funcs; peft_config: object is no LoraConfig of PEFT"
+    with pytest.raises(ValueError, match=f"GRPOTrainer: rollout_func is not supported: .*; {told}"):
+        args = GRPOConfig(reward_weights=[1.0, 2.0])
+        GRPOTrainer(**given, args=args, peft_config=object(), rollout_func=len)
     with pytest.raises(
         ValueError, match="neither a folder nor in the hub's cache .* `hf download a/b --local-dir models/b`"
     ):
-        GRPOTrainer(**given | {"model": "a/b"}, args=GRPOConfig())._model_folder(None)
-    with pytest.raises(TypeError, match="callbacks: <function .* has no method on_train_begin, .*TrainerCallback"):
+        GRPOTrainer(**given | {"model": "a/b"}, args=GRPOConfig()).train()
+    with pytest.raises(TypeError, match="callbacks: <function .* has no method on_init_end, .*TrainerCallback"):
         GRPOTrainer(**given, callbacks=[lambda *told: None])
     with pytest.raises(ValueError, match="nothing was evaluated"):
         GRPOTrainer(**given).evaluate()

@@ -58,10 +58,9 @@ def test_attributes_that_are_not_there_have_the_defaults_of_peft():
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("target_modules", None, "write 'all-linear', or a list"),
+        ("target_modules", None, "PEFT has no default for model_type None; write 'all-linear', or a list"),
         ("target_modules", ".*q_proj", "write 'all-linear', or a list"),
         ("target_modules", ["layers.0.q_proj"], "write 'all-linear', or a list"),
-        ("lora_dropout", 0.05, "no dropout"),
         ("bias", "all", "biases are frozen"),
         ("task_type", "SEQ_CLS", "predicts tokens"),
         ("init_lora_weights", "pissa", "B is zero at the start"),
@@ -80,8 +79,8 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(name, value, why):
 
 
 def test_all_faults_are_told_together_and_other_methods_are_refused():
-    with pytest.raises(ValueError, match=r"lora_dropout=0.1: .*; use_dora=True: "):
-        adapters_of(peft(lora_dropout=0.1, use_dora=True))
+    with pytest.raises(ValueError, match=r"bias='all': .*; use_dora=True: "):
+        adapters_of(peft(bias="all", use_dora=True))
     with pytest.raises(ValueError, match="peft_config: SimpleNamespace is no LoraConfig of PEFT; of its methods only"):
         adapters_of(peft(peft_type=PeftType.ADALORA))
 
@@ -90,11 +89,12 @@ def test_the_trainers_run_has_the_adapters_and_sections_have_the_last_word(tmp_p
     (tmp_path / "config.json").write_text("{}")
     given = {"model": str(tmp_path), "train_dataset": [{"prompt": "1+1="}], "reward_funcs": len, "peft_config": peft()}
     own = {"policy": {"lora": {"rank": 2}}}
-    plain = GRPOTrainer(**given, args=GRPOConfig())._sections(tmp_path / "run")
-    changed = GRPOTrainer(**given, args=GRPOConfig(sections=own))._sections(tmp_path / "run")
+    plain = GRPOTrainer(**given, args=GRPOConfig())._all_given().sections(tmp_path / "run")
+    changed = GRPOTrainer(**given, args=GRPOConfig(sections=own))._all_given().sections(tmp_path / "run")
     assert plain["policy"]["lora"] == adapters_of(peft())
     assert changed["policy"]["lora"] == adapters_of(peft()) | {"rank": 2}
-    with pytest.raises(ValueError, match="model is a SimpleNamespace of PEFT: give its base model as"):
-        GRPOTrainer(**given | {"model": SimpleNamespace(peft_config={"default": peft()})})
-    without = GRPOTrainer(**given | {"peft_config": None})._sections(tmp_path / "run")
+    model = SimpleNamespace(peft_config={"default": peft(), "other": peft()}, get_base_model=None)
+    with pytest.raises(ValueError, match="model has the adapters default, other; give a model of PEFT with one"):
+        GRPOTrainer(**given | {"model": model})
+    without = GRPOTrainer(**given | {"peft_config": None})._all_given().sections(tmp_path / "run")
     assert "lora" not in without["policy"]

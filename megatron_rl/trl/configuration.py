@@ -1,0 +1,171 @@
+"""GRPOConfig: TRL's arguments as a typed dataclass, which parsers of command lines read and scripts extend.
+
+Invariants (tests/unit/trl, tests/doors): a value that is not supported is refused when it is given, with all others; an
+argument of an earlier release of TRL has its meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, Self
+
+from megatron_rl.config.machine import count_gpus
+from megatron_rl.trl.arguments import ARGUMENTS, FORMER, Argument, type_of
+from megatron_rl.trl.mapping import faults_of
+
+RENAMED = {"evaluation_strategy": "eval_strategy", "wandb_log_unique_prompts": "log_unique_prompts"}
+LEVELS = {"passive": logging.WARNING, "critical": logging.CRITICAL, "warn": logging.WARNING}
+
+
+class Arguments:
+    """What all configurations of TRL's form have: refusals, access by name, and what scripts ask of
+    `TrainingArguments`."""
+
+    sections: Any
+    output_dir: str | None
+    seed: int
+
+    def __new__(cls, *values: Any, **given: Any) -> Self:
+        known = [one.name for one in fields(cls)]  # type: ignore[arg-type]  # its subclasses are dataclasses
+        if unknown := [name for name in given if name not in known]:
+            told = [f"has no argument {name!r}: {_near(name, known)}" for name in unknown]
+            raise TypeError("GRPOConfig " + "; ".join([*told, *_refused(given)]))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if isinstance(value, str) and value.startswith("{"):  # as a command line gives it
+                with suppress(ValueError):
+                    setattr(self, one.name, json.loads(value))
+        for name, today in RENAMED.items():
+            if getattr(self, name) is not None:
+                setattr(self, today, getattr(self, name))
+        ratio = vars(self)["warmup_ratio"]
+        if ratio and not vars(self)["warmup_steps"]:
+            self.warmup_steps = float(ratio)
+        faults = _refused(vars(self))
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            faults.append(
+                "start the script with `python`, not with accelerate or torchrun: the run starts its own ranks"
+            )
+        faults += faults_of(self)
+        if faults:
+            raise ValueError("GRPOConfig: " + "; ".join(faults))
+
+    @property
+    def device(self) -> Any:
+        """The script's own: the run's processes have theirs."""
+        import torch
+
+        return torch.device("cpu")
+
+    @property
+    def n_gpu(self) -> int:
+        return min(1, count_gpus())
+
+    world_size = 1
+    process_index = local_process_index = 0
+    should_save = should_log = True
+    distributed_state = None
+    """The script is one process; the run's ranks are elsewhere."""
+
+    def get_process_log_level(self) -> int:
+        level = str(getattr(self, "log_level", "passive"))
+        return LEVELS.get(level) or int(logging.getLevelNamesMapping().get(level.upper(), logging.WARNING))
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        count = float(vars(self)["warmup_steps"])
+        return int(count) if count >= 1 else -int(-count * num_training_steps // 1)
+
+    @contextmanager
+    def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
+        yield
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(self).items()}  # type: ignore[call-overload]
+        return {name: f"<{name.upper()}>" if name.endswith("_token") else value for name, value in plain.items()}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict(), indent=2, default=str)
+
+    def to_sanitized_dict(self) -> dict[str, Any]:
+        return {
+            name: value if isinstance(value, bool | int | float | str) else str(value)
+            for name, value in self.to_dict().items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"GRPOConfig of megatron_rl has no {name!r}: it has TRL's arguments, and the run's own keys are in "
+            f"`sections`; docs/coming_from_trl.md lists them"
+        )
+
+
+def _near(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, 1)
+    return f"did you mean {near[0]!r}?" if near else "docs/coming_from_trl.md lists all arguments"
+
+
+def _refused(given: Mapping[str, Any]) -> list[str]:
+    """What is wrong with values that are not the default of an argument that has no other here. Arguments with the
+    same reason are one sentence."""
+    by_reason: dict[str, list[str]] = {}
+    for name, argument in ARGUMENTS.items():
+        value = given.get(name)
+        if argument.treatment == "refused" and value not in (argument.default, None, [], ()):
+            by_reason.setdefault(argument.says, []).append(f"{name}={value!r}")
+    return [
+        f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} not supported: {says}"
+        for says, values in by_reason.items()
+    ]
+
+
+def _field(name: str, argument: Argument) -> tuple[str, Any, Any]:
+    default, told = argument.default, {"help": argument.says.replace("%", "%%")}
+    if isinstance(default, tuple):
+        return name, type_of(name, argument), field(default_factory=lambda: list(default), metadata=told)
+    return name, type_of(name, argument), field(default=default, metadata=told)
+
+
+GRPOConfig = make_dataclass(
+    "GRPOConfig",
+    [
+        *(_field(name, argument) for name, argument in (ARGUMENTS | FORMER).items()),  # type: ignore[operator]
+        ("sections", dict[str, Any] | str | None, field(default=None, metadata={"help": "keys of megatron_rl"})),
+    ],
+    bases=(Arguments,),
+    namespace={
+        "__doc__": "TRL's GRPOConfig. `sections` has keys of ours, such as {'cluster': {'gpus_per_trainer': 1}}."
+    },
+)
+GRPOConfig.__module__ = __name__
+
+
+def as_arguments(args: Any) -> Any:
+    """The same as a GRPOConfig of this project, if it is TRL's own.
+
+    Raises:
+        TypeError: it is neither of them.
+        ValueError: a value of it is not supported.
+    """
+    if isinstance(args, Arguments):
+        Arguments.__post_init__(args)  # a script may have set attributes since
+        return args
+    if isinstance(args, type) or not (is_dataclass(args) and hasattr(args, "num_generations")):
+        raise TypeError(
+            f"GRPOTrainer: args is a {type(args).__name__}; give a GRPOConfig, `from megatron_rl.trl import GRPOConfig`"
+        )
+    given = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
+    if given.get("steps_per_generation"):  # TRL computes each from the other
+        given["generation_batch_size"] = None
+    if given.get("steps_per_generation") == given["gradient_accumulation_steps"]:
+        given["steps_per_generation"] = None
+    return GRPOConfig(**given)

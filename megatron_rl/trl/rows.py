@@ -1,0 +1,37 @@
+"""The rows that a script gives. A run reads one set for training, and one for evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def required_rows(train_dataset: Any) -> Any:
+    """
+    Raises:
+        ValueError: it is missing, or it is several data sets.
+    """
+    if train_dataset is None:
+        raise ValueError("train_dataset is missing; give rows with `prompt`")
+    if isinstance(train_dataset, Mapping):
+        sets = ", ".join(map(str, train_dataset))
+        raise ValueError(f"train_dataset is a {type(train_dataset).__name__} of {sets}; give one of them")
+    return train_dataset
+
+
+def joined(eval_dataset: Any) -> Any:
+    """The rows for evaluations. Rows of several data sets get the set's name as the column `dataset`.
+
+    Raises:
+        ValueError: there is such a column already.
+    """
+    if not isinstance(eval_dataset, Mapping):
+        return eval_dataset
+    rows = [(str(name), dict(row)) for name, rows in eval_dataset.items() for row in rows]
+    for name, row in rows:
+        if row.setdefault("dataset", name) != name:
+            raise ValueError(
+                f"eval_dataset: the rows of {name!r} have a column `dataset` already, which would have its name; "
+                "rename the column, or give one data set with this column"
+            )
+    return [row for _, row in rows] or None

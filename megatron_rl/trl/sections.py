@@ -1,0 +1,68 @@
+"""The whole configuration of a run: what the arguments say, and what only model, rows and tools can say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.load import merge
+from megatron_rl.trl.mapping import configuration
+from megatron_rl.trl.models import GivenModel
+from megatron_rl.trl.prompts import longest_prompt
+from megatron_rl.trl.step_sizes import StepSizes
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the trainer of a script was given."""
+
+    args: Any
+    model: GivenModel
+    train: Any
+    """The training rows, which have a length."""
+    heldout: Any
+    """The rows for evaluations, which have a length; None if there are none."""
+    tools: Sequence[Any]
+    lora: dict[str, Any] | None
+    """The section `policy.lora`."""
+
+    @property
+    def sizes(self) -> StepSizes:
+        return StepSizes.of(self.args, self._replicas)
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return max(1, len(self.train) // self.sizes.prompts) * self.sizes.updates
+
+    @property
+    def _own(self) -> dict[str, Any]:
+        return dict(self.args.sections or {})
+
+    @property
+    def _replicas(self) -> int:
+        return int(self._own.get("policy", {}).get("parallel", {}).get("data", 1))
+
+    def sections(self, folder: Path) -> dict[str, Any]:
+        """The sections of the run in this folder; `sections` of the arguments have the last word.
+
+        Raises:
+            ValueError: a value cannot be expressed; the message names the argument.
+        """
+        args, own = self.args, self._own
+        sections = configuration(args, len(self.train), self._replicas)
+        if self.heldout is not None:
+            sections["eval"]["num_prompts"] = len(self.heldout)
+        if "max_prompt_tokens" not in own.get("rollout", {}):
+            bound = longest_prompt(self.model, args, self.train, self.heldout, self.tools)
+            sections["rollout"]["max_prompt_tokens"] = bound
+        if self.tools:
+            turns = args.max_tool_calling_iterations
+            bounds = {} if turns is None else {"max_turns": turns + 1}
+            sections["rollout"]["environment"] = {"kind": "tools", "paths": list(self.tools), **bounds}
+        if self.lora is not None:
+            sections["policy"]["lora"] = self.lora
+        merge(sections, {"run": {"folder": str(folder.parent)}})
+        merge(sections, own)
+        return sections

@@ -1,0 +1,95 @@
+"""How many answers an optimizer step has, and how many optimizer steps a run.
+
+Invariant (tests/unit/trl, tests/doors): both are TRL's, or an argument is refused by its name.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.trl.telling import tell
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """TRL counts optimizer steps, and we count batches of answers.
+
+    Example: per_device_train_batch_size 8, gradient_accumulation_steps 4, steps_per_generation 8 and 16 generations on
+    one replica are batches of 64 answers to 4 prompts, in two optimizer steps of 32.
+    """
+
+    prompts: int
+    updates: int
+
+    @classmethod
+    def of(cls, args: Any, num_replicas: int = 1) -> StepSizes:
+        """
+        Raises:
+            ValueError: the sizes do not divide each other.
+        """
+        size, accumulated = args.per_device_train_batch_size * num_replicas, args.gradient_accumulation_steps
+        group = args.num_generations
+        if args.generation_batch_size is not None and args.steps_per_generation is not None:
+            raise ValueError("GRPOConfig: give generation_batch_size or steps_per_generation, not both")
+        samples = args.generation_batch_size or size * (args.steps_per_generation or accumulated)
+        passes, rest = divmod(samples, size)
+        if rest:
+            raise ValueError(
+                f"GRPOConfig: generation_batch_size {samples} is not a multiple of {size}, the batch of a pass"
+            )
+        if passes % accumulated and accumulated % passes:
+            raise ValueError(
+                f"GRPOConfig: of {passes} passes over a batch of answers and {accumulated} passes of an optimizer step "
+                f"one must be a multiple of the other; change gradient_accumulation_steps"
+            )
+        batches = max(1, accumulated // passes)
+        if samples * batches < group and args.generation_batch_size is None and args.steps_per_generation is None:
+            tell(
+                f"{samples * batches} answers are less than a group of {group}, which TRL refuses; the run takes one "
+                "group for each optimizer step, as Unsloth does"
+            )
+            return cls(1, 1)
+        prompts, rest = divmod(samples * batches, group)
+        if rest:
+            raise ValueError(
+                f"GRPOConfig: {samples * batches} answers are no whole number of groups of {group}; "
+                f"change per_device_train_batch_size or num_generations"
+            )
+        updates = max(1, passes // accumulated)
+        if updates > prompts:
+            raise ValueError(
+                f"GRPOConfig: an optimizer step has {size * accumulated} answers, less than a group of {group}, and "
+                f"groups are not divided; set gradient_accumulation_steps to {accumulated * updates // prompts}"
+            )
+        return cls(prompts, updates)
+
+    def optimizer_steps(self, args: Any, num_rows: int, num_replicas: int = 1) -> int:
+        """The number of optimizer steps, as TRL's sampler and transformers count them: the rows of an epoch that fill
+        no batch of answers are left out, and the passes over the others are optimizer steps; the last one may
+        be incomplete.
+
+        Raises:
+            ValueError: there are not enough rows, or the last batch of answers would be trained on in part.
+        """
+        if args.max_steps > 0:
+            total = int(args.max_steps)
+        else:
+            size, accumulated = args.per_device_train_batch_size * num_replicas, args.gradient_accumulation_steps
+            samples = args.generation_batch_size or size * (args.steps_per_generation or accumulated)
+            batch = max(1, samples // args.num_generations)
+            passes = num_rows // batch * max(1, samples // size)
+            if not passes:
+                raise ValueError(
+                    f"GRPOConfig: train_dataset has {num_rows} rows, less than the {batch} of a batch, so that TRL "
+                    "would train nothing; give max_steps, or lower the batch"
+                )
+            total = math.ceil(args.num_train_epochs * math.ceil(passes / accumulated))
+        if total % self.updates:
+            raise ValueError(
+                f"GRPOConfig: {total} optimizer steps end within a batch of answers, which has {self.updates}; set "
+                f"max_steps to {total // self.updates * self.updates or self.updates} or "
+                f"{(total // self.updates + 1) * self.updates}"
+            )
+        return total
