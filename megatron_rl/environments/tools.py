@@ -115,8 +115,8 @@ class ToolSession:
 
 
 def after_thought(text: str, delimiter: str) -> str:
-    """What a turn says after its thought, which ends at the first delimiter outside of calls: an argument may have it. A
-    turn without a delimiter is an open thought from where it opens one."""
+    """What a turn says after its thought, which ends at the first delimiter outside of calls, whose arguments may have
+    one. A turn without a delimiter is an open thought from where it opens one."""
     if not delimiter:
         return text
     calls = [match.span() for match in CALL.finditer(text) if match[0].endswith("</tool_call>")]
