@@ -166,15 +166,17 @@ def test_a_resumed_run_in_which_every_process_dies_has_the_same_numbers(recipe, 
 @pytest.mark.deep
 @pytest.mark.deadline(900)
 def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, run_here, task, whole, opened):
+    """From step 2 on trainers and two engines share their memory; the driver is killed while the engines have it."""
     folder = recipe.folder / "runs" / "broken"
     broken = [*arguments(task, "broken"), *opened, "data.eval=null"]
     stop_after_three_deaths(recipe, [*broken, "cluster.mirror=true"], folder)
-    broken.append("checkpoint.every=1")
+    broken += ["checkpoint.every=1", "cluster.colocate=true", "rollout.num_engines=2"]
     kill_a_resumed_run(recipe, run_here, broken, folder)
     (recipe.folder / "gate").unlink()
     resumed = recipe.run(*broken, "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert lines(folder) == lines(whole)
+    expected = lines(whole)
+    assert lines(folder) == [*expected[:2], *of_two_engines(expected[2:])]
 
 
 def stop_after_three_deaths(recipe, command: list[str], folder: Path) -> None:
