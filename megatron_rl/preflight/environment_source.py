@@ -15,8 +15,8 @@ from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.rollout.programs.turns import continuation_of
 
 FORM = (
-    'Tools are called in Hermes\' form alone, <tool_call>{"name": ..., "arguments": {...}}</tool_call>; give the folder '
-    "a chat_template.jinja that asks for it, or let an environment of the kind class read the model's own form"
+    'Tools are called in the form of Hermes, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, alone; give the '
+    "folder a chat_template.jinja that asks for it, or let an environment of the kind class read the model's own form"
 )
 
 
