@@ -155,14 +155,13 @@ def _as_text(result: Any) -> str:
     try:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     except (TypeError, ValueError):
-        kind = type(result)
-        if (kind.__str__, kind.__repr__) == (object.__str__, object.__repr__):
+        if all(vars(object)[name] is getattr(type(result), name) for name in ("__str__", "__repr__")):
             raise
         return str(result)
 
 
 def after_thought(text: str, delimiter: str) -> str:
-    """What a turn says after its thought, which ends at the first delimiter outside of calls, whose arguments may have
+    """What a turn says after its thought, which ends at the first delimiter outside of calls: arguments may have
     one. A turn without a delimiter is an open thought from where it opens one."""
     if not delimiter:
         return text

@@ -238,7 +238,7 @@ class _Process:
 
     def __init__(self, process: subprocess.Popen[bytes], status: io.FileIO, limits: Limits) -> None:
         self._process, self._status, self._limits = process, status, limits
-        self._cpu_s = 0.0
+        self._cpu_s, self._started = 0.0, time.monotonic()
 
     def wait_until_ready(self) -> None:
         """Raises SandboxError if the process could not confine itself."""
@@ -279,7 +279,10 @@ class _Process:
             return ""
         if code > 0:
             return f"exit status {code}"
-        if code == -signal.SIGXCPU or code == -signal.SIGKILL and self._cpu_s >= self._limits.cpu_s:
+        # The kernel counts whole ticks, so that a program that sleeps before each of them uses less CPU than it counts,
+        # but never more than has passed.
+        passed_s = max(self._cpu_s, time.monotonic() - self._started)
+        if code == -signal.SIGXCPU or code == -signal.SIGKILL and passed_s >= self._limits.cpu_s:
             return f"the program used the CPU for more than {self._limits.cpu_s} s"
         if code == -signal.SIGKILL:  # no program can send a signal or change its limit, so it has not chosen this end
             raise SandboxError("the process of a program was killed from outside: has the machine no memory left?")
