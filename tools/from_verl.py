@@ -30,10 +30,11 @@ from rich.table import Table
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.tools.verl.call import UnsetVariables, VerlCall, read_overrides
 from megatron_rl.tools.verl.conversion import Converted, KeyRow, check_types
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import UnsetVariables, VerlCall, read_overrides, read_script
+from megatron_rl.tools.verl.script import read_script
 from megatron_rl.tools.verl.settings import Settings
 
 FROM_SHELL = ("HOME", "PWD", "USER")

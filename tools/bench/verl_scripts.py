@@ -31,11 +31,12 @@ from typing import Any
 import yaml
 
 from megatron_rl.tools.from_verl import problems_of
+from megatron_rl.tools.verl.call import VerlCall
 from megatron_rl.tools.verl.content import MISSING
 from megatron_rl.tools.verl.conversion import Converted, check_types
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import VerlCall, read_script
+from megatron_rl.tools.verl.script import read_script
 from megatron_rl.tools.verl.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"

@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron_rl.tools.verl import algorithm, content, machine
+from megatron_rl.tools.verl.call import Override, VerlCall
 from megatron_rl.tools.verl.keys import RULES, KeyRule, rule_of
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import Override, VerlCall
 from megatron_rl.tools.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status
 from megatron_rl.tools.verl.values import parse
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from megatron_rl.tools.verl.script import Override, VerlCall
+from megatron_rl.tools.verl.call import Override, VerlCall
 from megatron_rl.tools.verl.values import parse
 
 Status = Literal["used", "mapped", "implied", "not expressible"]
