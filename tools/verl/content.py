@@ -289,6 +289,26 @@ def resume(settings: Settings, key: str, value: Any) -> Meaning:
     return Meaning("not expressible", {}, "verl's checkpoints are not read; export one for Hugging Face as model.path")
 
 
+def engine(settings: Settings, key: str, value: Any) -> Meaning:
+    """`model_engine`, whose value is one of verl's."""
+    if settings.is_megatron:
+        return Meaning("implied", {}, "the trainer is Megatron-Core")
+    return Meaning("implied", {}, f"the trainer is Megatron-Core, and not {settings.trainer}; {settings.mesh_reason}")
+
+
+def engine_length(settings: Settings, key: str, value: Any) -> Meaning:
+    """Lengths that verl gives to its engines, which are sums of the lengths of prompts and answers by default."""
+    name = key.rpartition(".")[2]
+    lengths = {"prompt_length": "data.max_prompt_length", "response_length": "data.max_response_length"}
+    if name in lengths and value != settings[lengths[name]]:
+        why = f"engines read {lengths[name]} here, which is {settings[lengths[name]]}; give both the same value"
+        return Meaning("not expressible", {}, why)
+    if name not in lengths and value is not None and value < settings.longest:
+        why = f"verl's engines cut a sequence after it; here one may have {settings.longest} tokens"
+        return Meaning("not expressible", {}, why)
+    return Meaning("implied", {}, "prompt and answer lengths give the longest sequence")
+
+
 def critic_warmup(settings: Settings, key: str, value: Any) -> Meaning:
     if not settings.has_critic or value <= 1:
         return Meaning("implied", {}, "no step trains the critic alone")

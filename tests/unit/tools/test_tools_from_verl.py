@@ -125,7 +125,7 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     ((*MEGATRON, f"{ACTOR}.grad_clip=0.5"), "policy.optimizer.clip_grad", "missing"),
     ((f"{ACTOR}.optim.warmup_style=cosine",), "policy.optimizer.min_lr_ratio", 0.0),
     (
-        (f"{ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.lr=1e-6", f"{ACTOR}.optim.min_lr=5e-7"),
+        (*MEGATRON, f"{ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.lr=1e-6", f"{ACTOR}.optim.min_lr=5e-7"),
         "policy.optimizer.min_lr_ratio",
         0.5,
     ),
@@ -314,7 +314,7 @@ def test_the_numbers(overrides, key, expected):
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl", "not expressible", "gradient of k1"),
         ("algorithm.use_kl_in_reward=True", "not expressible", "use_kl_loss"),
         ("algorithm.adv_estimator=optimal_token_baseline", "not expressible", "no such estimator"),
-        ("algorithm.rollout_correction.rollout_is=sequence", "not expressible", "geometric mean"),
+        ("algorithm.rollout_correction.rollout_is=sequence", "not expressible", "each token has its own weight"),
         ("trainer.resume_mode=auto", "implied", "--resume auto"),
         ("trainer.logger=[console,swanlab]", "not expressible", "swanlab"),
         ("trainer.device=npu", "not expressible", "CUDA"),

@@ -1,0 +1,66 @@
+"""The rows of the table of verl's keys, and the judges that many rows share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.tools.verl.settings import Meaning, Settings
+
+Judge = Callable[[Settings, str, Any], Meaning]
+NUMBER = (int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRule:
+    pattern: str
+    kinds: tuple[type, ...]
+    """The types that a value may have besides null; none means any."""
+    judge: Judge
+    always: bool = False
+
+
+def used(target: str, why: str = "") -> Judge:
+    """The value has the same meaning as our key `target`."""
+    return lambda settings, key, value: Meaning("used", {target: value}, why)
+
+
+def implied(why: str) -> Judge:
+    return lambda settings, key, value: Meaning("implied", {}, why)
+
+
+def refused(why: str) -> Judge:
+    """Not expressible, unless the value is null, false, 0 or empty."""
+
+    def judge(settings: Settings, key: str, value: Any) -> Meaning:
+        if value in (None, False, 0, "", [], {}):
+            return Meaning("implied", {}, "it is off")
+        return Meaning("not expressible", {}, why)
+
+    return judge
+
+
+def only(values: tuple[Any, ...], why: str, otherwise: str) -> Judge:
+    """Implied for these values, not expressible for others."""
+
+    def judge(settings: Settings, key: str, value: Any) -> Meaning:
+        if value is None or value in values:
+            return Meaning("implied", {}, why)
+        return Meaning("not expressible", {}, otherwise)
+
+    return judge
+
+
+def rows(kinds: tuple[type, ...], judge: Judge, *patterns: str, always: bool = False) -> tuple[KeyRule, ...]:
+    """A row for each pattern; in a pattern `@` means `actor_rollout_ref.`, and `{a,b}` means a row for each name."""
+    return tuple(KeyRule(one, kinds, judge, always) for pattern in patterns for one in _written_out(pattern))
+
+
+def _written_out(pattern: str) -> list[str]:
+    whole = pattern.replace("@", "actor_rollout_ref.")
+    before, brace, rest = whole.partition("{")
+    names, _, after = rest.partition("}")
+    if not brace:
+        return [whole]
+    return [one for name in names.split(",") for one in _written_out(before + name + after)]
