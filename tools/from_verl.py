@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = f"megatron-rl {recipe} {given.out or 'run.yaml'} --dry-run"
     source = Path(given.words[0]).name if settings.call.line else "overrides"
     text = as_yaml(found.configuration, command, source)
-    problems = [*found.unknown, *problems_of(found.configuration)]
+    problems = [*found.open, *problems_of(found.configuration)]
     notes = [*settings.call.notes, *notes]
     if given.out:
         target = Path(given.out)

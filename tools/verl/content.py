@@ -14,11 +14,14 @@ HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
 """First parts of paths that are folders and no owners on the hub."""
 MISSING = {
-    r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.1v|vla\b": "it reads images, and the models here are of text alone",
-    r"(?i)gemma|mistral|phi-?\d|glm|gpt-?oss|seed-?oss|minimax|falcon|kimi-k2": "its family is not here",
-    r"(?i)mimo|baichuan|nemotron|qwen1\.5-moe|qwen2[-_.].*a14b|qwen3[-_.]next": "its family is not here",
+    r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.\dv|vla\b": "it reads images, and the models here are of text alone",
+    r"(?i)gemma|mistral|phi-?\d|seed-?oss|minimax|falcon|mimo|baichuan|internlm": "its family is not here",
+    r"(?i)glm-?5|chatglm|glm-?4(?![.-]?[567])|nemotron|deepseek-?v4|hunyuan|^hy-?\d": "its family is not here",
+    r"(?i)qwen1\.5-moe|qwen2[-_.].*a14b": "its family is not here",
 }
 """Names of models of families that do not exist here, and why."""
+WITH_TOWER = re.compile(r"(?i)qwen3[._]5|kimi-k2\.[5-9]")
+"""Names of models whose published folders also have what reads images."""
 TRACKERS = {"wandb": "project", "tensorboard": None, "mlflow": "experiment"}
 ALL_ROWS = 1_000_000
 """Evaluations of verl use all rows of a file; ours stop at the end of the file."""
@@ -49,6 +52,9 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
     for pattern, why in MISSING.items():
         if re.search(pattern, PurePosixPath(path).name) and not (folder / "config.json").exists():
             return Meaning("not expressible", to, f"{why}; megatron_rl/layout/families lists the families")
+    if WITH_TOWER.search(PurePosixPath(path).name) and not path.rstrip("/").endswith("text"):
+        tower = "a published folder also reads images: take out its model of text once (docs/families.md)"
+        return Meaning("mapped", to, f"{command}; {tower}" if command else tower)
     return Meaning("mapped" if command else "used", to, command)
 
 

@@ -62,8 +62,8 @@ class Converted:
     """One for every override of the call, in its order, and one for each of Hydra's options."""
     defaults: list[KeyRow] = field(default_factory=list)
     """verl's defaults that the configuration has, because ours are different or may change."""
-    unknown: list[str] = field(default_factory=list)
-    """Sentences about values that verl gets and that are not known here."""
+    open: list[str] = field(default_factory=list)
+    """Sentences about what has to be decided before a run: values that are not known, and a model that is not here."""
 
     def counts(self) -> dict[str, int]:
         found = dict.fromkeys(("used", "mapped", "implied", "not expressible"), 0)
@@ -86,8 +86,8 @@ def convert(settings: Settings) -> Converted:
         text = override.text if override.problem is None else ""
         key = override.prefix + override.key
         found.rows.append(KeyRow(key, text, override.line, verdict.status, verdict.to, verdict.why))
-        if override.problem is not None:
-            found.unknown.append(f"{key}: {override.problem}")
+        if override.problem is not None or (verdict.status == "not expressible" and "model.path" in verdict.to):
+            found.open.append(f"{key}: {verdict.why}")
     for rule in RULES:
         if rule.always and rule.pattern not in settings:
             value = settings[rule.pattern]
