@@ -6,6 +6,7 @@ only a shell could tell is asked for, with the line. Instead of a script, the ov
     megatron-rl from-verl run_qwen3_8b.sh --out run.yaml
     megatron-rl from-verl run_qwen3_8b.sh --set DATA_ROOT=/data --rows 7473 --json
     megatron-rl from-verl algorithm.adv_estimator=grpo data.train_files=train.parquet
+    megatron-rl from-verl --markdown                    docs/verl_keys.md
 
 Each key is `used` (the same meaning), `mapped` (converted), `implied` (what happens here anyway, or what has no meaning
 here), or `not expressible` (it is left out, and the table says what differs). The exit status is 0 if the configuration
@@ -33,6 +34,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.tools.verl.call import UnsetVariables, VerlCall, read_overrides
 from megatron_rl.tools.verl.conversion import Converted, KeyRow, check_types
+from megatron_rl.tools.verl.key_table import markdown
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
 from megatron_rl.tools.verl.script import read_script
@@ -130,12 +132,18 @@ def _short(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="+", metavar="SCRIPT.sh | key=value", help="the script, or verl's overrides")
+    parser.add_argument("words", nargs="*", metavar="SCRIPT.sh | key=value", help="the script, or verl's overrides")
     parser.add_argument("--out", metavar="FILE.yaml", help="write the configuration into this file")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
     parser.add_argument("--rows", type=int, metavar="N", help="the number of training rows, to compute run.steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--markdown", action="store_true", help="print the table of all keys of verl")
     given = parser.parse_intermixed_args(arguments)
+    if given.markdown:
+        print(markdown(), end="")
+        return 0
+    if not given.words:
+        parser.error("give a script of verl's, or its overrides")
     try:
         settings = Settings(read(given))
         check_types(settings)

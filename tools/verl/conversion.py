@@ -28,7 +28,7 @@ NULLABLE = (
     *(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", "trainer.total_training_steps"),
     *(f"{owner}.optim.{name}" for owner in (ACTOR, "critic") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("pipeline_model_parallel_size", "data_parallel_size")),
-    "algorithm.rollout_correction.rollout_is_threshold",
+    *("algorithm.rollout_correction.rollout_is_threshold", "reward_model.enable"),
 )
 PARTS = ("verl.trainer.main_ppo", "one_step_off_policy.main_ppo", "main_dapo", "main_ppo_split.py")
 

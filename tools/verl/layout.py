@@ -19,6 +19,7 @@ from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
+from megatron_rl.preflight.adapters import unserved
 from megatron_rl.tools.verl.conversion import Converted, convert
 from megatron_rl.tools.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
 from megatron_rl.tools.verl.settings import Settings
@@ -40,6 +41,21 @@ it fits next to the trainer."""
 
 def converted(settings: Settings) -> tuple[Converted, list[str]]:
     """The configuration with a layout, and sentences about what was changed for it."""
+    found, notes = _fitting(settings)
+    config = _read(found.configuration)
+    if config is None or config.policy.lora is None or config.rollout.lora == "merged":
+        return found, notes
+    try:
+        problem = next(unserved(config, config.policy.lora, planned_shape(config)), None)
+    except ValueError:
+        return found, notes
+    if problem is not None:
+        found.configuration["rollout"]["lora"] = "merged"
+        notes.append(f"rollout.lora is merged, because engines do not serve these adapters: {problem}")
+    return found, notes
+
+
+def _fitting(settings: Settings) -> tuple[Converted, list[str]]:
     first: tuple[Converted, list[str]] | None = None
     for factor in MORE_STAGES:
         settings.more_stages = factor

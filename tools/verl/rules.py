@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +22,27 @@ class KeyRule:
     always: bool = False
 
 
-def used(target: str, why: str = "") -> Judge:
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A judge that many rows have, with the words of docs/verl_keys.md."""
+
+    judge: Judge
+    words: str
+
+    def __call__(self, settings: Settings, key: str, value: Any) -> Meaning:
+        return self.judge(settings, key, value)
+
+
+def used(target: str) -> Shared:
     """The value has the same meaning as our key `target`."""
-    return lambda settings, key, value: Meaning("used", {target: value}, why)
+    return Shared(lambda settings, key, value: Meaning("used", {target: value}), f"`{target}`")
 
 
-def implied(why: str) -> Judge:
-    return lambda settings, key, value: Meaning("implied", {}, why)
+def implied(why: str) -> Shared:
+    return Shared(lambda settings, key, value: Meaning("implied", {}, why), f"implied: {why}")
 
 
-def refused(why: str) -> Judge:
+def refused(why: str) -> Shared:
     """Not expressible, unless the value is null, false, 0 or empty."""
 
     def judge(settings: Settings, key: str, value: Any) -> Meaning:
@@ -38,10 +50,10 @@ def refused(why: str) -> Judge:
             return Meaning("implied", {}, "it is off")
         return Meaning("not expressible", {}, why)
 
-    return judge
+    return Shared(judge, f"not expressible: {why}")
 
 
-def only(values: tuple[Any, ...], why: str, otherwise: str) -> Judge:
+def only(values: tuple[Any, ...], why: str, otherwise: str) -> Shared:
     """Implied for these values, not expressible for others."""
 
     def judge(settings: Settings, key: str, value: Any) -> Meaning:
@@ -49,16 +61,17 @@ def only(values: tuple[Any, ...], why: str, otherwise: str) -> Judge:
             return Meaning("implied", {}, why)
         return Meaning("not expressible", {}, otherwise)
 
-    return judge
+    same = ", ".join(f"`{one}`" for one in values if one is not None)
+    return Shared(judge, f"implied for {same}: {why}" + ("" if why == otherwise else f"; others: {otherwise}"))
 
 
 def rows(kinds: tuple[type, ...], judge: Judge, *patterns: str, always: bool = False) -> tuple[KeyRule, ...]:
-    """A row for each pattern; in a pattern `@` means `actor_rollout_ref.`, and `{a,b}` means a row for each name."""
+    """A row for each pattern. In it `@` before a name is `actor_rollout_ref.`, and `{a,b}` means a row for each name."""
     return tuple(KeyRule(one, kinds, judge, always) for pattern in patterns for one in _written_out(pattern))
 
 
 def _written_out(pattern: str) -> list[str]:
-    whole = pattern.replace("@", "actor_rollout_ref.")
+    whole = re.sub(r"(?<![\w*])@", "actor_rollout_ref.", pattern)
     before, brace, rest = whole.partition("{")
     names, _, after = rest.partition("}")
     if not brace:

@@ -412,6 +412,44 @@ def test_the_configuration_is_valid(overrides):
     assert config.policy.parallel.mesh.world_size in (4, 8, 16)
 
 
+def test_adapters_that_engines_do_not_serve_are_merged():
+    words = (*MEGATRON, f"{ACTOR}.megatron.expert_model_parallel_size=2", f"{MODEL}.lora.rank=8")
+    found, notes = converted(settings_of(f"{MODEL}.path=models/Qwen3-30B-A3B", *words))
+    assert found.configuration["rollout"]["lora"] == "merged"
+    assert notes[-1].startswith("rollout.lora is merged, because engines do not serve these adapters: policy.lora.t")
+    found, _ = converted(settings_of(f"{MODEL}.path=models/Qwen3-8B", *MEGATRON, f"{MODEL}.lora.rank=8"))
+    assert "lora" not in found.configuration["rollout"]
+
+
+def test_no_family_that_is_here_is_refused():
+    folder = Path(__file__).parents[3] / "configs/model"
+    names = [path.stem for path in folder.glob("*.json")]
+    names += [
+        "Moonlight-16B-A3B",
+        "Mixtral-8x7B",
+        "GLM-4.5",
+        "gpt-oss-20b-bf16",
+        "Qwen3.5-27B",
+        "Llama-3.1-8B",
+        "OLMo-2",
+    ]
+    assert len(names) > 20
+    for name in names:
+        row = next(row for row in found_of(f"{MODEL}.path={name}").rows if row.key == f"{MODEL}.path" and row.to)
+        assert row.status in ("used", "mapped"), f"{name}: {row.why}"
+    for name in ("Mistral-Nemo-12B", "Hy3", "DeepSeek-V4-Flash", "GLM-5", "GLM-4.1V-9B", "Qwen3-VL-8B", "gemma-2-2b"):
+        found = found_of(f"{MODEL}.path={name}")
+        assert found.rows[-1].status == "not expressible" and name not in found.rows[-1].why
+        assert found.open and found.open[0].startswith(f"{MODEL}.path: ")
+
+
+def test_the_page_of_keys_is_what_the_command_prints(capsys):
+    assert main(["--markdown"]) == 0
+    page = (Path(__file__).parents[3] / "docs/verl_keys.md").read_text()
+    assert page == capsys.readouterr().out
+    assert not [rule.pattern for rule in RULES if f"`{rule.pattern}`" not in page]
+
+
 def test_the_planner_chooses_a_layout_for_fsdp(tmp_path):
     found, _ = converted(settings_of(f"{MODEL}.path=models/Qwen3-8B", f"{ACTOR}.ulysses_sequence_parallel_size=2"))
     config = validate(GrpoRunConfig, found.configuration)
