@@ -5,7 +5,7 @@ the numbers of keys that are used, mapped, implied and not expressible, the shar
 dry run says. No script is run, and nothing of the snapshot is written anywhere but into a temporary folder.
 
 With --bash, bash runs each script in a temporary folder, with a `python3` that only writes down its words, and without
-the commands that would change anything; the words are compared with those that from-verl has read. A script could still
+the commands that would change anything; the words are compared with what from-verl has read. A script could still
 write to a path of its own: look at the scripts before. It also says which keys of the configurations that verl has
 generated have no row, and which of verl's own defaults are refused if a script gives them.
 
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("snapshot", help="a git directory of verl")
     parser.add_argument("--match", default="", help="only scripts whose paths match this expression")
-    parser.add_argument("--bash", action="store_true", help="compare the words of each script with those of bash")
+    parser.add_argument("--bash", action="store_true", help="compare the words of each script with what bash passes")
     parser.add_argument("--rows", type=int, default=100_000, help="the number of training rows (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     given = parser.parse_args(arguments)

@@ -3,7 +3,7 @@
 No command is run. A part that only a command could give, a form that is not read here, and a variable that is not set
 leave a `Problem` in the word, which the reader of the word reports if the word matters.
 
-Invariant (tests/unit/tools): a word whose text is not known has a problem, whatever is made of it.
+Invariant (tests/unit/tools): a word whose text is not known has a problem, and so has all that is made of it.
 """
 
 from __future__ import annotations
@@ -211,26 +211,14 @@ class Variables:
             return _unknown(piece, line)
         length, name, index, change = found.groups()
         if length or index in ("@", "*"):
-            return _unknown(piece, line) if change else self._joined(name, line, is_length=bool(length), index=index)
+            if change or (name not in self.values and not index):
+                return _unknown(piece, line) if change else self._unset(name, line)
+            return _joined(self.values.get(name), is_length=bool(length), is_array=bool(index))
         plain = self._variable(name, line, index)
         return self._changed(plain, change, piece, line) if change else plain
 
     def _short(self, piece: str, line: int) -> Word:
         return self._variable(piece[1:], line) if len(piece) > 1 else Word(piece)
-
-    def _joined(self, name: str, line: int, *, is_length: bool, index: str | None) -> Word:
-        """`${#NAME}`, `${#NAME[@]}`, or all elements of an array as one text."""
-        value = self.values.get(name)
-        if value is None and not index:
-            return self._variable(name, line)
-        elements = value if isinstance(value, list) else [value] if value else []
-        whole = Word()
-        for one in elements:
-            whole.add(Word(f" {one.text}", one.problem))
-        if is_length:
-            of_element = elements[0].text if elements else ""
-            whole.text = str(len(elements) if index else len(of_element))
-        return Word(whole.text.removeprefix(" "), whole.problem)
 
     def _variable(self, name: str, line: int, index: str | None = None) -> Word:
         if name in ("@", "*"):
@@ -286,11 +274,8 @@ class Variables:
             return missing
         if mark in (":?", "?") or plain.problem is not None:
             return plain
-        if change in (",,", "^^", ",", "^"):
-            return Word(_with_case(plain.text, change))
-        if (sliced := re.fullmatch(r":\s*(\d+)(?::(\d+))?", change)) is not None:
-            start = int(sliced[1])
-            return Word(plain.text[start : start + int(sliced[2])] if sliced[2] else plain.text[start:])
+        if (edited := _edited(plain.text, change)) is not None:
+            return Word(edited)
         if mark in ("%", "#"):
             pattern = self.text(argument.lstrip(mark), line)
             return Word(_stripped(plain.text, mark, pattern.text, argument[:1] == mark), pattern.problem)
@@ -345,9 +330,26 @@ def _unknown(piece: str, line: int) -> Word:
     return Word(problem=Problem(f"line {line}: {' '.join(piece.split())} is a form of bash that is not read here"))
 
 
-def _with_case(text: str, change: str) -> str:
-    changed = text.lower() if change[0] == "," else text.upper()
-    return changed if len(change) == 2 else changed[:1] + text[1:]
+def _joined(value: Value | None, *, is_length: bool, is_array: bool) -> Word:
+    """`${#NAME}`, `${#NAME[@]}`, or all elements of an array as one text."""
+    elements = value if isinstance(value, list) else [value] if value else []
+    whole = Word()
+    for one in elements:
+        whole.add(Word(f" {one.text}", one.problem))
+    if is_length:
+        whole.text = str(len(elements) if is_array else len(elements[0].text) if elements else 0)
+    return Word(whole.text.removeprefix(" "), whole.problem)
+
+
+def _edited(text: str, change: str) -> str | None:
+    """The text in another case, or a part of it by numbers; None if the change is another one."""
+    if change in (",,", "^^", ",", "^"):
+        changed = text.lower() if change[0] == "," else text.upper()
+        return changed if len(change) == 2 else changed[:1] + text[1:]
+    if (sliced := re.fullmatch(r":\s*(\d+)(?::(\d+))?", change)) is not None:
+        start = int(sliced[1])
+        return text[start : start + int(sliced[2])] if sliced[2] else text[start:]
+    return None
 
 
 def matches(text: str, pattern: str) -> bool:

@@ -69,7 +69,7 @@ class While:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class Selection:
     """The word, and for each clause its patterns, its commands and the operator that ends it."""
 
     word: RawWord
@@ -78,7 +78,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class Compound:
     body: Sequence[Node]
     is_subshell: bool
 
@@ -89,7 +89,7 @@ class Function:
     body: Node
 
 
-Node = Simple | Test | Chain | Pipe | If | For | While | Case | Group | Function
+Node = Simple | Test | Chain | Pipe | If | For | While | Selection | Compound | Function
 ENDS = {"if": "fi", "then": "fi", "for": "done", "while": "done", "until": "done", "case": "esac", "{": "}", "(": ")"}
 CLAUSE_ENDS = (";;&", ";&", ";;")
 
@@ -127,7 +127,7 @@ class Parser:
             node = self._chain()
             if self._at("&"):
                 self.place += 1
-                node = Group([node], is_subshell=True)
+                node = Compound([node], is_subshell=True)
             found.append(node)
 
     def _chain(self) -> Node:
@@ -177,12 +177,12 @@ class Parser:
             self._fail()
         return Simple(words)
 
-    def _group(self, end: str, *, is_subshell: bool) -> Group:
+    def _group(self, end: str, *, is_subshell: bool) -> Compound:
         self._open("(" if is_subshell else "{")
         body = self._list((end,))
         self._expect(end)
         self.opened.pop()
-        return Group(body, is_subshell)
+        return Compound(body, is_subshell)
 
     def _if(self) -> If:
         line, clauses, otherwise = self._open("if"), [], []
@@ -220,7 +220,7 @@ class Parser:
         self.opened.pop()
         return body
 
-    def _case(self) -> Case:
+    def _case(self) -> Selection:
         line = self._open("case")
         word = self._word()
         clauses: list[tuple[Sequence[RawWord], Sequence[Node], str]] = []
@@ -231,7 +231,7 @@ class Parser:
             if self._keyword() == "esac":
                 self.place += 1
                 self.opened.pop()
-                return Case(word, clauses, line)
+                return Selection(word, clauses, line)
             if self._at("("):
                 self.place += 1
             patterns = [self._word()]

@@ -66,7 +66,7 @@ def only(values: tuple[Any, ...], why: str, otherwise: str) -> Shared:
 
 
 def rows(kinds: tuple[type, ...], judge: Judge, *patterns: str, always: bool = False) -> tuple[KeyRule, ...]:
-    """A row for each pattern. In it `@` before a name is `actor_rollout_ref.`, and `{a,b}` means a row for each name."""
+    """A row for each pattern. There `@` before a name is `actor_rollout_ref.`, and `{a,b}` a row for each name."""
     return tuple(KeyRule(one, kinds, judge, always) for pattern in patterns for one in _written_out(pattern))
 
 

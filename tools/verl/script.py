@@ -100,13 +100,13 @@ class _Reader:
                 with self.shell.subshell(len(members) > 1):
                     status = [self._node(member) for member in members][-1]
                 return status if status is None else status != is_negated
-            case grammar.Group(body, is_subshell):
+            case grammar.Compound(body, is_subshell):
                 with self.shell.subshell(is_subshell):
                     return self._run(body)
                 return None
             case grammar.If():
                 return self._if(node)
-            case grammar.Case():
+            case grammar.Selection():
                 return self._case(node)
             case grammar.For():
                 return self._for(node)
@@ -142,7 +142,7 @@ class _Reader:
             self._run(node.otherwise)
         return None if why else True
 
-    def _case(self, node: grammar.Case) -> bool | None:
+    def _case(self, node: grammar.Selection) -> bool | None:
         word = self.shell.variables.text(node.word.text, node.line)
         falls, why = False, _needed(word.problem, node.line)
         for patterns, body, end in node.clauses:

@@ -28,12 +28,12 @@ class Shell:
 
     variables: Variables
     unsure: Problem | None = None
-    """Why it is not known whether the present statement runs."""
+    """Why the present statement may not run."""
     unknown: Problem = field(default_factory=lambda: Problem(""))
 
     @contextmanager
     def perhaps(self, why: Problem | None) -> Iterator[None]:
-        """Follow statements of which it is not known whether they run, if there is a reason."""
+        """Follow statements that may not run, if there is a reason for it."""
         before = self.unsure
         self.unsure = before or why
         try:
