@@ -25,6 +25,9 @@ def number(text: str, text_of: Callable[[str], str], depth: int = 0) -> int:
     """
     if depth > MOST_VARIABLES:
         raise RecursionError(text)
+    signs = re.findall(r"#|\?|\*\*|!(?!=)|[<>=]=?|-", text)
+    if {"#", "?"} & set(signs) or ("**" in signs and "-" in signs) or ("!" in signs and len(set(signs)) > 1):
+        raise SyntaxError(f"{text}: Python reads it in another way than the shell")
     written = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
     tree = ast.parse(written.strip() or "0", mode="eval").body
 

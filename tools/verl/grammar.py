@@ -52,7 +52,7 @@ class If:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """`for` and `select`; without words where they are `"$@"`, and None where they are an arithmetic loop."""
+    """`for` and `select`; the words are None for `select` and for an arithmetic loop."""
 
     name: str
     words: Sequence[RawWord] | None
@@ -199,7 +199,7 @@ class Parser:
                 return If(clauses, otherwise, line)
 
     def _for(self) -> For:
-        line = self._open("for")
+        is_select, line = self._keyword() == "select", self._open("for")
         name = self._word().text
         words: list[RawWord] | None = None if name.startswith("((") else [RawWord('"$@"', line)]
         self._skip_lines()
@@ -211,7 +211,7 @@ class Parser:
                 self.place += 1
         while self._at(";", "\n"):
             self.place += 1
-        return For(name, words, self._body(), line)
+        return For(name, None if is_select else words, self._body(), line)
 
     def _body(self) -> list[Node]:
         self._expect("do")

@@ -194,6 +194,8 @@ class _Reader:
         except Left as left:
             if left.command not in ("break", "continue"):
                 raise
+            if left.loops > 1:
+                raise Left(left.command, left.line, left.loops - 1) from left
             return left.command == "continue"
         return True
 

@@ -17,9 +17,9 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 class Left(Exception):  # noqa: N818 - it is no error
     """The script, a function or a loop ends here, by the command of this name."""
 
-    def __init__(self, command: str, line: int) -> None:
+    def __init__(self, command: str, line: int, loops: int = 1) -> None:
         super().__init__(command)
-        self.command, self.line = command, line
+        self.command, self.line, self.loops = command, line, loops
 
 
 @dataclass(slots=True)
@@ -81,7 +81,11 @@ class Shell:
             elements = [element for one in word.array for element in self.variables.expand(one)]
             value = [*(old if isinstance(old, list) else [old] if old else []), *elements] if appends else elements
         else:
-            value = self.variables.text(word.text[found.end() :], word.line)
+            written = word.text[found.end() :]
+            home = self.variables.values.get("HOME")
+            if re.match(r"~(/|$)", written) and isinstance(home, Word):
+                written = home.text + written[1:]
+            value = self.variables.text(written, word.line)
             if appends and isinstance(old, Word):
                 value = Word(old.text + value.text, old.problem or value.problem)
             elif appends and old:
@@ -112,7 +116,8 @@ class Shell:
     def leave(self, words: Sequence[Word], line: int) -> bool:
         """`exit`, `return`, `break` and `continue`."""
         if self.unsure is None:
-            raise Left(words[0].text, line)
+            number = words[1].text if len(words) > 1 else "1"
+            raise Left(words[0].text, line, int(number) if number.isdigit() else 1)
         return True
 
     def expanded(self, words: Sequence[Word], line: int) -> bool:
@@ -143,6 +148,16 @@ class Shell:
             self.variables.arguments = [Word(problem=why)] if why else list(words[2:])
         return True
 
+    def printed(self, words: Sequence[Word], line: int) -> bool | None:
+        """`printf`, which sets a variable with -v."""
+        return self.filled(words[1:3], line) if len(words) > 2 and words[1].text == "-v" else self.expanded(words, line)
+
+    def computed(self, words: Sequence[Word], line: int) -> bool | None:
+        """`let`, which sets what its expressions set."""
+        for word in words[1:]:
+            self.variables.arithmetic(word.text, line)
+        return self.filled((), line)
+
     def filled(self, words: Sequence[Word], line: int) -> None:
         """`read` and others that set variables from what is not known here."""
         self.unknown = Problem(f"line {line}, which needs a shell")
@@ -155,7 +170,9 @@ class Shell:
 Builtin = Callable[[Shell, Sequence[Word], int], bool | None]
 BUILTINS: dict[str, Builtin] = {
     **dict.fromkeys(("exit", "return", "break", "continue"), Shell.leave),
-    **dict.fromkeys((":", "true", "echo", "printf", "trap", "ulimit", "cd"), Shell.expanded),
+    **dict.fromkeys((":", "true", "echo", "trap", "ulimit", "cd"), Shell.expanded),
+    "printf": Shell.printed,
+    "let": Shell.computed,
     "false": Shell.failed,
     "unset": Shell.unset,
     "shift": Shell.shift,
