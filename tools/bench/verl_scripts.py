@@ -75,7 +75,9 @@ ALIASES = {
     r"Qwen2-7B.*|Qwen2\.5-Math-7B": "Qwen2.5-7B",
     r"Qwen2\.5-Coder-14B.*": "Qwen2.5-14B",
     r"(?i)qwen3-4b.*": "Qwen3-4B",
-    r"Qwen3-30B-A3B.*": "Qwen3-30B-A3B",
+    r"Qwen3-30B-(A3B|MoE).*": "Qwen3-30B-A3B",
+    r"Qwen3\.5-(35B-A3B|397B-A17B)": r"Qwen3.5-\1-text",
+    r"gpt-oss-(\d+b).*": r"gpt-oss-\1",
     r"DeepSeek-V3.*|<path_to_dsv3.*": "DeepSeek-V3",
     r"Qwen2\.5-72B.*": "Qwen2.5-72B-Instruct",
     "LLM": "Moonlight-16B-A3B",
@@ -206,7 +208,9 @@ def write_sizes(folder: Path, name: str) -> None:
     """Put a config.json with the model's sizes where the dry run looks for it, unless nobody knows them."""
     place = folder / "configs" / "model" / f"{name}.json"
     place.parent.mkdir(parents=True, exist_ok=True)
-    plain = next((ours for pattern, ours in ALIASES.items() if re.fullmatch(pattern, name)), name)
+    plain = next(
+        (re.sub(pattern, ours, name) for pattern, ours in ALIASES.items() if re.fullmatch(pattern, name)), name
+    )
     shipped = CONFIGS / f"{plain}.json"
     known = next((one for one in SIZES if plain.startswith(one)), None)
     if plain in DEEPSEEK_SHAPED:

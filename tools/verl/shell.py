@@ -158,13 +158,14 @@ class Shell:
             self.variables.arithmetic(word.text, line)
         return self.filled((), line)
 
-    def filled(self, words: Sequence[Word], line: int) -> None:
+    def filled(self, words: Sequence[Word], line: int) -> bool | None:
         """`read` and others that set variables from what is not known here."""
         self.unknown = Problem(f"line {line}, which needs a shell")
         with self.perhaps(self.unknown):
             for word in words[1:]:
                 if re.fullmatch(r"[A-Za-z_]\w*", word.text):
                     self.set(word.text, Word("?"), line)
+        return None
 
 
 Builtin = Callable[[Shell, Sequence[Word], int], bool | None]

@@ -421,6 +421,16 @@ def test_adapters_that_engines_do_not_serve_are_merged():
     assert "lora" not in found.configuration["rollout"]
 
 
+def test_a_model_that_fits_into_no_layout_is_to_add(capsys):
+    words = [*GRPO, f"{MODEL}.path=models/DeepSeek-V3", *MEGATRON, f"{ACTOR}.megatron.expert_tensor_parallel_size=1"]
+    assert main([*words, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["to_add"] == [
+        "no layout of the trainer fits on 8 GPUs of 80 GB; set trainer.nnodes higher, or cluster.gpu_memory_gb to the "
+        "memory of your GPUs"
+    ]
+
+
 def test_no_family_that_is_here_is_refused():
     folder = Path(__file__).parents[3] / "configs/model"
     names = [path.stem for path in folder.glob("*.json")]

@@ -153,7 +153,13 @@ def test_there_are_all_scripts_of_the_examples():
     """The numbers are on the page docs/coming_from_verl.md."""
     refused = [script["refused"] for script in FACTS["scripts"].values() if script["status"]]
     assert len(FACTS["scripts"]) == 54 and len(SCRIPTS) == 53 and len(refused) == 22
-    parts = ("family is not here", "reads images", "names an engine", "is not a multiple", "ends here, before it has")
+    parts = (
+        "family is not here",
+        "reads images",
+        "names an engine",
+        "is not a multiple",
+        "ends here, before it has",
+    )
     assert [sum(part in one for one in refused) for part in parts] == [6, 11, 2, 2, 1]
 
 
