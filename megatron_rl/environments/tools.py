@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jinja2 import TemplateError
 from pydantic import ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 
@@ -79,8 +80,8 @@ def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
 
 
 def asked_form(render: Render, name: str) -> Literal["hermes", "other", "unknown"]:
-    """The form in which a chat template asks for calls, from the calls that it writes itself and from what it tells the
-    model. A template may tell nothing, and leave it to the model's training.
+    """The form of the calls that a chat template asks for: it writes calls itself, or tells the model how. It may do
+    neither, and leave it to the model's training.
 
     Args:
         render: the chat template with the tools.
@@ -91,7 +92,7 @@ def asked_form(render: Render, name: str) -> Literal["hermes", "other", "unknown
     calls = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": asked}]}
     try:
         written = render([QUESTION, calls], False)
-    except Exception:  # a template may take no calls, and raise anything
+    except (TemplateError, LookupError, TypeError, AttributeError, ValueError):  # a template that takes no calls
         written = ""
     written = written.removeprefix(render([QUESTION], False))
     for match in CALL.finditer(written):

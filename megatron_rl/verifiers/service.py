@@ -163,8 +163,8 @@ Seed, T5 and BERT. The server has a tokenizer that is not known here."""
 
 
 def without_marks(text: str) -> str:
-    """An answer in which no text is a control token of a server's model, which could end its turn and write others. In
-    each of them a space follows the first character."""
+    """An answer without text that is a control token of a server's model and could end its turn. A space follows the
+    first character of each."""
     return _MARKS.sub(lambda match: f"{match[0][:1]} {match[0][1:]}", text)
 
 

@@ -275,14 +275,11 @@ class _Process:
             SandboxError: it was killed, and not for what it did.
         """
         code = self._process.returncode
-        if not code:
-            return ""
-        if code > 0:
-            return f"exit status {code}"
-        # The kernel counts whole ticks, so that a program that sleeps before each of them uses less CPU than it counts,
-        # but never more than has passed.
-        passed_s = max(self._cpu_s, time.monotonic() - self._started)
-        if code == -signal.SIGXCPU or code == -signal.SIGKILL and passed_s >= self._limits.cpu_s:
+        if code is None or code >= 0:
+            return f"exit status {code}" if code else ""
+        # The kernel counts whole ticks. A program that sleeps before them uses less, but not less than passes.
+        used_s = max(self._cpu_s, time.monotonic() - self._started)
+        if code == -signal.SIGXCPU or code == -signal.SIGKILL and used_s >= self._limits.cpu_s:
             return f"the program used the CPU for more than {self._limits.cpu_s} s"
         if code == -signal.SIGKILL:  # no program can send a signal or change its limit, so it has not chosen this end
             raise SandboxError("the process of a program was killed from outside: has the machine no memory left?")
