@@ -1,15 +1,17 @@
 """Write the configuration of a run from verl's run script, with a table of what became of every key.
 
-The script is read and not run: its own variables, arrays, arithmetic and simple conditions are followed, and nothing
-else of a shell. Instead of a script, the overrides themselves may be given.
+The script is read and not run: its variables, arrays, arithmetic, conditions, loops and functions are followed. What
+only a shell could tell is asked for, with the line. Instead of a script, the overrides themselves may be given.
 
     megatron-rl from-verl run_qwen3_8b.sh --out run.yaml
     megatron-rl from-verl run_qwen3_8b.sh --set DATA_ROOT=/data --rows 7473 --json
     megatron-rl from-verl algorithm.adv_estimator=grpo data.train_files=train.parquet
+    megatron-rl from-verl --markdown                    docs/verl_keys.md
 
 Each key is `used` (the same meaning), `mapped` (converted), `implied` (what happens here anyway, or what has no meaning
 here), or `not expressible` (it is left out, and the table says what differs). The exit status is 0 if the configuration
-is complete, 1 if something has to be added before a dry run accepts it, and 2 if the script cannot be read.
+is complete, 1 if something has to be added before a dry run accepts it, or verl has no such engine, and 2 if the script
+cannot be read.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from rich.table import Table
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.tools.verl.call import UnsetVariables, VerlCall, read_overrides
 from megatron_rl.tools.verl.conversion import Converted, KeyRow, check_types
+from megatron_rl.tools.verl.key_table import markdown
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import UnsetVariables, VerlCall, read_overrides, read_script
-from megatron_rl.tools.verl.settings import Settings
+from megatron_rl.tools.verl.script import read_script
+from megatron_rl.tools.verl.settings import NoSuchEngine, Settings
 
 FROM_SHELL = ("HOME", "PWD", "USER")
 """The variables of this shell that a script may use; others are given with --set."""
@@ -128,12 +132,18 @@ def _short(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="+", metavar="SCRIPT.sh | key=value", help="the script, or verl's overrides")
+    parser.add_argument("words", nargs="*", metavar="SCRIPT.sh | key=value", help="the script, or verl's overrides")
     parser.add_argument("--out", metavar="FILE.yaml", help="write the configuration into this file")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
     parser.add_argument("--rows", type=int, metavar="N", help="the number of training rows, to compute run.steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--markdown", action="store_true", help="print the table of all keys of verl")
     given = parser.parse_intermixed_args(arguments)
+    if given.markdown:
+        print(markdown(), end="")
+        return 0
+    if not given.words:
+        parser.error("give a script of verl's, or its overrides")
     try:
         settings = Settings(read(given))
         check_types(settings)
@@ -141,12 +151,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found, notes = converted(settings)
     except (ScriptError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, NoSuchEngine) else 2
     recipe = "ppo" if settings.has_critic else "grpo"
     command = f"megatron-rl {recipe} {given.out or 'run.yaml'} --dry-run"
     source = Path(given.words[0]).name if settings.call.line else "overrides"
     text = as_yaml(found.configuration, command, source)
-    problems = problems_of(found.configuration)
+    problems = [*found.open, *problems_of(found.configuration)]
+    notes = [*settings.call.notes, *notes]
     if given.out:
         target = Path(given.out)
         if target.exists() and OWN not in target.read_text(errors="replace"):

@@ -354,7 +354,7 @@ def _read_state(folder: Path, fields: dict[str, Any], identity: Identity, rank: 
             random = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged: {first_line(error)}") from error
-    return State(training["num_updates"], random, json.loads((folder / EXTRA).read_text()))
+    return State(training["num_updates"], random, manifest.read_json(folder / EXTRA))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -374,11 +374,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} or {CHECKSUM} beside it is damaged or was changed; resume from another checkpoint: --resume STEP"
         )
-    fields: dict[str, Any] = json.loads(content)
+    try:
+        fields: dict[str, Any] = json.loads(content)
+        manifest.check(fields, with_training=True)
+    except ValueError as error:  # its checksum is right, so somebody has changed both
+        raise ValueError(f"{path} has another form: {error}; resume from another checkpoint: --resume STEP") from error
     if (found := fields["training"]["format"]) != FORMAT:
-        raise ValueError(
-            f"{folder} has the checkpoint format {found}, but this version reads format {FORMAT}; {OTHER_FORMAT}"
-        )
+        raise ValueError(f"{folder} has the checkpoint format {found}; this version reads {FORMAT}; {OTHER_FORMAT}")
     return fields
 
 

@@ -78,6 +78,9 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
                 continue
             target = Target(WEIGHTS, name, tuple(parameter.shape), 0, parameter.view(-1))
             fill(target, shards[name], source, maps)
+            if not torch.isfinite(parameter).all():
+                stored = " and ".join(sorted({shard.hf_name for shard in shards[name]}))
+                raise ValueError(f"{folder}: {stored} has numbers that are not finite; take another copy of the model")
     actor.weights_changed()
 
 

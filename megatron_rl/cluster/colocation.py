@@ -1,7 +1,8 @@
 """Leads trainers, a critic and engines that share GPUs through the phases of a run.
 
 The training loop does not know of it: the policy, the critic, the engines and the bridge each ask for the phase that
-they need before they do anything. The side that gives memory up does so before the other side takes it.
+they need before they do anything. A push ends in the phase `generating`. The side that gives memory up does so before
+the other side takes it.
 
 Invariants (tests/unit/cluster, tests/e2e): the sides never hold more together than one of the phases allows; the
 numbers of the run equal the numbers without shared GPUs, also after an engine, the policy or the critic was lost.

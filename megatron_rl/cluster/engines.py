@@ -252,22 +252,24 @@ class EngineGroup:
 
     def enter(self, phase: Phase) -> None:
         """Make all engines that live enter a phase. A dead one holds no memory, and is replaced later. One that does
-        not answer is killed, because it may hold what trainers are about to take.
+        not answer, or whose vLLM has failed, is killed, because it may hold what trainers are about to take.
 
         Raises:
-            RuntimeError: an engine could not enter the phase.
+            RuntimeError: an engine that works could not enter the phase.
         """
         calls = [engine.enter.remote(phase) for engine in self.engines]
         part = f"to enter the phase {phase}"
         self.deadlines.begin(part)
         outcomes = settle(calls, self.deadlines.limit_s(part))
         self.deadlines.end(part)
-        for process, outcome in zip(self.processes, outcomes, strict=True):
-            if isinstance(outcome, GetTimeoutError):
-                log.warning("%s does not enter the phase %s, and is killed", process, phase)
-                ray.kill(process.actor)
-            elif isinstance(outcome, RayError) and not isinstance(outcome, RayActorError):
-                raise explain(outcome, process) from outcome
+        for index, (process, outcome) in enumerate(zip(self.processes, outcomes, strict=True)):
+            if isinstance(outcome, RayActorError) or not isinstance(outcome, RayError):
+                continue
+            error = explain(outcome, process)
+            if not isinstance(outcome, GetTimeoutError) and not self.is_dead(index):
+                raise error from outcome
+            log.warning("%s does not enter the phase %s, and is killed: %s", process, phase, error)
+            ray.kill(process.actor)
 
     def _start_again(self, version: int) -> None:
         """What brings weights where no bridge does: the engines load them."""
@@ -293,9 +295,14 @@ class EngineGroup:
             self.before("generating")  # vLLM starts on GPUs without trainers
             replaced = {index: self.processes[index] for index in dead}
             timeout_s = self._config.cluster.start_timeout_s
-            self._placement.start_again("engine", replaced, self._new, timeout_s)
-            calls = [process.actor.start.remote() for process in replaced.values()]
-            gather(calls, list(replaced.values()), "to start vLLM", timeout_s)
+            try:
+                self._placement.start_again("engine", replaced, self._new, timeout_s)
+                calls = [process.actor.start.remote() for process in replaced.values()]
+                gather(calls, list(replaced.values()), "to start vLLM", timeout_s)
+            except BaseException:  # also a stop, which saves: nobody may wait for memory until vLLM has started
+                for process in replaced.values():
+                    ray.kill(process.actor)
+                raise
         self.num_replaced += len(dead)
         return len(dead)
 

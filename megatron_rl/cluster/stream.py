@@ -137,7 +137,6 @@ class RayStream:
 
     def _send(self, parts: Sequence[AskedPart], version: int) -> None:
         """Ask for parts, which begin together in each engine. What begins again in turns goes to the same engine."""
-        self._engines.before("generating")
         name = next(self._batches)
         for part in parts:
             with self._lock:

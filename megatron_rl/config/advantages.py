@@ -289,6 +289,11 @@ class SoftOverlongShaping(Method):
             )
         return self
 
+    @property
+    def first_penalised(self) -> int:
+        """The length, in tokens, of the shortest answer with a penalty."""
+        return self.max_tokens - self.cache_tokens + 1
+
 
 class LengthNormalisedShaping(Method):
     """Kimi k1.5's length reward (Kimi team 2025, arXiv:2501.12599): it prefers the shorter answers of a group."""

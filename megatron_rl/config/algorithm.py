@@ -20,6 +20,7 @@ from megatron_rl.config.advantages import (
     GrpoAdvantage,
     ReinforcePlusPlusAdvantage,
     ShapingConfig,
+    SoftOverlongShaping,
 )
 from megatron_rl.config.correction import CorrectionConfig, MaskedWeight, Rejection
 from megatron_rl.config.losses import Aggregation, DualClipLoss, LossConfig, Share
@@ -241,6 +242,13 @@ class AlgorithmConfig(Section):
                 f"algorithm.adv_estimator {estimator.kind} compares the items of a thought, and without rollout.beams "
                 "there are none; set rollout.beams, or choose another estimator"
             )
+        for shaping in self.shaping:
+            if isinstance(shaping, SoftOverlongShaping) and shaping.first_penalised > rollout.max_response_tokens:
+                yield (
+                    f"algorithm.shaping soft_overlong penalises answers from {shaping.first_penalised} tokens on, and "
+                    f"rollout.max_response_tokens is {rollout.max_response_tokens}: it would penalise none; "
+                    "max_tokens is usually rollout.max_response_tokens"
+                )
         if "values" in estimator.needs and run.critic is None:
             yield (
                 f"algorithm.adv_estimator {estimator.kind} needs a critic; add the section critic (recipes/ppo.py has "

@@ -96,8 +96,8 @@ class JudgedReward(GroundTruthReward):
     (`cluster.verifier_workers`)."""
 
     answer_timeout_s: PositiveFloat = 10
-    """The longest time, in seconds, that the verdict on one answer may take. After that its process is replaced, and
-    `on_error` decides about the answer."""
+    """The longest time, in seconds, that the verdict on one answer may take. After that its process is replaced. An
+    answer to `mathematics` or `reasoning_gym` that took so much computing scores 0; else `on_error` decides."""
 
 
 class TextReward(JudgedReward):

@@ -106,6 +106,11 @@ class CheckpointConfig(Section):
                 f"checkpoint.keep_best is {self.keep_best}, but this run evaluates nothing; "
                 + ("give held-out rows in data.eval" if isinstance(run, GrpoRunConfig) else "remove it")
             )
+        elif isinstance(run, GrpoRunConfig) and self.keep_best not in (None, *run.eval_metrics):
+            yield (
+                f"checkpoint.keep_best is {self.keep_best}, which no evaluation of this run reports; choose one of "
+                f"{', '.join(run.eval_metrics)}"
+            )
 
 
 class RunConfig(Section):
@@ -177,6 +182,20 @@ class GrpoRunConfig(BaseConfig):
         if self.eval.verifier is not None:
             return [i for i, reward in enumerate(self.rewards) if reward.label == self.eval.verifier]
         return [i for i, reward in enumerate(self.rewards) if isinstance(reward, GroundTruthReward)]
+
+    @property
+    def eval_metrics(self) -> list[str]:
+        """The metrics of an evaluation by which checkpoints can be compared, without the bounds of their intervals."""
+        names = ["eval/reward_mean"]
+        if self.deciding_rewards:
+            beams, num = self.rollout.beams, self.eval.samples_per_prompt
+            sizes = [2**i for i in range(1, (beams.width if beams else num).bit_length())]
+            names += ["eval/accuracy", *(f"eval/pass@{k}" for k in sizes)]
+            if beams:
+                names += [f"eval/recall@{k}" for k in (1, *sizes)]
+            elif num > 1:
+                names.append(f"eval/maj@{num}")
+        return names
 
     @property
     def num_trainer_ranks(self) -> int:

@@ -14,12 +14,13 @@ open form's tensor that it is, and `kind`; and the manifest has `training`, what
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter
 
 from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
 from megatron_rl.layout import FAMILIES, is_matrix
@@ -35,6 +36,31 @@ WEIGHTS = "weights"
 """The kind of a tensor that is a part of the model. The other kinds are the parts of the optimizer's state, by
 Megatron-Core's names: `fp32_param` is the fp32 copy of a bf16 weight, and the names in `config.optimizer.moments` are
 Adam's moments and Muon's momentum."""
+
+
+class _Tensor(BaseModel):
+    dtype: str
+    start: NonNegativeInt
+    bytes: NonNegativeInt
+    crc32: str = ""
+
+
+class _File(BaseModel):
+    bytes: NonNegativeInt
+    crc32: str = ""
+    tensors: dict[str, _Tensor] = {}
+
+
+class _Training(BaseModel):
+    format: int
+    dtype: str
+    optimizer: str = ""
+    mesh: dict[str, Any]
+    base: str = ""
+    num_updates: NonNegativeInt
+
+
+_FILES, _TRAINING = TypeAdapter(dict[str, _File]), TypeAdapter(_Training)
 
 
 def describe(
@@ -61,6 +87,30 @@ def describe(
     return json.dumps(fields, indent=1).encode()
 
 
+def check(fields: Mapping[str, Any], with_training: bool = False) -> None:
+    """
+    Raises:
+        ValueError: the manifest has another form, or names a file outside its folder.
+    """
+    for name in _FILES.validate_python(fields.get("files"), strict=True):
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"it names {name!r}, which is outside the folder")
+    if with_training:
+        _TRAINING.validate_python(fields.get("training"), strict=True)
+
+
+def read_json(path: Path) -> Any:
+    """
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
 def read(folder: Path) -> dict[str, Any] | None:
     """The folder's manifest, or None if it has none.
 
@@ -73,6 +123,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
         form, version = fields["form"], fields["format"]
+        check(fields)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); copy or convert the folder again") from error
     if version != FORMAT or form not in (HUB, OPEN, RANKS):

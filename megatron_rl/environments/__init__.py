@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.environments.environment import EnvironmentFault, Reaction, Session, Step, fault_of_reward
 from megatron_rl.environments.observations import Continuation, Observations, Render, require_offered
 from megatron_rl.environments.sessions import Sessions, schemas_of
+from megatron_rl.environments.tools import asked_form
 
 __all__ = [
     "Continuation",
@@ -15,6 +16,7 @@ __all__ = [
     "Session",
     "Sessions",
     "Step",
+    "asked_form",
     "fault_of_reward",
     "require_offered",
     "schemas_of",

@@ -11,7 +11,7 @@ right; but a program that renders the conversation later gives the model other t
 
 Invariants (tests/unit/environments): transcript and continuation together are the text that the template renders for
 the whole conversation; an observation has at most the allowed number of tokens, plus the sentence that says that it was
-cut; no text of an observation becomes a special token.
+cut; no text of an observation becomes a special token, or a mark such as `<tool_call>`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class Observations:
         if len(self._ids(end)) != 1:
             raise ValueError(f"the end of a turn, {end!r}, is the tokens {self._ids(end)}, but must be one token")
         added = tokenizer.get_added_tokens_decoder().values()
-        self._special = sorted({end, *(token.content for token in added if token.special)}, key=len, reverse=True)
+        # `<tool_call>` and `</think>` are not special in every tokenizer. Added tokens of white space stay.
+        marks = (token.content for token in added if token.special or token.content[:1] in "<[")
+        self._marks = sorted({end, *marks}, key=len, reverse=True)
         self._longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
     def ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -119,10 +121,10 @@ class Observations:
         return self._ids(self._continuation.text(short))[1:]
 
     def _short(self, text: str) -> str:
-        """The text with at most this number of tokens, none of them special."""
+        """The text with at most this number of tokens, none of them a mark of the chat template."""
         text = text.encode(errors="replace").decode()
         shown = text[: self._limit * self._longest]  # a token is no longer than the longest one
-        for token in self._special:
+        for token in self._marks:
             shown = shown.replace(token, f"{token[:1]} {token[1:]}")
         offsets = self._tokenizer.encode(shown, add_special_tokens=False).offsets
         if len(offsets) > self._limit:

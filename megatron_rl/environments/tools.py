@@ -20,9 +20,11 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from jinja2 import TemplateError
 from pydantic import ValidationError, validate_call
 from pydantic.errors import PydanticUserError
 
@@ -30,9 +32,15 @@ from megatron_rl.config.function import load_function
 from megatron_rl.config.raised import said
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.environments.environment import Reaction
+from megatron_rl.environments.observations import QUESTION, Render
 
 OPENING = "<tool_call>"
 CALL = re.compile(rf"{OPENING}(.*?)(?:</tool_call>|(?={OPENING})|\Z)", re.DOTALL)
+
+
+OTHER_FORMS = ("<function=", "<parameter=", "<arg_key>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call", "<|channel|>")
+"""What chat templates of other models write in a call or in front of it: Qwen3-Coder and Qwen3.5, GLM, Llama 3,
+Mistral, LFM2, Gemma 4 and Kimi-K2, gpt-oss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +79,31 @@ def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
     return tools
 
 
+def asked_form(render: Render, name: str) -> Literal["hermes", "other", "unknown"]:
+    """The form of the calls that a chat template asks for: it writes calls itself, or tells the model how. It may do
+    neither, and leave it to the model's training.
+
+    Args:
+        render: the chat template with the tools.
+        name: of one of the tools.
+    """
+    told = render([QUESTION], True)
+    asked = {"name": name, "arguments": {"x": "y"}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": asked}]}
+    try:
+        written = render([QUESTION, calls], False)
+    except (TemplateError, LookupError, TypeError, AttributeError, ValueError):  # a template that takes no calls
+        written = ""
+    written = written.removeprefix(render([QUESTION], False))
+    for match in CALL.finditer(written):
+        with suppress(ValueError):
+            if _parsed(match[1]) == (name, asked["arguments"]):
+                return "hermes"
+    if name not in written and re.search(rf'{OPENING}\s*\{{\s*"name"', told):
+        return "hermes"
+    return "other" if name in written or any(mark in told for mark in OTHER_FORMS) else "unknown"
+
+
 class ToolSession:
     """The tools of one answer. They share nothing, so there is nothing to begin or to end.
 
@@ -104,7 +137,7 @@ class ToolSession:
             if tool is None:
                 raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
             result = await self._calls.call(tool.function, **arguments)
-            return name, result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
+            return name, _as_text(result), False
         except ValidationError as error:
             faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             return name, f"Error: wrong arguments of {name}: {'; '.join(faults)}", True
@@ -114,9 +147,23 @@ class ToolSession:
             return name, f"Error: {said(error)}", True
 
 
+def _as_text(result: Any) -> str:
+    """A text as it is, else JSON; what JSON does not know, such as a date or a NumPy number, as Python prints it.
+
+    Raises:
+        TypeError: Python prints its address alone.
+    """
+    try:
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        if all(vars(object)[name] is getattr(type(result), name) for name in ("__str__", "__repr__")):
+            raise
+        return str(result)
+
+
 def after_thought(text: str, delimiter: str) -> str:
-    """What a turn says after its thought, which ends at the first delimiter outside of calls: an argument may have it. A
-    turn without a delimiter is an open thought from where it opens one."""
+    """What a turn says after its thought, which ends at the first delimiter outside of calls: arguments may have
+    one. A turn without a delimiter is an open thought from where it opens one."""
     if not delimiter:
         return text
     calls = [match.span() for match in CALL.finditer(text) if match[0].endswith("</tool_call>")]

@@ -53,12 +53,14 @@ def read_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
         number: counted from 1, for the message.
 
     Raises:
-        ValueError: the line is not JSON.
+        ValueError: the line is not JSON, or no record of a step.
     """
     try:
         record: dict[str, Any] = json.loads(line, parse_constant=lambda _: None)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}:{number} is not JSON ({error}); remove this line to read the others") from error
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ValueError(f"{path}:{number} has no step as a whole number; remove this line to read the others")
     return record
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 import time
 import uuid
+import zlib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -37,6 +39,9 @@ CLOSE_S = 30.0
 
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "mlflow": "mlflow", "prometheus": "prometheus_client"}
 """The Python package of each kind; `pip install` takes the same name."""
+
+MLFLOW_LENGTH = 250
+"""The longest name of a metric, in characters."""
 
 Record = Mapping[str, float]
 
@@ -202,6 +207,18 @@ class _Tensorboard:
         self._writer.close()
 
 
+def mlflow_name(name: str) -> str:
+    """A metric's name as MLflow takes it: `eval/pass_at_2` for `eval/pass@2`. It refuses all metrics of a call if one
+    name has other characters than letters, digits and `_-. /`, is no plain path, or is longer than 250 characters. A
+    name that is changed otherwise ends with its checksum, because two names must not become one."""
+    plain = name.replace("@", "_at_")
+    parts = [part if part.strip(".") else "_" for part in re.sub(r"[^\w\-. /]", "_", plain).split("/")]
+    known = "/".join(parts)[:MLFLOW_LENGTH]
+    if known == plain:
+        return known
+    return f"{known[: MLFLOW_LENGTH - 9]}_{zlib.crc32(name.encode()):08x}"
+
+
 class _Mlflow:
     def __init__(
         self, section: MlflowTracker, config: BaseConfig, identities: dict[str, str], resume_at: int | None
@@ -226,7 +243,8 @@ class _Mlflow:
 
     def log(self, record: Record) -> None:
         step, now = int(record["step"]), time.time_ns() // 10**6
-        metrics = [self._metric(name, float(value), now, step) for name, value in record.items() if name != "step"]
+        named = {mlflow_name(name): value for name, value in record.items() if name != "step"}
+        metrics = [self._metric(name, float(value), now, step) for name, value in named.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, finished: bool) -> None:

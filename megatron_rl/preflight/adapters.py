@@ -27,7 +27,7 @@ def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
     if config.policy.lora is not None:
         found += _faults(config.policy, config.policy.lora, shape, config.model)
         if isinstance(config, GrpoRunConfig) and config.rollout.replay is None and config.served_adapters:
-            found += [f"{fault}, or set rollout.lora: merged" for fault in _unserved(config, config.policy.lora, shape)]
+            found += [f"{fault}, or set rollout.lora: merged" for fault in unserved(config, config.policy.lora, shape)]
     if isinstance(config, GrpoRunConfig) and config.critic and config.critic.lora:
         model = config.critic.model or config.model
         of_critic = _faults(config.critic.trainer, config.critic.lora, critic_shape(shape), model)
@@ -124,7 +124,7 @@ def _faults_of_output(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape)
         )
 
 
-def _unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
+def unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
     """Adapters that vLLM cannot serve, or has not been tried with."""
     targets = lora.adapters.targets or linear_layers(shape)
     if OUTPUT in targets:

@@ -139,6 +139,9 @@ def preflight(
         attempt(lambda: require_step(saved, last))
     if isinstance(config, GrpoRunConfig) and config.eval.every and config.data.eval is None:
         tell(f"eval.every is {config.eval.every}, but nothing is evaluated: data.eval gives no held-out rows")
+    updates_per_step = config.algorithm.updates_per_step if isinstance(config, GrpoRunConfig) else 1
+    if config.policy.optimizer.warmup_steps >= config.run.steps * updates_per_step:
+        tell("policy.optimizer.warmup_steps: the learning rate rises until after the last step, and never reaches lr")
     faults += _keys(config) + _sampling(config) + faults_of_engine_options(config, tell)
     _compare_products(config, tell)
     named = _name(config)

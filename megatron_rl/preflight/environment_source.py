@@ -9,10 +9,15 @@ from typing import Any
 from jinja2 import TemplateError
 
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.environments import Render, require_offered, schemas_of
+from megatron_rl.environments import Render, asked_form, require_offered, schemas_of
 from megatron_rl.preflight.reward_source import fault_of_function
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.rollout.programs.turns import continuation_of
+
+FORM = (
+    'Tools are called in the form of Hermes, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, alone; give the '
+    "folder a chat_template.jinja that asks for it, or let an environment of the kind class read the model's own form"
+)
 
 
 class _Unknown(Exception):
@@ -39,7 +44,7 @@ def faults_of_environment(
     try:
         schemas = schemas_of(environment)
         if tokenizer is not None and tokenizer.core is not None:
-            for rewrite in _check_template(config, tokenizer, schemas):
+            for rewrite in _check_template(config, tokenizer, schemas, tell):
                 tell(
                     f"rollout.environment: {rewrite}. The run trains on what the model has sampled, so whoever uses "
                     "the model should keep its answers as they are, or the template should"
@@ -52,7 +57,7 @@ def faults_of_environment(
 
 
 def _check_template(
-    config: GrpoRunConfig, tokenizer: TokenizerFiles, schemas: Sequence[Mapping[str, Any]]
+    config: GrpoRunConfig, tokenizer: TokenizerFiles, schemas: Sequence[Mapping[str, Any]], tell: Callable[[str], None]
 ) -> list[str]:
     """How the chat template rewrites answers in the history.
 
@@ -82,6 +87,11 @@ def _check_template(
             require_offered(offering, with_arguments(plain), schemas)
         except ValueError as error:
             raise ValueError(f"rollout.environment: {folder}: {error}") from error
+        form = asked_form(offering, schemas[0]["function"]["name"])
+        if form == "other":
+            raise ValueError(f"rollout.environment: {folder}: the chat template asks for calls in another form. {FORM}")
+        if form == "unknown":
+            tell(f"rollout.environment: the chat template does not say how a call is written. {FORM}")
     environment = config.rollout.environment
     if environment is not None and environment.kind == "agent":  # one that never goes on needs nothing of the template
         return []

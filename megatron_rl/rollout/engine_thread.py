@@ -111,7 +111,8 @@ class EngineThread:
 
     @property
     def alive(self) -> bool:
-        return self._thread.is_alive() and self._failure is None
+        # vLLM says that a worker is lost before it calls back.
+        return self._thread.is_alive() and self._failure is None and not self._lost_a_worker
 
     def close(self, timeout_s: float) -> None:
         """End vLLM's processes. Requests that run are lost."""

@@ -72,6 +72,10 @@ VERIFY: dict[type[GroundTruthReward], Callable[..., Verdict]] = {
 """One line for each kind of reward: (its configuration, text after the thought, ground truth) -> verdict."""
 
 
+FORMAL = (MathematicsReward, ReasoningGymReward)
+"""The kinds whose ground truth was read before the run. What makes a comparison slow is then the answer, which must not
+escape the score 0 by it. The pattern of a `TextReward` is the row's."""
+
 EXAMPLES: dict[type[GroundTruthReward], tuple[str, Any]] = {
     MathematicsReward: (r"\boxed{\frac{x}{2} + 1}", r"\frac{x + 2}{2}"),
     CodeReward: ("```python\nprint()\n```", [{"input": "", "output": ""}]),
@@ -98,7 +102,10 @@ class GroundTruthVerifier:
         if not isinstance(cfg, JudgedReward):
             return [self.judge(answer) for answer in answers]
         if self._pool is None:
-            self._pool = Pool(self.judge, self._num_workers, cfg.answer_timeout_s)
+            too_much = Verdict(0.0, f"it needs more than {cfg.answer_timeout_s:g} s of computing")
+            self._pool = Pool(
+                self.judge, self._num_workers, cfg.answer_timeout_s, too_much if isinstance(cfg, FORMAL) else None
+            )
         verdicts = self._pool.judge(answers)
         return [
             replace(verdict, reason=f"{answer.prompt.uid}: {verdict.reason}")

@@ -14,44 +14,42 @@ each new worker (inside a Ray actor this is Ray's own program), exists once in a
 closed. Ours is a new Python interpreter, so the threads and locks of the parent are not copied.
 
 Invariants: each item has exactly one verdict, in the order of the items; an item that has no verdict within its time,
-whose worker dies, or whose judge raises, has a failed verdict and never a score; all other items have their own
-verdicts; after `close`, and after any end of the parent process, no process of the pool is left, and no process that
-the judge has started.
+whose worker dies, or whose judge raises, has a failed verdict and never a score, unless the caller says that only an
+item itself can need so much computing (`too_much`); all other items have their own verdicts; after `close`, and after
+any end of the parent process, no process of the pool is left, and no process that the judge has started.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
 import os
 import pickle
 import selectors
-import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megatron_rl.config.raised import place, said
-from megatron_rl.processes import STACKS, signal_name
+from megatron_rl.processes import signal_name
 from megatron_rl.types import Verdict
+from megatron_rl.verifiers import fork_server
+from megatron_rl.verifiers.fork_server import MAX_FAULT_BYTES, NUMBER
 
 T = TypeVar("T")
 
 MOST_AHEAD, SPREAD = 8, 8
 """At most MOST_AHEAD items lie in a worker's line behind the one that it judges, and none while fewer than SPREAD for
 each worker wait: at the end of a call no item waits behind another one while a worker has nothing to do."""
+PATIENCE = 10
+"""How many times as long as its time an item may take while its worker has computed for less, on a busy machine."""
 AHEAD_BYTES = 64 << 10
 """The largest size of the items in a line. It is below what a socket holds, so that the parent never waits for a worker
 that judges."""
@@ -70,12 +68,16 @@ class Pool(Generic[T]):
         num_workers: how many items are judged at the same time. Workers are started when there are items for them.
         timeout_s: how long one item may take. The time begins when a worker is given it, or has answered the one
             before.
+        too_much: the verdict on an item whose worker has computed for this time, if that is the item's fault; None if
+            it may be something else's. On a busy machine such an item gets up to PATIENCE times as long.
 
     Raises:
         ValueError: the judge cannot be pickled, or cannot be loaded in another process.
     """
 
-    def __init__(self, judge: Callable[[T], Verdict], num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, judge: Callable[[T], Verdict], num_workers: int, timeout_s: float, too_much: Verdict | None = None
+    ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(
                 f"a pool needs at least one worker and a time above 0 s, not {num_workers} and {timeout_s:g}"
@@ -84,14 +86,14 @@ class Pool(Generic[T]):
             self._pickled_judge = pickle.dumps(judge)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ValueError(f"the judge must be a function of a module or a picklable object: {error}") from error
-        self._num_workers, self._timeout_s = num_workers, timeout_s
+        self._num_workers, self._timeout_s, self._too_much = num_workers, timeout_s, too_much
         self._lock = threading.Lock()
         self._server = _ForkServer(self._pickled_judge)
         self._lines = selectors.DefaultSelector()
         """The lines of all workers."""
         self._idle: list[_Worker] = []
-        self._busy: dict[_Worker, float] = {}
-        """Worker -> the deadline of the item that it judges, the earliest one first."""
+        self._busy: dict[_Worker, _Turn] = {}
+        """Worker -> when the item that it judges must be done."""
         self._waiting: deque[_Item] = deque()
 
     def judge(self, items: Sequence[T]) -> list[Verdict]:
@@ -148,7 +150,7 @@ class Pool(Generic[T]):
         """Give each worker an item to judge, and then, while many wait, small ones for later."""
         while self._waiting and (self._idle or len(self._busy) < self._num_workers):
             worker = self._idle.pop() if self._idle else self._start()
-            self._busy[worker] = time.monotonic() + self._timeout_s
+            self._busy[worker] = self._turn(worker)
             self._give(worker)
         for worker in self._busy:
             while (
@@ -165,7 +167,7 @@ class Pool(Generic[T]):
 
     def _next_verdicts(self) -> list[tuple[int, Verdict]]:
         """Wait until a worker has judged its item, has died or is out of time. Returns index and verdict of each."""
-        earliest = next(iter(self._busy.values()))
+        earliest = min(turn.deadline for turn in self._busy.values())
         found = []
         for key, _ in self._lines.select(max(0.0, earliest - time.monotonic())):
             worker: _Worker = key.data
@@ -184,17 +186,28 @@ class Pool(Generic[T]):
                 continue
             del self._busy[worker]
             if worker.items:
-                self._busy[worker] = time.monotonic() + self._timeout_s
+                self._busy[worker] = self._turn(worker)
             else:
                 self._idle.append(worker)
         now = time.monotonic()
-        for worker, deadline in list(self._busy.items()):
-            if deadline > now:
-                break
+        for worker, turn in list(self._busy.items()):
+            if turn.deadline > now:
+                continue
+            verdict = Verdict(None, f"no verdict within {self._timeout_s:g} s", failed=True)
+            if self._too_much is not None:
+                missing_s = self._timeout_s - (_computed_s(worker.pid) - turn.computed_s)
+                if missing_s > 0 and now < turn.begun + PATIENCE * self._timeout_s:
+                    self._busy[worker] = replace(turn, deadline=now + missing_s)
+                    continue
+                verdict = self._too_much if missing_s <= 0 else verdict
             judged = worker.items.popleft()
             self._end(worker)
-            found.append((judged.index, Verdict(None, f"no verdict within {self._timeout_s:g} s", failed=True)))
+            found.append((judged.index, verdict))
         return found
+
+    def _turn(self, worker: _Worker) -> _Turn:
+        now = time.monotonic()
+        return _Turn(now, now + self._timeout_s, _computed_s(worker.pid) if self._too_much else 0.0)
 
     def _end(self, worker: _Worker) -> str:
         """Kill a worker and all that its judge has started. The items in its line wait again. Returns how the worker
@@ -204,6 +217,14 @@ class Pool(Generic[T]):
         self._lines.unregister(worker.line)
         worker.line.close()
         return worker.server.end_worker(worker.pid)
+
+
+def _computed_s(pid: int) -> float:
+    """The seconds that a process has used a CPU, without its children; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class _ServerEnded(RuntimeError):
@@ -221,6 +242,15 @@ class _Item:
         return pickle.dumps(self.item)
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    begun: float
+    deadline: float
+    """When the worker must have judged its item. Both are in seconds of `time.monotonic`."""
+    computed_s: float
+    """What it had computed when it got the item."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Worker:
     pid: int
@@ -230,10 +260,6 @@ class _Worker:
     items: deque[_Item] = field(default_factory=deque)
     """What it was given and has not answered; it judges the first one."""
 
-
-NUMBER = struct.Struct("q")
-"""A request to the fork server: 0 (with a line) to start a worker, or the id of a worker to end. The answer: the id of
-the started worker, or how the ended one ended as `os.waitstatus_to_exitcode` gives it, or minus an errno."""
 
 SERVE = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from {module} import serve; serve({number})"
 
@@ -249,7 +275,7 @@ class _ForkServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", SERVE.format(module=__name__, number=theirs.fileno())],
+                [sys.executable, "-u", "-c", SERVE.format(module=fork_server.__name__, number=theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -297,121 +323,5 @@ class _ForkServer:
         return int(NUMBER.unpack(answer)[0])
 
 
-MAX_FAULT_BYTES = 10_000
-
-
 def _how(code: int) -> str:
     return f"exit status {code}" if code >= 0 else signal_name(-code)
-
-
-# --- the fork server's process ---
-
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-
-
-def serve(control_number: int) -> None:
-    """Load the judge from the standard input, and start and end workers until the parent closes its socket or ends.
-
-    Args:
-        control_number: the number of the socket for requests.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    faulthandler.register(STACKS, all_threads=True, chain=False)
-    # What a killed worker leaves becomes a child of this process, which kills it.
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
-    with socket.socket(fileno=control_number) as control:
-        try:
-            judge = pickle.load(sys.stdin.buffer)
-        except Exception as error:  # an import may raise anything; the parent raises it
-            control.send(said(error).encode()[:MAX_FAULT_BYTES])
-            return
-        workers: set[int] = set()
-        with suppress(BrokenPipeError, ConnectionResetError):  # the parent has ended
-            control.send(b"ready")
-            while True:
-                # multiprocessing has no message of a fixed size with a file descriptor; the socket module has.
-                request, lines, *_ = socket.recv_fds(control, NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
-                if not request:
-                    break
-                if lines:
-                    answer = _start(judge, control, lines[0])
-                    workers |= {answer} if answer > 0 else set()
-                else:
-                    answer = _end(NUMBER.unpack(request)[0], workers)
-                control.send(NUMBER.pack(answer))
-        for pid in list(workers):
-            _end(pid, workers)
-    os._exit(0)  # the interpreter would free all modules first, and the parent waits
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl {option} failed")
-
-
-def _start(judge: Callable[[Any], Verdict], control: socket.socket, line: int) -> int:
-    """Fork a worker. Returns its id in the fork server; in the worker it does not return."""
-    parent = os.getpid()
-    try:
-        pid = os.fork()
-    except OSError as error:
-        os.close(line)
-        return -(error.errno or 1)
-    if pid:
-        # The worker does the same. Whoever is first, its group exists before it can be killed.
-        os.setpgid(pid, pid)
-        os.close(line)
-        return pid
-    status = 1
-    try:
-        control.close()
-        os.setpgid(0, 0)
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:
-            _work(judge, Connection(line))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
-
-
-def _end(pid: int, workers: set[int]) -> int:
-    """Kill a worker, its process group, and all that it leaves. Returns how it ended."""
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    _, status = os.waitpid(pid, 0)
-    workers.remove(pid)
-    # A program that the judge has put into a session of its own is not in the group. It is our child now, and the
-    # children that it leaves will be.
-    while orphans := _children() - workers:
-        for orphan in orphans:
-            os.kill(orphan, signal.SIGKILL)
-            os.waitpid(orphan, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def _children() -> set[int]:
-    """The ids of this process's children."""
-    pid = os.getpid()
-    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
-
-
-# --- a worker's process ---
-
-
-def _work(judge: Callable[[Any], Verdict], line: Connection[Any, Any]) -> None:
-    """Judge items until the parent closes the line or ends."""
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        while True:
-            line.send_bytes(_judged(judge, line.recv_bytes()))
-
-
-def _judged(judge: Callable[[Any], Verdict], data: bytes) -> bytes:
-    try:
-        verdict = judge(pickle.loads(data))
-        if not isinstance(verdict, Verdict):
-            raise TypeError(f"the judge must return a Verdict, but it returned {type(verdict).__name__}")
-        return pickle.dumps(verdict)
-    except BaseException as error:  # an exception of a judge, SystemExit too, is never a score
-        return pickle.dumps(Verdict(None, f"the judge raised {said(error)}{place(error)}", failed=True))

@@ -66,7 +66,10 @@ def verify(text: str, truth: Any) -> Verdict:
     try:
         score = scorer(answer, entry)
     except Exception as error:  # of any class, from any of a hundred tasks
-        scorer("[]" if truth["answer"] is None else truth["answer"], entry)
+        readable = "[]" if truth["answer"] is None else truth["answer"]
+        if answer == readable:
+            raise
+        scorer(readable, entry)
         return Verdict(0.0, f"the scorer of {task} cannot read the answer: {type(error).__name__}")
     if not (isinstance(score, Real) and 0 <= float(score) <= 1):
         return Verdict(None, f"the scorer of {task} gave {score!r}, which is no number from 0 to 1", failed=True)

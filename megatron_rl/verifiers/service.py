@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -152,6 +153,21 @@ def _pause_s(retry_after: str) -> float:
     return (date - datetime.now(UTC)).total_seconds() if date.tzinfo else 0.0
 
 
+_MARKS = re.compile(
+    r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk)>|<(?:start|end)_of_turn>|<<?/?SYS>>?|<seed:\w+>"
+    r"|<(?:extra_id_|SPECIAL_|unused|reserved_?)\d+>|\[/?(?:INST|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|SYSTEM_PROMPT)\]"
+    r"|\[(?:gMASK|CLS|SEP|MASK)\]|<sop>|\]~!?b\[?|\]~b\]"
+)
+"""The control tokens of the chat templates of ChatML, Llama, DeepSeek, GLM, Kimi, Gemma, Mistral, Nemotron, MiniMax,
+Seed, T5 and BERT. The server has a tokenizer that is not known here."""
+
+
+def without_marks(text: str) -> str:
+    """An answer without text that is a control token of a server's model and could end its turn. A space follows the
+    first character of each."""
+    return _MARKS.sub(lambda match: f"{match[0][:1]} {match[0][1:]}", text)
+
+
 class ServiceVerifier(ABC):
     """A reward that asks a server about each answer, about all of them at the same time."""
 
@@ -193,7 +209,7 @@ class ServiceVerifier(ABC):
         for i, answer in enumerate(answers):
             text = judged_text(answer, self._limits.require_stop, self._delimiter, self._tokenizer)
             try:
-                body = json.dumps(self.request(answer, text if isinstance(text, str) else "")).encode()
+                body = json.dumps(self.request(answer, without_marks(text) if isinstance(text, str) else "")).encode()
             except ValueError as error:
                 verdicts[i] = Verdict(None, str(error), failed=True)
                 continue

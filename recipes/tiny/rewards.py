@@ -1,7 +1,8 @@
-"""An example of a reward function with TRL's signature."""
+"""Reward functions with TRL's signature: an example, and one for models with random weights."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,3 +20,9 @@ def digits_in_answer(
         answer = text.rpartition("</think>")[2].strip()
         scores.append(sum(c.isdigit() for c in answer) / max(len(answer), 1))
     return scores
+
+
+def noise(completions: Sequence[str | list[dict[str, str]]], **columns: Any) -> list[float]:
+    """A number from 0 to 1 that depends on the whole text, so that nearly every group of answers trains something."""
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [zlib.crc32(text.encode("utf-8", "backslashreplace")) / 2**32 for text in texts]

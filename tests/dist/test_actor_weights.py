@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import cover
@@ -87,7 +88,16 @@ def test_weights_that_are_damaged_or_of_another_model_are_refused_on_all_ranks(
     content = bytearray(file.read_bytes())
     content[next(iter(tensors.values()))["start"]] ^= 1
     file.write_bytes(content)
-    for weights, message in ((opened, file.name), (deep_model_folder, "holds a qwen3 of other sizes than")):
+    infinite = shutil.copytree(model_folder, tmp_path / "infinite")
+    tensors = load_file(infinite / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"][-1, 0] = math.inf  # on the last rank alone
+    save_file(tensors, infinite / "model.safetensors")
+    of_numbers = "model.layers.1.self_attn.q_proj.weight.* has numbers that are not finite"
+    for weights, message in (
+        (opened, file.name),
+        (deep_model_folder, "holds a qwen3 of other sizes than"),
+        (infinite, of_numbers),
+    ):
         arguments = dict(folder=model_folder, layout=Layout(Mesh(tensor=2)), target=tmp_path / "x", weights=weights)
         with pytest.raises(AssertionError, match=message):
             trainers.run("export", 2, **arguments)

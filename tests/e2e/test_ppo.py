@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pytest import approx
-from recipe_runs import of_two_engines
 from test_resume import NOT_COMPARED
+from two_engines import of_two_engines
 
 from megatron_rl.layout import read_shape
 from megatron_rl.observe.records import METRICS, read_lines

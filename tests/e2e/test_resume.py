@@ -10,18 +10,21 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import held_engine
 import numpy as np
 import psutil
 import pytest
 import torch
-from recipe_runs import Recipe, command_line, of_two_engines
+from held_engine import Holds
+from recipe_runs import Recipe
 from safetensors.torch import load_file
+from two_engines import of_two_engines
 
 from megatron_rl.data.saved_rollouts import read_step
+from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.loop.replay import OF_WORK
 from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.processes import descendants
@@ -163,15 +166,17 @@ def test_a_resumed_run_in_which_every_process_dies_has_the_same_numbers(recipe, 
 @pytest.mark.deep
 @pytest.mark.deadline(900)
 def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, run_here, task, whole, opened):
+    """From step 2 on trainers and two engines share their memory; the driver is killed while the engines have it."""
     folder = recipe.folder / "runs" / "broken"
     broken = [*arguments(task, "broken"), *opened, "data.eval=null"]
     stop_after_three_deaths(recipe, [*broken, "cluster.mirror=true"], folder)
-    broken.append("checkpoint.every=1")
+    broken += ["checkpoint.every=1", "cluster.colocate=true", "rollout.num_engines=2"]
     kill_a_resumed_run(recipe, run_here, broken, folder)
     (recipe.folder / "gate").unlink()
     resumed = recipe.run(*broken, "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert lines(folder) == lines(whole)
+    expected = lines(whole)
+    assert lines(folder) == [*expected[:2], *of_two_engines(expected[2:])]
 
 
 def stop_after_three_deaths(recipe, command: list[str], folder: Path) -> None:
@@ -252,43 +257,55 @@ def test_a_run_that_shares_its_memory_has_the_same_numbers_also_after_deaths(rec
     assert order[:4] == ["pushing", "generating", "training", "pushing"]
 
 
-ENDS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
-
-
 @pytest.mark.deep
 @pytest.mark.deadline(900)
-def test_a_signal_while_engines_have_the_trainers_memory_saves_the_step_before(recipe, task, whole):
-    """Each start does one step and is stopped while the engines answer the next: the answers end, the trainers take
-    their memory back, and save. The last start does the rest."""
-    logs = recipe.folder / "runs" / "lent" / "logs"
-    command = [*arguments(task, "lent"), "rollout.num_engines=2", "cluster.colocate=true", "data.eval=null"]
-    for step, (number, status) in enumerate(ENDS, start=1):
-        run = recipe.start(*command, "--resume", "auto")
-        once_more(recipe, run, logs / "engine_0.log", "the engine is ready")
-        engines = [one for one in descendants(psutil.Process(run.pid)) if "ray::EngineRank" in command_line(one)]
-        once_more(recipe, run, logs / "engine_0.log", f"version {step}: answering")
-        for engine in engines:
-            engine.suspend()  # no token is sampled until the driver asks for the memory
-        once_more(recipe, run, logs / "driver.log", ": phase training", after=lambda: run.send_signal(number))
-        for engine in engines:
-            engine.resume()
-        ended, said = run.wait(recipe.deadline_s), " ".join((recipe.folder / "out.txt").read_text().split())
-        assert ended == status and f"Stopped after {step} of 4 steps" in said and "Traceback" not in said, said
-        assert f"step_{step:06d}" in {path.name for path in (logs.parent / "checkpoints").iterdir()}
-    resumed = recipe.run(*command, "--resume", "auto")
+def test_a_stop_while_engines_have_the_trainers_memory_saves_the_step_before(recipe, task, whole):
+    """A run is stopped three times and resumed: while an engine is replaced, while an evaluation is answered, and while
+    a step is answered. The answers end, the trainers take their memory back, and save, unless Ctrl-C comes twice."""
+    folder, holds = recipe.folder / "runs" / "lent", Holds(recipe.folder)
+    shutil.copy(held_engine.__file__, recipe.folder)
+    shared = ["cluster.colocate=true", "rollout.num_engines=2", "rollout.backend=held_engine.py:HeldEngine"]
+    command = [*arguments(task, "lent"), *shared, "eval.every=2", "--resume", "auto"]
+
+    run = start_and_stand(recipe, command, holds, version=1)
+    recipe.process(run, "ray::EngineRank").kill()
+    holds.let_go()
+    driver = folder / "logs" / "driver.log"
+    recipe.wait_until(run, lambda: "is replaced" in driver.read_text())  # it needs seconds to start
+    run.send_signal(signal.SIGUSR1)
+    check_stop(recipe, run, 138, "Stopped after 1 of 4 steps", [1])
+
+    run = start_and_stand(recipe, command, holds, version=2)
+    for _ in range(2):  # a cluster may send several
+        run.send_signal(signal.SIGTERM)
+    check_stop(recipe, run, 143, "Stopped after 2 of 4 steps", [1, 2])
+
+    run = start_and_stand(recipe, command, holds, version=3)
+    holds.keep_memory()
+    run.send_signal(signal.SIGINT)
+    recipe.wait_until(run, lambda: holds.num_told("keeps") == 2)
+    run.send_signal(signal.SIGINT)
+    check_stop(recipe, run, 130, "Stopped at once, without a checkpoint of this step", [1, 2])
+
+    holds.let_go()
+    resumed = recipe.run(*command)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert lines(logs.parent) == of_two_engines(lines(whole))
+    assert lines(folder) == of_two_engines(lines(whole))
 
 
-def count_of(log: Path, words: str) -> int:
-    return log.read_text().count(words) if log.exists() else 0
+def start_and_stand(recipe, command: list[str], holds: Holds, version: int):
+    """Start a run and return it while answers of this version, or a later one, are under way in both engines."""
+    holds.let_go()
+    holds.stand(version)
+    run = recipe.start(*command)
+    recipe.wait_until(run, lambda: holds.num_told("stands") == 2)
+    return run
 
 
-def once_more(recipe, run, log: Path, words: str, after: Callable[[], None] = lambda: None) -> None:
-    """Until these words are in a log once more than before something was done; a start goes on writing it."""
-    before = count_of(log, words)
-    after()
-    recipe.wait_until(run, lambda: count_of(log, words) > before)
+def check_stop(recipe, run, status: int, said: str, saved: list[int]) -> None:
+    ended, text = run.wait(recipe.deadline_s), " ".join((recipe.folder / "out.txt").read_text().split())
+    assert ended == status and said in text and "Traceback" not in text, text
+    assert list(find_checkpoints(recipe.folder / "runs" / "lent" / "checkpoints")) == saved
 
 
 def held_out(folder: Path) -> list[float]:

@@ -1,5 +1,5 @@
 """Each place where the code decides by the kind of device is in tests/gpu_branches.json, with what is known about its
-side for GPUs: `tested` by a test that takes it on a CPU, `read` only, or `unknown`."""
+side for GPUs: it `ran` on one, it is `tested` by a test that takes it on a CPU, `read` only, or `unknown`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FLAGS = {"HAS_CUDA", "HAS_TRANSFORMER_ENGINE", "is_cuda", "on_gpu", "on_gpus", "fused", "_shares_gpus", "shares_gpus"}
 DEVICES = {"cpu", "cuda", "nccl"}
-KINDS = ("tested: ", "read: ", "unknown: ")
+KINDS = ("ran: ", "tested: ", "read: ", "unknown: ")
 LIST = ROOT / "tests" / "gpu_branches.json"
 
 

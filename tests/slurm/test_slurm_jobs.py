@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import held_engine
 import pytest
+from held_engine import Holds
+from two_engines import of_two_engines
 
 pytestmark = pytest.mark.deep
 
@@ -20,9 +24,16 @@ def test_two_nodes_with_one_that_only_rolls_out(whole):
 
 
 def test_a_preempted_job_saves_waits_and_continues_with_the_same_numbers(slurm, whole):
-    slurm.close_gate()
-    number = slurm.submit("grpo", *slurm.recipe("preempted", *slurm.ON_TWO_NODES, "checkpoint.every=0"))
-    slurm.wait_at_gate(number)
+    """On one node, where trainers and engines share their memory. The answers of step 1 are under way in both engines
+    when the signal comes."""
+    shutil.copy(held_engine.__file__, slurm.folder)
+    holds = Holds(slurm.folder)
+    holds.stand(version=1)
+    shared = ["cluster.colocate=true", "rollout.num_engines=2", "rollout.backend=held_engine.py:HeldEngine"]
+    job = ["slurm={nodes: 1, time_limit_h: 1}", "checkpoint.every=0"]
+    number = slurm.submit("grpo", *slurm.recipe("preempted", *job, *shared))
+    slurm.wait_until(lambda: holds.num_told("stands") == 2 or slurm.has_ended(number), number)
+    assert holds.num_told("stands") == 2, slurm.output(number)
     urgent = slurm.call(
         "sbatch",
         "--parsable",
@@ -35,11 +46,11 @@ def test_a_preempted_job_saves_waits_and_continues_with_the_same_numbers(slurm, 
     assert slurm.ends(urgent.strip()) == ("COMPLETED", "0")
     assert "will continue from the newest checkpoint" in slurm.output(number)
     assert [path.name for path in (slurm.folder / "runs/preempted/checkpoints").iterdir()] == ["step_000001"]
-    slurm.open_gate()
+    holds.let_go()
     assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
     assert slurm.job(number)["Restarts"] == "1"
     assert "Continuing with step 1." in slurm.output(number)
-    assert slurm.metrics("preempted") == whole
+    assert slurm.metrics("preempted") == of_two_engines(whole)
 
 
 def test_nemo_run_submits_the_same_job(slurm, whole):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import subprocess
@@ -29,11 +28,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.loop.checkpoints import find_checkpoints
-from megatron_rl.observe.records import read_lines
-from megatron_rl.processes import command_line, descendants
+from megatron_rl.processes import command_line
+from megatron_rl.tools.bench.run_process import IS_STEP, ROOT, RunProcess
 
-ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = {
     "engine": "ray::EngineRank",
     "trainer rank": "ray::TrainerRank",
@@ -46,8 +43,6 @@ PATTERNS = {
 DRIVER = "driver"
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 PROMPTS, SAMPLES = 16, 8
-IS_STEP = "rollout/num_samples"
-"""The record of a finished step has this metric."""
 POLL_S = 0.05
 ATTEMPTS = 20
 """How often the run is started again at most."""
@@ -65,69 +60,26 @@ class Disturbance:
     """Whether the run itself had to be started again meanwhile."""
 
 
-class ChaosRun:
-    """A run of recipes/grpo.py in a process of its own."""
-
-    def __init__(self, folder: Path, name: str, steps: int, mirror: bool, shared: bool) -> None:
-        self.folder, self.name = folder, name
-        self.arguments = [
-            str(ROOT / "configs/run/tiny_grpo.yaml"),
-            f"run.name={name}",
-            f"run.steps={steps}",
-            f"model.path={folder}/task/model",
-            f"data.train={folder}/task/train.jsonl",
-            "data.eval=null",
-            "policy.parallel={tensor: 2}",
-            "rollout.num_engines=2",
-            f"rollout.prompts_per_step={PROMPTS}",
-            f"rollout.samples_per_prompt={SAMPLES}",
-            "rollout.max_response_tokens=48",
-            "rewards=[{kind: function, path: 'megatron_rl.recipes.tiny.rewards:digits_in_answer', timeout_s: 15}]",
-            "checkpoint={every: 10, keep: 2}",
-            f"cluster={json.dumps({'mirror': mirror, 'colocate': shared, 'restarts_per_hour': 1000})}",
-            "cluster.start_timeout_s=90",
-            "cluster.step_timeout_s=15",
-            "bridge.timeout_s=15",
-        ]
-        self.num_starts = 0
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        more = ["--resume", "auto"] if self.num_starts else []
-        self.num_starts += 1
-        with (self.folder / f"{self.name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "recipes/grpo.py"), *self.arguments, *more],
-                cwd=self.folder,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-            )
-
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        path = self.folder / "runs" / self.name / "metrics.jsonl"
-        return list(read_lines(path)) if path.exists() else []
-
-    @property
-    def saved(self) -> int:
-        """The step of the newest checkpoint; 0 if there is none."""
-        return max(find_checkpoints(self.folder / "runs" / self.name / "checkpoints"), default=0)
-
-    def num_done(self) -> int:
-        """The number of finished steps that are on record."""
-        return sum(IS_STEP in record for record in self.records)
-
-    def wait(self) -> int:
-        assert self.process is not None
-        return self.process.wait()
-
-    def family(self) -> list[psutil.Process]:
-        assert self.process is not None
-        try:
-            return descendants(psutil.Process(self.process.pid))
-        except psutil.NoSuchProcess:
-            return []
+def configuration(folder: Path, steps: int, mirror: bool, shared: bool) -> list[str]:
+    """The configuration of a run with the demo's task, which is in `folder / "task"`."""
+    return [
+        str(ROOT / "configs/run/tiny_grpo.yaml"),
+        f"run.steps={steps}",
+        f"model.path={folder}/task/model",
+        f"data.train={folder}/task/train.jsonl",
+        "data.eval=null",
+        "policy.parallel={tensor: 2}",
+        "rollout.num_engines=2",
+        f"rollout.prompts_per_step={PROMPTS}",
+        f"rollout.samples_per_prompt={SAMPLES}",
+        "rollout.max_response_tokens=48",
+        "rewards=[{kind: function, path: 'megatron_rl.recipes.tiny.rewards:digits_in_answer', timeout_s: 15}]",
+        "checkpoint={every: 10, keep: 2}",
+        f"cluster={json.dumps({'mirror': mirror, 'colocate': shared, 'restarts_per_hour': 1000})}",
+        "cluster.start_timeout_s=90",
+        "cluster.step_timeout_s=15",
+        "bridge.timeout_s=15",
+    ]
 
 
 def shared_memory() -> set[str]:
@@ -135,7 +87,7 @@ def shared_memory() -> set[str]:
 
 
 def disturb(
-    run: ChaosRun, every_s: float, generator: random.Random
+    run: RunProcess, every_s: float, generator: random.Random
 ) -> tuple[list[Disturbance], list[str], list[psutil.Process]]:
     """Start the run, and disturb it until it is finished; returns also the stops that ended otherwise than they should,
     and every process that the run ever had."""
@@ -182,14 +134,20 @@ def disturb(
                     pending = None
 
 
-def check(whole: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]], steps: int) -> dict[str, bool]:
-    """What must hold for the records of the two runs."""
+def numbers(records: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Step, loss, gradient norm and mean reward of each step. A step without any group with a signal has no loss."""
+    return [(r["step"], r.get("loss"), r.get("grad_norm"), r["reward/mean"]) for r in records if IS_STEP in r]
 
-    def numbers(records: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-        # A step without any group with a signal has no loss.
-        return [(r["step"], r.get("loss"), r.get("grad_norm"), r["reward/mean"]) for r in records if IS_STEP in r]
 
-    samples = [r[IS_STEP] == PROMPTS * SAMPLES for r in disturbed if IS_STEP in r]
+def check(
+    whole: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]], steps: int, num_samples: int
+) -> dict[str, bool]:
+    """What must hold for the records of the two runs.
+
+    Args:
+        num_samples: the answers of a step.
+    """
+    samples = [r[IS_STEP] == num_samples for r in disturbed if IS_STEP in r]
     return {
         "all steps are finished": len(samples) == steps,
         "losses, gradient norms and rewards are those of the undisturbed run": numbers(disturbed) == numbers(whole),
@@ -213,18 +171,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         task = [sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")]
         subprocess.run(task, check=True, stdout=sys.stderr)  # stdout is for the result
-        whole = ChaosRun(folder, "undisturbed", given.steps, given.mirror, given.shared)
+        arguments = configuration(folder, given.steps, given.mirror, given.shared)
+        whole = RunProcess(folder, "undisturbed", arguments)
         before = shared_memory()
         start = time.monotonic()
         whole.start()
         if whole.wait():
-            raise SystemExit(f"the undisturbed run failed: {(folder / 'undisturbed.log').read_text()[-2000:]}")
+            raise SystemExit(f"the undisturbed run failed: {whole.log.read_text()[-2000:]}")
         whole_s = time.monotonic() - start
-        run = ChaosRun(folder, "disturbed", given.steps, given.mirror, given.shared)
+        run = RunProcess(folder, "disturbed", arguments)
         start = time.monotonic()
         disturbances, wrong, processes = disturb(run, given.every, random.Random(given.seed))
         seconds = time.monotonic() - start
-        checks = check(whole.records, run.records, given.steps)
+        checks = check(whole.records, run.records, given.steps, PROMPTS * SAMPLES)
         psutil.wait_procs(processes, timeout=90)  # Ray's own agents end a minute after a driver that was killed
         orphans = [f"{p.pid} {command_line(p)[:80]}" for p in processes if p.is_running() and command_line(p)]
         checks["every stop had its status and a checkpoint of the newest step"] = not wrong

@@ -1,5 +1,5 @@
 """Check on one GPU what a CPU cannot show, in one command of less than fifteen minutes (tools/bench/gpu_parts.py), or
-on all GPUs of a node (tools/bench/node_parts.py).
+on all GPUs of a node (tools/bench/node_parts.py), or the whole loop on one GPU (tools/bench/gpu_loop.py).
 
 The parts compare loss and gradient with a CPU's, log-probs in chunks with log-probs of whole logits, and kernels of
 attention with padded calls in fp32; they push weights between two processes through CUDA IPC, resume a checkpoint,
@@ -14,9 +14,14 @@ Ctrl-C.
     python tools/bench/gpu_day.py --out runs/gpu_day --device cpu
     python tools/bench/gpu_day.py --out runs/gpu_day --parts rates "ragged rows"
     python tools/bench/gpu_day.py --node models/Qwen3-0.6B --out runs/gpu_node
+    python tools/bench/gpu_day.py --loop models/SmolLM2-135M-Instruct --out runs/gpu_loop
 
 Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core. The
-parts for a node then train the real model for two steps.
+parts for a node then train the real model for two steps, and the parts of the loop for three.
+
+Nothing starts on a GPU whose memory is not free, or without a driver for torch's CUDA; a part that finds another
+program on the GPU later ends with one sentence, and the others run. The loop needs vLLM, Ray and transformers, and
+takes less than fifteen minutes, too.
 
 On a single GPU it needs torch and the packages below. vLLM, Ray, transformers and Transformer Engine are not needed. If
 the GPU machine has no network, download the wheels (22 MB) elsewhere, with the GPU machine's Python version and
@@ -56,12 +61,18 @@ from typing import Any
 
 import torch
 
-from megatron_rl.tools.bench.gpu_parts import PARTS
-from megatron_rl.tools.bench.node_parts import NODE_PARTS
+from megatron_rl.config.machine import count_gpus
+from megatron_rl.tools.bench.gpu_loop import LOOP_PARTS, LoopPart, measure_loop
+from megatron_rl.tools.bench.gpu_parts import PARTS, GpuPart
+from megatron_rl.tools.bench.gpu_sizes import Found
+from megatron_rl.tools.bench.node_parts import NODE_PARTS, NodePart
+from megatron_rl.tools.gpus import fault_of_memory, fault_of_torch, visible_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_PATIENCE = 10
 """A part may take this many times as long on a CPU, because other processes may use it too."""
+FREED_S = 20.0
+"""How long the memory of a GPU may take to be free when the part before has ended."""
 TICK_S = 0.2
 """How often a running part's deadline, and a request to stop, are looked at."""
 
@@ -94,6 +105,8 @@ class Record:
     command: str
     commit: str
     begun: str
+    purposes: Mapping[str, str] = field(default_factory=dict)
+    """What each part does, by its name."""
 
     def write(self, folder: Path, outcomes: Sequence[PartOutcome]) -> None:
         """Write the files. Each is replaced as a whole, so that a kill leaves the one before."""
@@ -120,8 +133,7 @@ class Record:
             "|---|---|---|---|---|",
         ]
         for one in outcomes:
-            known = PARTS.get(one.name) or NODE_PARTS.get(one.name)
-            purpose = known.purpose if known else ""
+            purpose = self.purposes.get(one.name, "")
             rows.append(f"| {one.name} | {purpose} | {one.status} | {one.seconds:.1f} | {_cell(one.why)} |")
         for one in outcomes:
             if one.numbers:
@@ -204,16 +216,48 @@ def _ending(status: int, log: Path) -> str:
     return f"It ended with {how}; the last line of {log} is: {last}"
 
 
-def measure(name: str, device: str, model: Path | None, path: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class DayKind:
+    """Which parts there are: for one GPU, for a node, or for the loop."""
+
+    option: str = ""
+    """`--node` or `--loop`; empty for one GPU."""
+    model: Path | None = None
+    """The folder of the model that the option names."""
+
+    @property
+    def parts(self) -> Mapping[str, GpuPart | NodePart | LoopPart]:
+        kinds: dict[str, Mapping[str, GpuPart | NodePart | LoopPart]] = {"--node": NODE_PARTS, "--loop": LOOP_PARTS}
+        return kinds.get(self.option, PARTS)
+
+    @property
+    def gpus(self) -> list[str]:
+        """The GPUs that must be free, as `fault_of_memory` takes them; none means all."""
+        return visible_ids() if self.option == "--node" else visible_ids()[:1] or ["0"]
+
+
+def measure(name: str, device: str, kind: DayKind, path: Path) -> None:
     """What a part's process does."""
-    part = PARTS[name] if model is None else NODE_PARTS[name]
-    faulthandler.dump_traceback_later(0.9 * limit_s(part.limit_s, device))  # for the log of a part that hangs
+    part = kind.parts[name]
+    limit = limit_s(part.limit_s, device)
+    faulthandler.dump_traceback_later(0.9 * limit)  # for the log of a part that hangs
     try:
-        found = PARTS[name].measure(device) if model is None else NODE_PARTS[name].measure(device, model)
+        found = _found(part, device, kind, path.parent, limit)
     finally:  # Python would wait for them at its end
         for child in multiprocessing.active_children():
             child.kill()
     path.write_text(json.dumps(asdict(found)))
+
+
+def _found(part: GpuPart | NodePart | LoopPart, device: str, kind: DayKind, folder: Path, limit: float) -> Found:
+    if device == "cuda" and (fault := fault_of_memory(kind.gpus, FREED_S)):
+        return Found({}, [fault])
+    if isinstance(part, GpuPart):
+        return part.measure(device)
+    assert kind.model is not None, "the other kinds have a model"
+    if isinstance(part, NodePart):
+        return part.measure(device, kind.model)
+    return measure_loop(part, device, kind.model, folder, limit)
 
 
 def limit_s(on_gpu: float, device: str) -> float:
@@ -233,41 +277,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a new folder for the record")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is the GPU if there is one")
-    parser.add_argument("--node", type=Path, metavar="MODEL", help="check the whole node, with this model's folder")
+    models = parser.add_mutually_exclusive_group()
+    models.add_argument("--node", type=Path, metavar="MODEL", help="check the whole node, with this model's folder")
+    models.add_argument("--loop", type=Path, metavar="MODEL", help="check the whole loop on one GPU, with this model")
     parser.add_argument("--parts", nargs="+", metavar="NAME", help="these parts alone, in this order")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    kind = DayKind("--node" if args.node else "--loop" if args.loop else "", args.node or args.loop)
     if args.part:
-        measure(args.part, args.device, args.node, args.out)
+        measure(args.part, args.device, kind, args.out)
         return 0
-    known = list(PARTS if args.node is None else NODE_PARTS)
-    if unknown := [name for name in args.parts or () if name not in known]:
-        print(f"there is no part {', '.join(unknown)}; the parts are: {'; '.join(known)}", file=sys.stderr)
+    device = args.device or ("cuda" if torch.cuda.is_available() or count_gpus() else "cpu")
+    if fault := refusal(kind, device, args.out, args.parts or ()):
+        print(fault, file=sys.stderr)
         return 2
-    if args.out.exists() and any(args.out.iterdir()):
-        print(f"{args.out} is not empty, and a record is never mixed with another; give a new folder", file=sys.stderr)
-        return 2
-    if args.node is not None and not (args.node / "config.json").is_file():
-        print(
-            f"{args.node} is no folder of a model; give one with config.json, weights and a tokenizer", file=sys.stderr
-        )
-        return 2
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print(
-            "torch finds no GPU here; install a CUDA build of torch, or give --device cpu, which runs tiny sizes",
-            file=sys.stderr,
-        )
-        return 2
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.out.mkdir(parents=True, exist_ok=True)
     stop = Event()
     for number in (signal.SIGINT, signal.SIGTERM):  # an exception at any moment could leave a part behind
         signal.signal(number, lambda *unused: stop.set())
     outcomes = run_jobs(
-        [job_of(name, device, args.out, args.node) for name in dict.fromkeys(args.parts or known)],
+        [job_of(name, device, args.out, kind) for name in dict.fromkeys(args.parts or kind.parts)],
         args.out,
         environment_of(device),
-        Record(device, shlex.join(sys.argv), commit(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"),
+        Record(
+            device,
+            shlex.join(sys.argv),
+            commit(),
+            f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}",
+            {name: part.purpose for name, part in kind.parts.items()},
+        ),
         stop,
     )
     print(f"the record is {args.out / 'RECORD.md'}")
@@ -275,14 +313,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 130 if stop.is_set() else 0 if statuses == {"passed"} else 1
 
 
-def job_of(name: str, device: str, folder: Path, model: Path | None = None) -> PartJob:
-    """A part of gpu_parts.PARTS, or with a model of NODE_PARTS, as a job of `run_job` in the folder `folder / name`."""
+def refusal(kind: DayKind, device: str, out: Path, parts: Sequence[str]) -> str:
+    """Why no part can start; empty if they can."""
+    known = list(kind.parts)
+    if unknown := [name for name in parts if name not in known]:
+        return f"there is no part {', '.join(unknown)}; the parts are: {'; '.join(known)}"
+    if out.exists() and any(out.iterdir()):
+        return f"{out} is not empty, and a record is never mixed with another; give a new folder"
+    if kind.model is not None and not (kind.model / "config.json").is_file():
+        return f"{kind.model} is no folder of a model; give one with config.json, weights and a tokenizer"
+    if device != "cuda":
+        return ""
+    if fault := fault_of_torch():
+        return f"{fault}; or give --device cpu, which runs tiny sizes"
+    return fault_of_memory(kind.gpus)
+
+
+def job_of(name: str, device: str, folder: Path, kind: DayKind = DayKind()) -> PartJob:
+    """A part as a job of `run_job` in the folder `folder / name`."""
     found = str(folder / name / "found.json")
     module = "megatron_rl.tools.bench.gpu_day"
     command = [sys.executable, "-m", module, "--part", name, "--device", device, "--out", found]
-    if model is None:
-        return PartJob(name, command, limit_s(PARTS[name].limit_s, device))
-    return PartJob(name, [*command, "--node", str(model)], limit_s(NODE_PARTS[name].limit_s, device))
+    command += [kind.option, str(kind.model)] if kind.option else []
+    return PartJob(name, command, limit_s(kind.parts[name].limit_s, device))
 
 
 def environment_of(device: str) -> dict[str, str]:

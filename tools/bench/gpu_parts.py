@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 import platform
-import shutil
-import subprocess
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,6 +51,7 @@ from megatron_rl.tools.bench.gpu_training import layers, offload, resume
 from megatron_rl.tools.bench.logprobs import compare as compare_logprobs
 from megatron_rl.tools.bench.logprobs import memory
 from megatron_rl.tools.doctor import look
+from megatron_rl.tools.gpus import driver
 from megatron_rl.types import Mesh
 
 if TYPE_CHECKING:
@@ -119,16 +118,9 @@ def machine(device: str) -> Found:
             "gpu memory, bytes": properties.total_memory,
             "cuda": str(torch.version.cuda),
             "nccl": ".".join(map(str, nccl)),
-            "driver": _driver(),
+            "driver": driver() or "unknown, because nvidia-smi does not answer",
         }
     return Found(numbers)
-
-
-def _driver() -> str:
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
-    if shutil.which(asked[0]):
-        return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    return f"unknown, because there is no {asked[0]}"
 
 
 def layouts(device: str) -> Found:

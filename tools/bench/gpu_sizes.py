@@ -107,7 +107,7 @@ def hf_weights(shape: ModelShape, seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(size, generator=random) for name, size in sizes.items()}
 
 
-def write_config(folder: Path, sizes: Mapping[str, int], published: Path = QWEN3_32B) -> ModelShape:
+def write_config(folder: Path, sizes: Mapping[str, Any], published: Path = QWEN3_32B) -> ModelShape:
     """Write a published config.json with other sizes."""
     folder.mkdir()
     config = json.loads(find_shipped(published).read_text()) | dict(sizes)
@@ -115,14 +115,16 @@ def write_config(folder: Path, sizes: Mapping[str, int], published: Path = QWEN3
     return read_shape(folder)
 
 
-def write_model(folder: Path, sizes: Mapping[str, int], published: Path = QWEN3_32B) -> ModelShape:
+def write_model(
+    folder: Path, sizes: Mapping[str, Any], published: Path = QWEN3_32B, dtype: torch.dtype = torch.float32
+) -> ModelShape:
     """Write a random model whose activations keep their size from layer to layer. Its norms are not all 1, because ones
     would hide a norm that is not loaded."""
     from safetensors.torch import save_file
 
     shape = write_config(folder, sizes, published)
     weights = {
-        name: 1 + 0.1 * tensor if tensor.ndim == 1 else tensor / math.sqrt(tensor.shape[1])
+        name: (1 + 0.1 * tensor if tensor.ndim == 1 else tensor / math.sqrt(tensor.shape[1])).to(dtype)
         for name, tensor in hf_weights(shape, seed=0).items()
     }
     save_file(weights, folder / "model.safetensors")

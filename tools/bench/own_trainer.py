@@ -13,7 +13,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,15 +38,15 @@ TEXTS = ([11, 3, 42, 8, 19, 27, 33, 4], [60, 9, 9, 14, 50, 2, 31, 22])
 """What the trainer learns, one after the other."""
 
 
-def table_of(model: nn.Module, shape: ModelShape) -> Recording:
-    """What the trainer's only rank holds: each tensor of the Hugging Face format whole, under its own name. The model
-    is a dense one, because transformers stacks the experts of a mixture."""
+def table_of(parameters: Mapping[str, Tensor], shape: ModelShape) -> Recording:
+    """What the trainer's only rank holds: each tensor of the Hugging Face format whole, under its own name. A model of
+    transformers must be a dense one, because transformers stacks the experts of a mixture."""
 
     def whole(name: str, tensor: Tensor) -> Shard:
         box = tuple((0, size) for size in tensor.shape)
         return Shard(name, box, name, box)
 
-    return Recording.of([whole(*one) for one in parameters_of(model, shape).items()], FAMILIES[shape.family])
+    return Recording.of([whole(*one) for one in parameters.items()], FAMILIES[shape.family])
 
 
 def parameters_of(model: nn.Module, shape: ModelShape) -> dict[str, Tensor]:
@@ -68,7 +68,7 @@ class Pusher:
             dtype="float32",
             host="127.0.0.1",
             port=self._store.port,
-            trainer=(table_of(model, shape),),
+            trainer=(table_of(parameters_of(model, shape), shape),),
         )
         info = {"setup": setup.as_dict(), "engine": 0}
         self._sender = self._beside(

@@ -4,11 +4,16 @@ SNAPSHOT is a git directory of github.com/volcengine/verl, bare or not. For each
 the numbers of keys that are used, mapped, implied and not expressible, the share of keys that have a row, and what the
 dry run says. No script is run, and nothing of the snapshot is written anywhere but into a temporary folder.
 
+With --bash, bash runs each script in a temporary folder, with a `python3` that only writes down its words, and without
+the commands that would change anything; the words are compared with what from-verl has read. A script could still
+write to a path of its own: look at the scripts before. It also says which keys of the configurations that verl has
+generated have no row, and which of verl's own defaults are refused if a script gives them.
+
 What a script leaves to its user is given here, and listed: a variable that is not set becomes a number or a folder, and
 the number of training rows is --rows. The sizes of models without a file in configs/model are in `SIZES`; trackers are
 left out, because their packages may not be installed.
 
-    python tools/bench/verl_scripts.py SNAPSHOT [--match grpo_trainer] [--json]
+    python tools/bench/verl_scripts.py SNAPSHOT --match 'examples/((grpo|ppo|gspo)_trainer|tuning)/' --bash
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,14 +37,17 @@ from typing import Any
 import yaml
 
 from megatron_rl.tools.from_verl import problems_of
+from megatron_rl.tools.verl.call import VerlCall, read_overrides
 from megatron_rl.tools.verl.content import MISSING
-from megatron_rl.tools.verl.conversion import Converted, check_types
+from megatron_rl.tools.verl.conversion import Converted, check_types, convert
+from megatron_rl.tools.verl.keys import rule_of
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import VerlCall, read_script
-from megatron_rl.tools.verl.settings import Settings
+from megatron_rl.tools.verl.script import read_script
+from megatron_rl.tools.verl.settings import Settings, old_name
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
+CHOICES = {"DEVICE": "gpu", "INFER_BACKEND": "vllm"}
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 SIZES: dict[str, tuple[str, tuple[int, int, int, int, int], int, bool]] = {
     "Qwen2.5-0.5B": ("qwen2", (24, 896, 14, 2, 4864), 151936, True),
@@ -66,7 +75,9 @@ ALIASES = {
     r"Qwen2-7B.*|Qwen2\.5-Math-7B": "Qwen2.5-7B",
     r"Qwen2\.5-Coder-14B.*": "Qwen2.5-14B",
     r"(?i)qwen3-4b.*": "Qwen3-4B",
-    r"Qwen3-30B-A3B.*": "Qwen3-30B-A3B",
+    r"Qwen3-30B-(A3B|MoE).*": "Qwen3-30B-A3B",
+    r"Qwen3\.5-(35B-A3B|397B-A17B)": r"Qwen3.5-\1-text",
+    r"gpt-oss-(\d+b).*": r"gpt-oss-\1",
     r"DeepSeek-V3.*|<path_to_dsv3.*": "DeepSeek-V3",
     r"Qwen2\.5-72B.*": "Qwen2.5-72B-Instruct",
     "LLM": "Moonlight-16B-A3B",
@@ -76,35 +87,114 @@ ALIASES = {
 
 
 def scripts(snapshot: str, match: str) -> Iterator[tuple[str, str]]:
-    """The paths and texts of all shell scripts that call verl's trainer."""
-    command = ["git", "-C", snapshot, "grep", "-lE", r"main_(ppo|dapo)", "HEAD", "--", "*.sh"]
-    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split():
-        if match in name:
-            shown = subprocess.run(["git", "-C", snapshot, "show", name], capture_output=True, text=True, check=True)
-            yield name.removeprefix("HEAD:"), shown.stdout
+    """The paths and texts of all shell scripts whose paths match, and that call verl's trainer or are examples."""
+    for name in _git(snapshot, "ls-tree", "-r", "--name-only", "HEAD").split():
+        if name.endswith(".sh") and re.search(match, name):
+            text = _git(snapshot, "show", f"HEAD:{name}")
+            if re.search(r"main_(ppo|dapo)", text) or name.startswith("examples/grpo_trainer"):
+                yield name, text
 
 
-def read_with_stand_ins(text: str) -> tuple[VerlCall, list[str]]:
+def _git(snapshot: str, *words: str) -> str:
+    return subprocess.run(["git", "-C", snapshot, *words], capture_output=True, text=True, check=True).stdout
+
+
+RECORDER = """#!/bin/bash
+[ "$1" = -c ] && exit 1
+printf '%s\\0' "$@" >> "$RECORD"
+"""
+"""The `python3` of --bash: no module can be imported, and the words of a call are written down."""
+STAND_INS = ("ray", "hf", "nvidia-smi", "npu-smi", "mkdir", "rm", "pip", "curl", "wget", "ssh", "pkill", "sudo", "git")
+HARMLESS = ("cat", "date", "basename", "dirname", "env", "awk", "tee", "cut", "tr", "sed", "grep", "head", "tail", "wc")
+
+
+def words_of_bash(text: str, variables: dict[str, str]) -> list[str]:
+    """The words after the trainer's name, as bash passes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        place, record = Path(folder), Path(folder) / "words"
+        (place / "bin").mkdir()
+        runner = '#!/bin/bash\nwhile [[ $# -gt 0 && $1 != python* ]]; do shift; done\nexec "$@"\n'
+        contents = {"python3": RECORDER, "python": RECORDER, **dict.fromkeys(("uv", "nohup", "torchrun"), runner)}
+        for name, content in {**dict.fromkeys(STAND_INS, "#!/bin/bash\n"), **contents}.items():
+            (place / "bin" / name).write_text(content)
+            (place / "bin" / name).chmod(0o755)
+        for name in HARMLESS:
+            if path := shutil.which(name):
+                (place / "bin" / name).symlink_to(path)
+        (place / "run.sh").write_text(text)
+        env = {**variables, "PATH": str(place / "bin"), "RECORD": str(record)}
+        subprocess.run(["/bin/bash", "run.sh"], cwd=folder, env=env, capture_output=True, timeout=60)
+        words = record.read_text().split("\0")[:-1] if record.exists() else []
+    starts = [number for number, word in enumerate(words) if re.search(r"main_(ppo|dapo)", word)]
+    return [word.replace(folder, variables["PWD"]) for word in words[starts[0] + 1 :]] if starts else []
+
+
+def differences(call: VerlCall, words: list[str]) -> list[str]:
+    """The words of one side that the other side does not have; the time of the day may differ."""
+    options = [f"{name}={word.text}" for name, word in call.options.items()]
+    ours = [*options, *(one.prefix + one.key + ("" if one.prefix == "~" else f"={one.text}") for one in call.overrides)]
+    plain = [[re.sub(r"20\d{6}_\d{4,6}", "TIME", word) for word in side] for side in (ours, words)]
+    return sorted(set(plain[0]) ^ set(plain[1])) or ([] if len(ours) == len(words) else ["a word is there twice"])
+
+
+def defaults_of(snapshot: str) -> Iterator[tuple[str, str, str]]:
+    """The engine, the name and the value of every default in the configurations that verl has generated."""
+    for engine, name in GENERATED.items():
+        content = yaml.safe_load(_git(snapshot, "show", f"HEAD:verl/trainer/config/_generated_ppo_{name}.yaml"))
+        places = [("", content)]
+        while places:
+            prefix, place = places.pop()
+            for key, value in place.items():
+                if isinstance(value, dict) and value:
+                    places.append((f"{prefix}{key}.", value))
+                elif key != "_target_":
+                    yield engine, prefix + key, "null" if value is None else str(value)
+
+
+def print_defaults(snapshot: str) -> None:
+    """Say which keys have no row, and which defaults are refused."""
+    for engine, key, text in defaults_of(snapshot):
+        if rule_of(old_name(key)) is None:
+            print(f"{engine}: {key} has no row")
+        elif "${" not in text and text != "???" and key != "model_engine":
+            words = list(dict.fromkeys((f"model_engine={engine}", f"{key}={text}")))
+            row = convert(Settings(read_overrides(words), 100_000)).rows[-1]
+            if row.status == "not expressible":
+                print(f"{engine}: {key}={text} is refused: {row.why}")
+
+
+GENERATED = {
+    "dp": "trainer",
+    "megatron": "megatron_trainer",
+    "veomni": "veomni_trainer",
+    "torchtitan": "torchtitan_trainer",
+}
+
+
+def read_with_stand_ins(text: str) -> tuple[VerlCall, dict[str, str]]:
     """The call of a script, and the variables that it needed from outside.
 
     Raises:
         ScriptError: it cannot be read.
     """
-    variables = {"HOME": "/home/user", "PWD": "/home/user/verl", "USER": "user"}
-    given: list[str] = []
+    given: dict[str, str] = {}
     while True:
         try:
-            return read_script(text, variables), given
+            return read_script(text, {**SURROUNDINGS, **given}), given
         except ScriptError as error:
             found = re.search(r"--set (\w+)=", str(error))
-            if found is None or found[1] in variables:
+            if found is None or found[1] in given:
                 raise
-            variables[found[1]] = _stand_in(found[1])
-            given.append(f"{found[1]}={variables[found[1]]}")
+            given[found[1]] = _stand_in(found[1])
+
+
+SURROUNDINGS = {"HOME": "/home/user", "PWD": "/home/user/verl", "USER": "user"}
 
 
 def _stand_in(name: str) -> str:
     upper = name.upper()
+    if upper in CHOICES:
+        return CHOICES[upper]
     if re.search(r"GPU", upper) and not re.search(r"NUM_NODES", upper):
         return "8"
     if re.search(r"NODE|NUM$|_NUM_", upper):
@@ -118,7 +208,9 @@ def write_sizes(folder: Path, name: str) -> None:
     """Put a config.json with the model's sizes where the dry run looks for it, unless nobody knows them."""
     place = folder / "configs" / "model" / f"{name}.json"
     place.parent.mkdir(parents=True, exist_ok=True)
-    plain = next((ours for pattern, ours in ALIASES.items() if re.fullmatch(pattern, name)), name)
+    plain = next(
+        (re.sub(pattern, ours, name) for pattern, ours in ALIASES.items() if re.fullmatch(pattern, name)), name
+    )
     shipped = CONFIGS / f"{plain}.json"
     known = next((one for one in SIZES if plain.startswith(one)), None)
     if plain in DEEPSEEK_SHAPED:
@@ -157,11 +249,11 @@ def dry_run(settings: Settings, found: Converted, folder: Path) -> str:
     return f"refused: {' '.join(lines[start:])[:300]}"
 
 
-def outcome(name: str, text: str, num_rows: int, folder: Path) -> dict[str, Any]:
+def outcome(name: str, text: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The row of one script."""
     try:
-        call, given = read_with_stand_ins(text)
-        settings = Settings(call, num_rows)
+        call, variables = read_with_stand_ins(text)
+        settings = Settings(call, given.rows)
         check_types(settings)
         write_sizes(folder, settings.model_name)
         found, notes = converted(settings)
@@ -169,7 +261,8 @@ def outcome(name: str, text: str, num_rows: int, folder: Path) -> dict[str, Any]
         return {"script": name, "dry_run": f"not read: {error}"}
     return {
         "script": name,
-        "trainer": "Megatron" if settings.is_megatron else "FSDP",
+        "trainer": settings.trainer,
+        "unlike_bash": differences(call, words_of_bash(text, {**SURROUNDINGS, **variables})) if given.bash else None,
         "estimator": settings["algorithm.adv_estimator"],
         "model": settings.model_name,
         "keys": len(call.overrides) + len(call.options),
@@ -177,7 +270,7 @@ def outcome(name: str, text: str, num_rows: int, folder: Path) -> dict[str, Any]
         "accounted": len(found.rows) / max(len(call.overrides) + len(call.options), 1),
         "unknown": [row.key for row in found.rows if row.why.startswith("not known")],
         "left_out": [f"{row.key}: {row.why}" for row in found.rows if row.status == "not expressible"],
-        "given": given,
+        "given": variables,
         "notes": notes,
         "dry_run": dry_run(settings, found, folder),
     }
@@ -186,7 +279,8 @@ def outcome(name: str, text: str, num_rows: int, folder: Path) -> dict[str, Any]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("snapshot", help="a git directory of verl")
-    parser.add_argument("--match", default="", help="only scripts with this text in their paths")
+    parser.add_argument("--match", default="", help="only scripts whose paths match this expression")
+    parser.add_argument("--bash", action="store_true", help="compare the words of each script with what bash passes")
     parser.add_argument("--rows", type=int, default=100_000, help="the number of training rows (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
     given = parser.parse_args(arguments)
@@ -195,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("" if given.json else "script | trainer, estimator | used | mapped | implied | not expressible | dry run")
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         for name, text in scripts(snapshot, given.match):
-            row = outcome(name, text, given.rows, Path(folder))
+            row = outcome(name, text, given, Path(folder))
             results[row["dry_run"].partition(":")[0]] += 1
             if given.json:
                 print(json.dumps(row), flush=True)
@@ -203,6 +297,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             numbers = [str(row.get(key, "")) for key in ("used", "mapped", "implied", "not expressible")]
             kind = f"{row.get('trainer', '')}, {row.get('estimator', '')}"
             print(" | ".join([name, kind, *numbers, row["dry_run"][:160]]), flush=True)
+            for word in row.get("unlike_bash") or ():
+                print(f"    only here or only in bash: {word}", flush=True)
+    if given.bash:
+        print_defaults(snapshot)
     print("; ".join(f"{number} {result}" for result, number in results.most_common()), file=sys.stderr)
     return 0
 

@@ -1,9 +1,9 @@
 """The meaning of verl's settings of low-rank adapters, which are policy.lora and critic.lora here.
 
-verl's FSDP trainer reads `model.lora_rank`, `lora_alpha`, `target_modules` and `lora_adapter_path`, and makes adapters
-with PEFT. Its Megatron trainer reads `model.lora.*`, and makes them with Megatron-Bridge. Neither reads these keys of
-the other (verl's docs/advance/ppo_lora.rst and trainer/config/model/hf_model.yaml). Both read `model.lora.merge`: the
-engines then get merged weights (`get_per_tensor_param` of its workers/engine/fsdp and workers/engine/megatron).
+verl's FSDP and VeOmni trainers read `model.lora_rank`, `lora_alpha`, `target_modules` and `lora_adapter_path`, and make
+adapters with PEFT. Its Megatron trainer reads `model.lora.*`, and makes them with Megatron-Bridge. Neither reads these
+keys of the other (verl's docs/advance/ppo_lora.rst and trainer/config/model/hf_model.yaml). All read
+`model.lora.merge`: the engines then get merged weights (`get_per_tensor_param` of its workers/engine).
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ OTHERS = {
     "lora_B_init_method": (("zero",), "B is zero at the start", "B is zero at the start"),
     "a2a_experimental": ((True, False), CHOSEN, CHOSEN),
     "fully_sharded_loras": ((True, False), CHOSEN, CHOSEN),
+    **dict.fromkeys(
+        ("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
+        ((True,), "all weights of the model are frozen", "all weights of the model are frozen here"),
+    ),
     "dropout_position": (("pre", "post"), "adapters have no dropout", "adapters have no dropout"),
     "lora_A_init_method": (
         ("xavier", "kaiming", "uniform", "normal"),
@@ -82,10 +86,11 @@ def lora(settings: Settings, key: str, value: Any) -> Meaning:
     read, unread = (MEGATRON, FSDP) if settings.is_megatron else (FSDP, MEGATRON)
     is_off = value in (None, False, 0, "", [], {})
     if name in unread.values() and not is_off:
-        trainer = "Megatron" if settings.is_megatron else "FSDP"
-        why = f"verl's {trainer} trainer does not read it, but {prefix}{read[_key_of(unread, name)]}"
+        why = f"verl's {settings.trainer} trainer does not read it, but {prefix}{read[_key_of(unread, name)]}"
         is_switch = name in (unread["rank"], unread["start"])
         return Meaning("not expressible" if is_switch else "implied", {}, why)
+    if settings.engine == "torchtitan" and not is_off and name in (read["rank"], read["start"]):
+        return Meaning("not expressible", {}, "verl's TorchTitan trainer makes no adapters; remove the key")
     # Megatron-Bridge makes adapters by the rank alone.
     if not settings[prefix + read["rank"]] and (settings.is_megatron or not settings[prefix + read["start"]]):
         return Meaning("implied", {}, "all weights are trained")

@@ -1,7 +1,7 @@
 """The meaning of verl's settings of the algorithm: advantages, losses, KL, entropy, and the correction of log-probs.
 
 Every function takes the settings, the key and its value, and returns a `Meaning`. The formulas were compared with
-verl's `trainer/ppo/core_algos.py` and `rollout_corr_helper.py` of January 2026.
+verl's `trainer/ppo/core_algos.py` and `rollout_corr_helper.py` of August 2026.
 """
 
 from __future__ import annotations
@@ -126,9 +126,7 @@ def aggregation(settings: Settings, key: str, value: Any) -> Meaning:
     if value == "seq-mean-token-sum-norm":
         length = settings[f"{ACTOR}.loss_scale_factor"] or settings["data.max_response_length"]
         to = {"algorithm.loss_agg_mode": value, "algorithm.loss_agg_tokens": length}
-        return Meaning(
-            "mapped", to, "here the sum is also divided by the number of answers, which Adam cancels, but not clip_grad"
-        )
+        return Meaning("mapped", to, "the sum over tokens is divided by this length, and by the number of answers")
     if value in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         return Meaning("used", {"algorithm.loss_agg_mode": value})
     return Meaning("not expressible", {"algorithm.loss_agg_mode": value}, "there is no such aggregation here")
@@ -218,23 +216,24 @@ def correction(settings: Settings, key: str, value: Any) -> Meaning:
     name, prefix = key.rpartition(".")[2], "algorithm.rollout_correction."
     weight, rejection = settings[prefix + "rollout_is"], settings[prefix + "rollout_rs"]
     if name == "rollout_is":
-        if value == "token":
-            ours = {
-                "kind": "truncate",
-                "level": "token",
-                "cap": settings[prefix + "rollout_is_threshold"],
-                "normalise": bool(settings[prefix + "rollout_is_batch_normalize"]),
-            }
-            return Meaning("mapped", {"algorithm.correction.weight": ours})
-        if value == "sequence":
-            why = "a sequence's weight is the geometric mean of its ratios here, and their product in verl; use token"
-            return Meaning("not expressible", {"algorithm.correction.weight": None} if rejection else {}, why)
+        if value in ("token", "sequence"):
+            ours = {"level": "token", "normalise": bool(settings[prefix + "rollout_is_batch_normalize"])}
+            bounds = str(settings[prefix + "rollout_is_threshold"]).split("_")
+            try:
+                *low, high = map(float, bounds)
+            except ValueError:
+                return Meaning("not expressible", {}, "correct rollout_is_threshold: it is a number, or low_high")
+            ours |= {"kind": "mask", "low": low[0], "high": high} if low else {"kind": "truncate", "cap": high}
+            if value == "token":
+                return Meaning("mapped", {"algorithm.correction.weight": ours})
+            why = "verl takes the product of a sequence's ratios; here each token has its own weight"
+            return Meaning("not expressible", {"algorithm.correction.weight": ours}, why)
         nothing: dict[str, Any] = {"algorithm.correction.weight" if rejection else "algorithm.correction": None}
         return Meaning("mapped", nothing, "verl corrects nothing")
     if name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
-        if weight == "token":
+        if weight in ("token", "sequence"):
             return correction(settings, prefix + "rollout_is", weight)
-        return Meaning("implied", {}, "only weights of tokens read it")
+        return Meaning("implied", {}, "only weights read it")
     if name in ("rollout_rs", "rollout_rs_threshold"):
         if not rejection:
             return Meaning("implied", {}, "nothing is rejected")
@@ -286,15 +285,6 @@ def filter_groups(settings: Settings, key: str, value: Any) -> Meaning:
     why = "engines generate while the trainer trains, so half of the GPUs are the engines' own"
     most = settings["algorithm.filter_groups.max_num_gen_batches"]
     return Meaning("mapped", {"rollout.active_sampling": max(2, most) if most and most > 0 else True}, why)
-
-
-def routing(settings: Settings, key: str, value: Any) -> Meaning:
-    """The replay of the choice of experts. R2 is the trainer's own choice, R3 the engine's."""
-    if value in (None, False, "disabled"):
-        return Meaning("implied", {}, "no choice is replayed by default")
-    if settings[f"{ACTOR}.router_replay.mode"] == "R2":
-        return Meaning("not expressible", {}, "experts are replayed from the engine only; policy.routing_replay is R3")
-    return Meaning("used", {"policy.routing_replay": True})
 
 
 def group_size(settings: Settings, key: str, value: Any) -> Meaning:

@@ -14,11 +14,14 @@ HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
 """First parts of paths that are folders and no owners on the hub."""
 MISSING = {
-    r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.1v|vla\b": "it reads images, and the models here are of text alone",
-    r"(?i)gemma|mistral|phi-?\d|glm|gpt-?oss|seed-?oss|minimax|falcon|kimi-k2": "its family is not here",
-    r"(?i)mimo|baichuan|nemotron|qwen1\.5-moe|qwen2[-_.].*a14b|qwen3[-_.]next": "its family is not here",
+    r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.\dv|vla\b": "it reads images, and the models here are of text alone",
+    r"(?i)gemma|mistral|phi-?\d|seed-?oss|minimax|falcon|mimo|baichuan|internlm": "its family is not here",
+    r"(?i)glm-?5|chatglm|glm-?4(?![.-]?[567])|nemotron|deepseek-?v4|hunyuan|^hy-?\d": "its family is not here",
+    r"(?i)qwen1\.5-moe|qwen2[-_.].*a14b": "its family is not here",
 }
 """Names of models of families that do not exist here, and why."""
+WITH_TOWER = re.compile(r"(?i)qwen3[._]5|kimi-k2\.[5-9]")
+"""Names of models whose published folders also have what reads images."""
 TRACKERS = {"wandb": "project", "tensorboard": None, "mlflow": "experiment"}
 ALL_ROWS = 1_000_000
 """Evaluations of verl use all rows of a file; ours stop at the end of the file."""
@@ -48,7 +51,10 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
             to["critic.model.recompute"] = "full"
     for pattern, why in MISSING.items():
         if re.search(pattern, PurePosixPath(path).name) and not (folder / "config.json").exists():
-            return Meaning("not expressible", to, f"{why}; megatron_rl/layout/families lists the families")
+            return Meaning("not expressible", to, f"{why}; docs/families.md has those that are")
+    if WITH_TOWER.search(PurePosixPath(path).name) and not path.rstrip("/").endswith("text"):
+        tower = "a published folder also reads images: take out its model of text once (docs/families.md)"
+        return Meaning("mapped", to, f"{command}; {tower}" if command else tower)
     return Meaning("mapped" if command else "used", to, command)
 
 
@@ -287,6 +293,26 @@ def resume(settings: Settings, key: str, value: Any) -> Meaning:
     if value == "disable":
         return Meaning("implied", {}, "a run starts from the beginning without --resume")
     return Meaning("not expressible", {}, "verl's checkpoints are not read; export one for Hugging Face as model.path")
+
+
+def engine(settings: Settings, key: str, value: Any) -> Meaning:
+    """`model_engine`, whose value is one of verl's."""
+    if settings.is_megatron:
+        return Meaning("implied", {}, "the trainer is Megatron-Core")
+    return Meaning("implied", {}, f"the trainer is Megatron-Core, and not {settings.trainer}; {settings.mesh_reason}")
+
+
+def engine_length(settings: Settings, key: str, value: Any) -> Meaning:
+    """Lengths that verl gives to its engines, which are sums of the lengths of prompts and answers by default."""
+    name = key.rpartition(".")[2]
+    lengths = {"prompt_length": "data.max_prompt_length", "response_length": "data.max_response_length"}
+    if name in lengths and value != settings[lengths[name]]:
+        why = f"engines read {lengths[name]} here, which is {settings[lengths[name]]}; give both the same value"
+        return Meaning("not expressible", {}, why)
+    if name not in lengths and value is not None and value < settings.longest:
+        why = f"verl's engines cut a sequence after it; here one may have {settings.longest} tokens"
+        return Meaning("not expressible", {}, why)
+    return Meaning("implied", {}, "prompt and answer lengths give the longest sequence")
 
 
 def critic_warmup(settings: Settings, key: str, value: Any) -> Meaning:

@@ -11,10 +11,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron_rl.tools.verl import algorithm, content, machine
-from megatron_rl.tools.verl.keys import RULES, KeyRule, rule_of
+from megatron_rl.tools.verl.call import Override, VerlCall
+from megatron_rl.tools.verl.keys import RULES, rule_of
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import Override, VerlCall
-from megatron_rl.tools.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status
+from megatron_rl.tools.verl.rules import KeyRule
+from megatron_rl.tools.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status, old_name
 from megatron_rl.tools.verl.values import parse
 
 NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", list: "a list"}
@@ -27,7 +28,7 @@ NULLABLE = (
     *(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", "trainer.total_training_steps"),
     *(f"{owner}.optim.{name}" for owner in (ACTOR, "critic") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("pipeline_model_parallel_size", "data_parallel_size")),
-    "algorithm.rollout_correction.rollout_is_threshold",
+    *("algorithm.rollout_correction.rollout_is_threshold", "reward_model.enable"),
 )
 PARTS = ("verl.trainer.main_ppo", "one_step_off_policy.main_ppo", "main_dapo", "main_ppo_split.py")
 
@@ -61,6 +62,8 @@ class Converted:
     """One for every override of the call, in its order, and one for each of Hydra's options."""
     defaults: list[KeyRow] = field(default_factory=list)
     """verl's defaults that the configuration has, because ours are different or may change."""
+    open: list[str] = field(default_factory=list)
+    """Sentences about what has to be decided before a run: values that are not known, and a model that is not here."""
 
     def counts(self) -> dict[str, int]:
         found = dict.fromkeys(("used", "mapped", "implied", "not expressible"), 0)
@@ -83,6 +86,8 @@ def convert(settings: Settings) -> Converted:
         text = override.text if override.problem is None else ""
         key = override.prefix + override.key
         found.rows.append(KeyRow(key, text, override.line, verdict.status, verdict.to, verdict.why))
+        if override.problem is not None or (verdict.status == "not expressible" and "model.path" in verdict.to):
+            found.open.append(f"{key}: {verdict.why}")
     for rule in RULES:
         if rule.always and rule.pattern not in settings:
             value = settings[rule.pattern]
@@ -111,7 +116,7 @@ def _option(name: str, text: str, call: VerlCall) -> KeyRow:
         plain = text.removesuffix(".yaml")
         known = plain in ("ppo_trainer", "ppo_megatron_trainer") or plain.startswith("one_step_off_ppo")
         if known:
-            why = "Megatron's defaults" if "megatron" in plain else "FSDP's defaults"
+            why = "it chooses verl's engine" if "megatron" in plain else "verl's own configuration"
             return KeyRow(name, text, call.line, "implied", {}, why)
         why = "the file is not read; add the keys that it sets to the command, as key=value"
         return KeyRow(name, text, call.line, "not expressible", {}, why)
@@ -123,23 +128,24 @@ def _judge_override(settings: Settings, override: Override) -> Meaning:
         return Meaning("not expressible", {}, override.problem)
     if override.prefix == "~":
         return Meaning("not expressible", {}, "verl's key is removed; nothing here is removed")
-    last = settings.given[override.key]
+    key = old_name(override.key)
+    last = settings.given[key]
     if last is not override:
         where = f"line {last.line} gives it again" if last.line else "it is given again"
         return Meaning("implied", {}, f"{where}, and the last value counts")
-    rule = rule_of(override.key)
+    rule = rule_of(key)
     if rule is None:
         known = [one.pattern for one in RULES if "*" not in one.pattern]
-        near = get_close_matches(override.key, known, 1, 0.85)
+        near = get_close_matches(key, known, 1, 0.85)
         hint = f"; did you mean {near[0]}?" if near else ""
         return Meaning("not expressible", {}, f"not known{hint}")
-    value = settings[override.key]
+    value = settings[key]
     if isinstance(value, str) and "${" in value:
         return Meaning("not expressible", {}, f"Hydra computes {value}; write its value")
     _check_type(rule, override, parse(override.text) if not isinstance(value, str) else value)
     if isinstance(value, bool | int | float) and rule.kinds == (str,):
         value = override.text
-    return _judge(settings, rule, override.key, value)
+    return _judge(settings, rule, key, value)
 
 
 def _judge(settings: Settings, rule: KeyRule, key: str, value: Any) -> Meaning:
@@ -151,8 +157,8 @@ def _judge(settings: Settings, rule: KeyRule, key: str, value: Any) -> Meaning:
 def _check_type(rule: KeyRule, override: Override, value: Any) -> None:
     where = f"line {override.line}: " if override.line else ""
     if value is None:
-        default = DEFAULTS.get(override.key)
-        if isinstance(default, int | float) and override.key not in NULLABLE:
+        default = DEFAULTS.get(old_name(override.key))
+        if isinstance(default, int | float) and old_name(override.key) not in NULLABLE:
             raise ScriptError(f"{where}{override.key} is null, but must be a value such as {default}; correct it")
         return
     if not rule.kinds or (rule.kinds == (str,) and not isinstance(value, list | dict)):
@@ -164,13 +170,15 @@ def _check_type(rule: KeyRule, override: Override, value: Any) -> None:
 
 
 def check_types(settings: Settings) -> None:
-    """Refuse values of the wrong type before any of them is computed with.
+    """Refuse an engine that verl does not have, and values of the wrong type, before anything is computed with them.
 
     Raises:
+        NoSuchEngine: as it says.
         ScriptError: a value has the wrong type.
     """
-    for override in settings.given.values():
-        rule = rule_of(override.key)
+    assert settings.engine
+    for key, override in settings.given.items():
+        rule = rule_of(key)
         if rule is not None:
             value = parse(override.text)
             if not (isinstance(value, str) and "${" in value):

@@ -6,80 +6,25 @@ not give its key: verl's default then enters the configuration. `*` in a pattern
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 from megatron_rl.tools.verl import adapters
 from megatron_rl.tools.verl import algorithm as how
 from megatron_rl.tools.verl import content as what
+from megatron_rl.tools.verl import fields as field
 from megatron_rl.tools.verl import machine as where
-from megatron_rl.tools.verl.settings import Meaning, Settings
+from megatron_rl.tools.verl.rules import NUMBER, KeyRule, implied, only, refused, rows, used
+from megatron_rl.tools.verl.settings import ENGINE_GROUP
 
-Judge = Callable[[Settings, str, Any], Meaning]
-NUMBER = (int, float)
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRule:
-    pattern: str
-    kinds: tuple[type, ...]
-    """The types that a value may have besides null; none means any."""
-    judge: Judge
-    always: bool = False
-
-
-def used(target: str, why: str = "") -> Judge:
-    """The value has the same meaning as our key `target`."""
-    return lambda settings, key, value: Meaning("used", {target: value}, why)
-
-
-def implied(why: str) -> Judge:
-    return lambda settings, key, value: Meaning("implied", {}, why)
-
-
-def refused(why: str) -> Judge:
-    """Not expressible, unless the value is null, false, 0 or empty."""
-
-    def judge(settings: Settings, key: str, value: Any) -> Meaning:
-        if value in (None, False, 0, "", [], {}):
-            return Meaning("implied", {}, "it is off")
-        return Meaning("not expressible", {}, why)
-
-    return judge
-
-
-def only(values: tuple[Any, ...], why: str, otherwise: str) -> Judge:
-    """Implied for these values, not expressible for others."""
-
-    def judge(settings: Settings, key: str, value: Any) -> Meaning:
-        if value is None or value in values:
-            return Meaning("implied", {}, why)
-        return Meaning("not expressible", {}, otherwise)
-
-    return judge
-
-
-def rows(kinds: tuple[type, ...], judge: Judge, *patterns: str, always: bool = False) -> tuple[KeyRule, ...]:
-    """A row for each pattern; in a pattern `@` means `actor_rollout_ref.`, and `{a,b}` means a row for each name."""
-    return tuple(KeyRule(one, kinds, judge, always) for pattern in patterns for one in _written_out(pattern))
-
-
-def _written_out(pattern: str) -> list[str]:
-    whole = pattern.replace("@", "actor_rollout_ref.")
-    before, brace, rest = whole.partition("{")
-    names, _, after = rest.partition("}")
-    if not brace:
-        return [whole]
-    return [one for name in names.split(",") for one in _written_out(before + name + after)]
-
-
+TEXT_ALONE = "the models here are of text alone"
 TEXT, BOOL, INT = (str,), (bool,), (int,)
 PACKED = "samples are packed into micro-batches by their tokens (balance)"
 LOGPROBS = "log-probs are computed in the same packed micro-batches"
 REFERENCE = "the reference is swapped into the policy's own ranks"
 SWITCHED = "trainers that share GPUs with engines hold weights, gradients and optimizer state in the node's memory"
+HYDRAS = ("legacy_data", "rollout", "hf_model", "reward", "rollout_correction", "distillation", "transfer_queue",
+    *(f"{name}_{one}" for name in ("dp", "megatron", "veomni", "torchtitan") for one in ("ref", "critic")))  # fmt: skip
+"""The configurations that verl itself combines, besides the actor's."""
 CHOSEN = "the project chooses the kernels and layers itself"
 
 TABLE: dict[str, tuple[KeyRule, ...]] = {
@@ -101,9 +46,12 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
             "data.custom_cls.*"),
         *rows((), refused("the order is random, or by pass_rate (data.easy_first_epochs)"), "data.sampler.*"),
         *rows((), refused("rows are not generated during a run"), "data.datagen.*"),
-        *rows((), refused("the models here are of text alone"), "data.image_key", "data.video_key",
-            "data.return_multi_modal_inputs", "data.image_patch_size"),
-        *rows((), refused("see rollout.environment"), "data.tool_config_path"),
+        *rows((), only(("images", "videos", "audios"), "a model of text alone reads no such column", TEXT_ALONE),
+            "data.image_key", "data.video_key", "data.audio_key"),
+        *rows((), implied("a model of text alone reads no images"), "data.return_multi_modal_inputs",
+            "data.image_patch_size"),
+        *rows((), refused(TEXT_ALONE), "data.mm_processor_kwargs*"),
+        *rows((), refused("see rollout.environment"), "data.tool_config_path", "data.function_tool_path"),
         *rows((), refused("the tokenizer is in model.path"), "data.tokenizer"),
         *rows((), implied("the project reads rows in its own way"), "data.return_*", "data.val_batch_size",
             "data.*workers*", "data.trust_remote_code", "data.use_shm", "data.validation_shuffle"),
@@ -117,7 +65,7 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
             "{@model,critic.model}.{target_modules,exclude_modules,target_parameters,modules_to_save}"),
         *rows((), implied("engines get adapters through the bridge, which plans its messages"),
             "@rollout.layered_summon"),
-        *rows((), refused("edit config.json in the model's folder"), "@model.override_config.*",
+        *rows((), refused("edit config.json in the model's folder"), "@model.override_config*",
             "@model.hf_config_path"),
         *rows((), refused("put the tokenizer into the model's folder"), "@model.tokenizer_path",
             "@model.custom_chat_template"),
@@ -128,7 +76,7 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
         *rows((), implied("it belongs to multi-token prediction"), "@model.mtp.*"),
         *rows((), implied(PACKED), "@model.use_remove_padding", "@actor.use_remove_padding"),
         *rows((), implied(CHOSEN), "@model.use_fused_kernels", "@model.fused_kernel_options*", "@model.use_liger",
-            "@model.tiled_mlp*", "@model.attn_implementation", "@model.torch_dtype"),
+            "@model.tiled_mlp*", "@model.attn_implementation", "@model.torch_dtype", "@actor.use_fused_kernels"),
         *rows((), implied("the trainer recomputes activations, it does not move them"),
             "@model.enable_activation_offload"),
         *rows((), implied("weights are read from safetensors; no remote code runs"), "@model.use_shm",
@@ -156,10 +104,18 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
             "@actor.use_prefix_grouper"),
         *rows((), implied("mini-batches are drawn by the run's seed"), "@actor.shuffle", "@actor.data_loader_seed",
             "critic.shuffle", "critic.data_loader_seed"),
-        *rows((), refused("the models here are of text alone"), "@actor.freeze_vision_tower",
+        *rows((), refused("only verl's loss dro has it"), "@actor.policy_loss.dro_beta"),
+        *rows((), implied("verl fills it in from other keys"), "@actor.rollout_n", "critic.rollout_n"),
+        *rows((), refused("weights are not rounded during training; see rollout.quantization"),
+            "{@actor,@rollout,critic}*.qat.enable"),
+        *rows((), implied("it belongs to training with rounded weights"), "{@actor,@rollout,critic}*.qat*"),
+        *rows((), implied(PACKED), "@actor.pad_to_length", "@actor.{fsdp_config,megatron,veomni}.pad_*",
+            "critic.*.pad_*"),
+        *rows((), refused(TEXT_ALONE), "@actor.freeze_vision_tower",
             "@actor.num_images_in_input"),
-        *rows((), how.routing, "@actor.router_replay.mode", "@rollout.enable_rollout_routing_replay"),
-        *rows((), implied("routes are kept with the tokens"), "@actor.router_replay.*"),
+        *rows((), field.routing, "@actor.{,megatron.,veomni.}router_replay.mode",
+            "@rollout.enable_rollout_routing_replay"),
+        *rows((), implied("routes are kept with the tokens"), "@actor.*router_replay.*", "critic.*router_replay.*"),
         *rows((), implied("metrics always have the entropy"), "@actor.calculate_entropy"),
         *rows((), refused("there is no estimator that needs it"), "@actor.calculate_sum_pi_squared",
             "@actor.sum_pi_squared_checkpointing"),
@@ -169,46 +125,51 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
         *rows(NUMBER, where.optimizer, "{@actor,critic}.optim.lr", "{@actor,critic}.optim.weight_decay", always=True),
         *rows((list,), where.optimizer, "{@actor,critic}.optim.betas", always=True),
         *rows(NUMBER, where.warmup, "{@actor,critic}.optim.{lr_warmup_steps,lr_warmup_steps_ratio}"),
-        *rows(TEXT, where.schedule, "{@actor,critic}.optim.{lr_scheduler_type,warmup_style,lr_decay_style}"),
-        *rows(NUMBER, where.lowest_rate, "{@actor,critic}.optim.min_lr_ratio", "{@actor,critic}.optim.min_lr"),
+        *rows(TEXT, where.schedule, "{@actor,critic}.optim.{lr_scheduler_type,decay_type}", always=True),
+        *rows(TEXT, where.schedule, "{@actor,critic}.optim.{warmup_style,lr_decay_style}"),
+        *rows(NUMBER, where.lowest_rate, *("{@actor,critic}.optim." + name for name in where.LOWEST)),
         *rows(NUMBER, where.clip_grad, "{@actor,critic}.optim.clip_grad", "{@actor,critic}.grad_clip"),
-        *rows(BOOL, where.cpu_offload, "{@actor,critic}.optim.override_optimizer_config.optimizer_cpu_offload"),
-        *rows((), implied("it belongs to Megatron's optimizers, which policy.optimizer replaces"),
-            "{@actor,critic}.optim.override_optimizer_config*"),
-        *rows(TEXT, only(("AdamW", "adam", "adamw"), "the default", "the kinds of optimizer are adam and muon"),
-            "{@actor,critic}.optim.optimizer"),
-        *rows(NUMBER, only((0, 0.0), "the warm-up begins at 0", "the warm-up begins at 0"),
-            "{@actor,critic}.optim.lr_warmup_init"),
-        *rows((), refused("the schedule ends with the run"), "{@actor,critic}.optim.lr_decay_steps",
-            "{@actor,critic}.optim.lr_wsd_decay_steps", "{@actor,critic}.optim.lr_wsd_decay_style"),
-        *rows((), implied("the run's steps are known"), "{@actor,critic}.optim.total_training_steps"),
-        *rows((), implied(CHOSEN), "{@actor,critic}.optim.optimizer_impl"),
+        *rows(BOOL, field.optimizer, "{@actor,critic}.optim.override_optimizer_config.optimizer_cpu_offload"),
+        *rows(TEXT, only(("AdamW", "adam", "adamw"), "the default",
+            "of these only muon is here; set policy.optimizer.kind to muon, with its own keys"),
+            "{@actor,critic}.optim.{optimizer,name}"),
+        *rows((), field.optimizer, "{@actor,critic}.optim.*"),
     ),
     "the trainer's layout": (
         *rows((), implied(REFERENCE), "@ref.*"),
         *rows(INT, where.parallel, *("{@actor,critic}.megatron." + name for name in where.MESH)),
         *rows((), implied(SWITCHED), "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.offload_policy"),
         *rows(INT, where.fsdp, "{@actor,critic}.ulysses_sequence_parallel_size",
-            "{@actor,critic.model}.fsdp_config.{ulysses_sequence_parallel_size,fsdp_size}"),
+            "{@actor,critic.model}.fsdp_config.{ulysses_sequence_parallel_size,fsdp_size}",
+            "{@actor,critic}.veomni.{ulysses_parallel_size,fsdp_size,expert_parallel_size}",
+            "{@actor,critic}.torchtitan.*_parallel_size"),
+        *rows((), refused("the kernels are not made to give the same bits in every run"), "*.full_determinism"),
+        *rows((), only(("bfloat16", "bf16", None), "model.dtype is bfloat16", "set model.dtype to float32 or bfloat16"),
+            "{@actor,critic}.{megatron,torchtitan}.dtype", "{@actor,critic.model}.fsdp_config.dtype"),
         *rows(BOOL, used("policy.parallel.sequence"), "@actor.megatron.sequence_parallel"),
         *rows((), what.granularity, "@actor.megatron.override_transformer_config.recompute_*"),
-        *rows(NUMBER, used("policy.load_balancing_loss"),
-            "@actor.megatron.override_transformer_config.moe_aux_loss_coeff"),
-        *rows(NUMBER, used("policy.router_z_loss"), "@actor.megatron.override_transformer_config.moe_z_loss_coeff"),
         *rows((), where.stages,
             "{@actor,critic}.megatron.override_transformer_config.{num_layers_in_*,account_for_*}"),
-        *rows((), implied(CHOSEN), "*.override_transformer_config.*", "*.override_ddp_config*",
-            "*.override_mcore_model_config*", "*.use_torch_compile"),
+        *rows((), field.transformer, "{@actor,critic}.megatron.override_transformer_config.*"),
+        *rows((), field.ddp, "{@actor,critic}.megatron.override_ddp_config*"),
+        *rows((), refused("edit config.json in the model's folder"), "*.override_mcore_model_config*"),
+        *rows((), implied(CHOSEN), "*.use_torch_compile"),
         *rows((),
             implied("weights are read from the Hugging Face folder by each rank (model.weights: from Megatron's form)"),
             "*.use_mbridge", "*.vanilla_mbridge", "*.load_weight"),
         *rows((), refused("set model.weights to a folder that megatron-rl convert to-megatron has written"),
             "@actor.megatron.use_dist_checkpointing", "@actor.megatron.dist_checkpointing_path"),
-        *rows((), implied("the run has one seed, run.seed"), "*.megatron.seed", "*.fsdp_config.seed"),
+        *rows((), implied("the run has one seed, run.seed"), "*.megatron.seed", "*.fsdp_config.seed",
+            "*.veomni.seed", "*.torchtitan.seed"),
         *rows((), implied("the trainer is Megatron-Core"), "*.fsdp_config*", "*.strategy",
-            "critic.model.fsdp_config*", "*.use_distributed_optimizer"),
+            "critic.model.fsdp_config*", "*.use_distributed_optimizer", "{@actor,critic}.{veomni,torchtitan}.*"),
+        *rows((), what.engine, "model_engine", ENGINE_GROUP),
+        *rows((), refused("verl reads model_engine at the top alone"), "*.model_engine"),
+        *rows((), implied("the trainer splits tokens and weights as policy.parallel says"),
+            "@actor.megatron.{dynamic_context_parallel,max_seqlen_per_dp_cp_rank,use_megatron_fsdp,forward_only}",
+            "@actor.megatron.{dist_ckpt_*,distrib_*,dist_checkpointing_prefix}"),
         *rows((), implied("entropies are computed in chunks"), "*.entropy_*"),
-        *rows((), implied(PACKED), "@actor.megatron.use_remove_padding"),
+        *rows((), implied(PACKED), "@actor.megatron.use_remove_padding", "*.pad_bshd_to_minibatch_max"),
         *rows((), implied("deadlines are cluster.step_timeout_s and bridge.timeout_s"), "*nccl_timeout"),
         *rows(BOOL, where.hybrid, "actor_rollout_ref.hybrid_engine", always=True),
     ),
@@ -239,16 +200,32 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
             "@rollout.agent.custom_async_server*"),
         *rows((), only(("single_turn_agent",), "an answer is one turn", "see rollout.environment"),
             "@rollout.agent.default_agent_loop"),
-        *rows((), refused("dumped rollouts are rollout.dump and rollout.replay"), "@rollout.skip_rollout"),
+        *rows((), refused("dumped rollouts are rollout.dump and rollout.replay"), "@rollout.skip_rollout",
+            "skip.{rollout,rollout_tq,async_rollout}.enable"),
+        *rows((), implied("it belongs to dumped rollouts"), "skip.*"),
         *rows((), refused("answers end at the end-of-text token"), "@rollout.ignore_eos"),
         *rows((), implied("weights come through the bridge, which plans its messages"), "@rollout.load_format",
             "@rollout.checkpoint_engine*", "@rollout.update_weights*"),
-        *rows((), implied("prompt and answer lengths give the longest sequence"), "@rollout.max_model_len",
-            "@rollout.prompt_length", "@rollout.response_length"),
+        *rows((), what.engine_length, "@rollout.{max_model_len,prompt_length,response_length}",
+            "@rollout.engine_kwargs.vllm.max_model_len"),
+        *rows(TEXT, used("rollout.vllm.kv_cache_dtype"), "@rollout.engine_kwargs.vllm.kv_cache_dtype"),
+        *rows((), implied("the project chooses vLLM's options"), "@rollout.engine_kwargs.vllm",
+            "@rollout.engine_kwargs.vllm.{*cudagraph*,compilation_config*,enable_*,disable_*,mm_*,*backend*,max_num_*}"),
+        *rows((), refused("an argument of vLLM's engine is a key of rollout.vllm"), "@rollout.engine_kwargs.vllm.*"),
+        *rows((), implied("it belongs to another engine than vLLM"), "@rollout.engine_kwargs.*"),
+        *rows(INT, refused("for engines on GPUs of their own set cluster.colocate to false"), "@rollout.nnodes"),
+        *rows((), implied("see trainer.n_gpus_per_node"), "@rollout.n_gpus_per_node"),
+        *rows((), implied("the run has one seed, run.seed"), "@rollout.seed"),
+        *rows((), implied("metrics of the run's own"), "@rollout.moe_load_balance_metrics_interval"),
+        *rows((), refused("rollout.quantization names the kind alone"), "@rollout.quantization_config_file"),
+        *rows((), refused("an engine reads prompts and answers itself"), "@rollout.disaggregation.enabled"),
+        *rows((), implied("it belongs to engines that read prompts apart"), "@rollout.disaggregation.*"),
+        *rows((), refused("engines do not draft with the model's head"), "@rollout.mtp*"),
+        *rows(INT, implied("experts are split by rollout.expert_parallel"), "@rollout.moe_tensor_parallel_size"),
         *rows((), implied("the project chooses vLLM's options"),
             "@rollout.{enable_*,enforce_eager,free_cache_engine,max_num_batched_tokens,mode,cudagraph*}",
             "@rollout.{disable_log_stats,scheduling_policy,skip_*,multi_stage_wake_up,agent.num_workers}",
-            "@rollout.engine_kwargs*"),
+            "@rollout.engine_kwargs"),
         *rows((), implied("metrics are in metrics.jsonl, and a few answers in samples.jsonl"), "@rollout.trace*",
             "@rollout.prometheus*"),
         *rows(INT, implied("see trainer.nnodes"), "rollout.nnodes", "rollout.n_gpus_per_node",
@@ -270,16 +247,20 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
         *rows((), implied("groups are compared by their rewards"), "algorithm.filter_groups.*"),
         *rows((), refused("there is no PF-PPO"), "algorithm.use_pf_ppo"),
         *rows((), implied("it belongs to PF-PPO"), "algorithm.pf_ppo.*"),
+        *rows((), refused("there is no distillation"), "distillation.enabled"),
+        *rows((), implied("it belongs to distillation"), "distillation.*"),
     ),
     "rewards": (
         *rows((), what.rewards, "custom_reward_function.path", always=True),
         *rows((), what.reward_part, "custom_reward_function.*"),
         *rows(BOOL, what.reward_part, "reward_model.enable"),
         *rows(TEXT, what.reward_part, "reward_model.model.path"),
-        *rows(TEXT, what.manager, "reward_model.reward_manager", "reward_manager.name"),
+        *rows(TEXT, what.manager, "reward_model.reward_manager"),
         *rows((), what.overlong_buffer, "reward_model.reward_kwargs.overlong_buffer_cfg.*",
             "reward_model.overlong_buffer.*"),
         *rows((), implied("see overlong_buffer_cfg"), "reward_model.reward_kwargs.max_resp_len"),
+        *rows((), refused("verl's own reward reads it; write its scores as a reward of kind function"),
+            "reward_model.reward_kwargs.*"),
         *rows((), refused("code runs in the project's own sandbox; use a reward of kind code"),
             "reward_model.sandbox_fusion.url"),
         *rows((), refused("a server of the user's own serves the reward model"), "reward_model.enable_resource_pool"),
@@ -289,7 +270,10 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
             "reward_model.{rollout.*,model.*,*micro_batch_size*,strategy,max_length,*dynamic_bsz,nnodes}",
             "reward_model.{forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,n_gpus_per_node,profiler*}"),
         *rows((), refused("the module of a manager is not read; write its scores as a reward of kind function"),
-            "reward_model.reward_loop_*", "reward_manager.*"),
+            "reward_model.reward_loop_*", "reward_manager.module.path"),
+        *rows((), only(("register",), "the manager has a name", "write its scores as a reward of kind function"),
+            "reward_manager.source"),
+        *rows((), implied("it belongs to a manager of the user's own"), "reward_manager.*"),
     ),
     "the critic": (
         *rows(TEXT, what.model_path, "critic.model.path"),
@@ -303,8 +287,11 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
             "critic.model.enable_*"),
         *rows((), refused("edit config.json in the critic's folder"), "critic.model.override_config*"),
         *rows((), implied("the critic has the policy's tokenizer"), "critic.model.tokenizer_path",
-            "critic.model.trust_remote_code", "critic.model.use_shm", "critic.model.external_lib"),
-        *rows((), implied("the value loss is a mean over tokens"), "critic.loss_agg_mode"),
+            "critic.model.{trust_remote_code,use_shm,external_lib,hf_config_path,custom_chat_template}"),
+        *rows((), implied(CHOSEN), "critic.model.{use_liger,use_fused_kernels,fused_kernel_options*,tiled_mlp*}"),
+        *rows((), implied("the critic has no multi-token head"), "critic.model.mtp*"),
+        *rows((), implied("the value loss is a mean over tokens"), "critic.loss_agg_mode",
+            "critic.loss_scale_factor"),
         *rows((), implied("the estimator says whether there is a critic"), "critic.enable"),
         *rows((), implied(CHOSEN), "critic.megatron.*"),
     ),
@@ -331,7 +318,11 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
         *rows((), implied("ranks are always balanced"), "trainer.balance_batch"),
         *rows((), implied("verl's own way to start, stop or copy, which a run here does not need"),
             "trainer.{use_legacy_worker_impl,esi_redundant_time,default_hdfs_dir,del_local_ckpt_after_load}",
-            "trainer.ray_wait_register_center_timeout"),
+            "trainer.{ray_wait_register_center_timeout,use_v1}"),
+        *rows((), only(("sync",), "engines and trainers take turns",
+            "for an asynchronous run set cluster.colocate to false, and rollout.max_lag"), "trainer.v1.trainer_mode"),
+        *rows((), refused("a module of verl's is not read"), "trainer.v1.sampler.custom_sampler.path"),
+        *rows((), implied("verl's trainer_mode sync does not read it"), "trainer.v1.*"),
         *rows((), implied("the run starts Ray itself, or finds it by cluster.ray_address"), "ray_kwargs.*",
             "ray_init.*"),
         *rows((), refused("there is no profiler; metrics.jsonl has the time of each phase"), "global_profiler.tool"),
@@ -339,6 +330,7 @@ TABLE: dict[str, tuple[KeyRule, ...]] = {
             "*.profiler.*", "trainer.profile_steps"),
         *rows((), implied("tokens go through Ray's object store"), "transfer_queue.*"),
         *rows((), implied("it belongs to Hydra"), "hydra.*", "hydra/*"),
+        *rows(TEXT, only(HYDRAS, "verl's own configuration", "the file is not read; give its keys"), "*@*"),
     ),
 }  # fmt: skip
 RULES: tuple[KeyRule, ...] = tuple(rule for section in TABLE.values() for rule in section)

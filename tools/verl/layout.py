@@ -19,6 +19,7 @@ from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
+from megatron_rl.preflight.adapters import unserved
 from megatron_rl.tools.verl.conversion import Converted, convert
 from megatron_rl.tools.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
 from megatron_rl.tools.verl.settings import Settings
@@ -31,6 +32,7 @@ GUESSED_SHARE = 24e9
 
 CHANGEABLE = ("policy.", "critic.parallel", "model.recompute", "rollout.gpu_memory_utilization")
 NONE_FITS = "no layout of the trainer fits"
+MORE = "; set trainer.nnodes higher, or cluster.gpu_memory_gb to the memory of your GPUs"
 MORE_STAGES = (1, 2, 3, 4)
 """The factors that are tried for the stages of an engine, until its weights fit next to the trainer's."""
 SHARES = (0.0, -0.05, -0.1, -0.15, -0.2, 0.1, 0.2, 0.3, 0.4)
@@ -40,6 +42,23 @@ it fits next to the trainer."""
 
 def converted(settings: Settings) -> tuple[Converted, list[str]]:
     """The configuration with a layout, and sentences about what was changed for it."""
+    found, notes = _fitting(settings)
+    found.open += [note for note in notes if note.startswith(NONE_FITS)]
+    notes = [note for note in notes if note not in found.open]
+    config = _read(found.configuration)
+    if config is None or config.policy.lora is None or config.rollout.lora == "merged":
+        return found, notes
+    try:
+        problem = next(unserved(config, config.policy.lora, planned_shape(config)), None)
+    except ValueError:
+        return found, notes
+    if problem is not None:
+        found.configuration["rollout"]["lora"] = "merged"
+        notes.append(f"rollout.lora is merged, because engines do not serve these adapters: {problem}")
+    return found, notes
+
+
+def _fitting(settings: Settings) -> tuple[Converted, list[str]]:
     first: tuple[Converted, list[str]] | None = None
     for factor in MORE_STAGES:
         settings.more_stages = factor
@@ -115,7 +134,7 @@ def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
     except ValueError as error:
         return found, [str(error)]
     if not layouts:
-        return found, [f"{NONE_FITS} on {settings.num_trainer_gpus} GPUs of {config.cluster.gpu_memory_gb:g} GB"]
+        return found, [f"{NONE_FITS} on {settings.num_trainer_gpus} GPUs of {config.cluster.gpu_memory_gb:g} GB{MORE}"]
     best = _nearest(layouts, config, settings)
     if not settings.is_megatron:
         settings.mesh = {**_sizes(best), "tensor": best.parallel.tensor}
@@ -155,7 +174,7 @@ def _with_critic(settings: Settings) -> tuple[Converted, list[str]]:
             _follow(found)
             text = ", ".join(dict.fromkeys(changes))
             return found, [f"changed to fit into the GPUs: {text}"] if text else []
-    return convert(settings), [f"{NONE_FITS} together with a critic on {settings.num_trainer_gpus} GPUs"]
+    return convert(settings), [f"{NONE_FITS} together with a critic on {settings.num_trainer_gpus} GPUs{MORE}"]
 
 
 def _nearest(layouts: list[Layout], config: GrpoRunConfig, settings: Settings) -> Layout:

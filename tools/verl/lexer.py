@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-OPERATORS = ("&&", "||", ";;", "|&", ";", "&", "|", "(", ")", "\n")
+OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", ";", "&", "|", "(", ")", "\n")
+PROCESSES = ("<(", ">(")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 
@@ -43,6 +44,8 @@ class Lexer:
     heredocs: list[str] = field(default_factory=list)
     comments: list[int] = field(default_factory=list)
     """The lines that have a comment of their own directly after a line that ends with a backslash."""
+    in_test: bool = False
+    """Whether the place is inside of `[[ ... ]]`, where `<` and `>` compare."""
 
     def tokens(self) -> list[RawWord | Operator]:
         found: list[RawWord | Operator] = []
@@ -63,7 +66,11 @@ class Lexer:
                 if continued:
                     self.comments.append(self.line)
                 self._forward(len(rest.partition("\n")[0]))
-            elif redirection := re.match(r"\d*(?:<<<|<<-?|[<>]&?\|?>?|&>>?)(?!\()", rest):
+            elif rest.startswith(PROCESSES):
+                return self._word()
+            elif rest.startswith("((") and not self.in_test:
+                return self._arithmetic()
+            elif not self.in_test and (redirection := re.match(r"\d*(?:<<<|<<-?|[<>]&?\|?>?|&>>?)(?!\()", rest)):
                 self._skip_redirection(redirection)
             elif operator := next((one for one in OPERATORS if rest.startswith(one)), None):
                 token = Operator(operator, self.line)
@@ -98,20 +105,31 @@ class Lexer:
             self._forward(closing.end() - self.place)
         self.heredocs.clear()
 
+    def _arithmetic(self) -> RawWord:
+        """`((...))` as one word."""
+        line, end = self.line, _end_of_brackets(self.text, self.place, self.line)
+        if end < 0:
+            raise ScriptError(f"line {line}: (( is not closed; complete the script")
+        text = self.text[self.place : end + 1]
+        self._forward(len(text))
+        return RawWord(text, line)
+
     def _word(self) -> RawWord:
         start, line = self.place, self.line
         while self.place < len(self.text):
             char = self.text[self.place]
             if char == "(" and ARRAY.match(self.text[start : self.place]):
                 return self._array(self.text[start : self.place], line)
-            if char in " \t\n;&|<>()":
+            if char in " \t\n;&|<>()" and not self.text.startswith(PROCESSES, self.place):
                 break
-            if self.text.startswith("\\\n", self.place):
+            if self.text.startswith("\\\n", self.place) and self.text[self.place + 2 : self.place + 3] in " \t\n#":
                 break
             self._piece()
         if self.place == start:  # a character that begins no word
             self._forward(1)
-        return RawWord(self.text[start : self.place], line)
+        text = self.text[start : self.place]
+        self.in_test = text == "[[" or (self.in_test and text != "]]")
+        return RawWord(text, line)
 
     def _piece(self) -> None:
         """Step over one character, or over a quoted part or a substitution as a whole."""
@@ -137,13 +155,15 @@ def piece_size(text: str, place: int, line: int) -> int:
     rest = text[place : place + 2]
     if rest[0] == "\\":
         return min(2, len(text) - place)
+    if rest == "$'":
+        return 1 + piece_size(text, place + 1, line)
     if rest[0] == "'":
         end = text.find("'", place + 1)
     elif rest[0] == "`":
         end = text.find("`", place + 1)
     elif rest[0] == '"':
         end = _end_of_double_quotes(text, place, line)
-    elif rest in ("${", "$("):
+    elif rest in ("${", "$(", *PROCESSES):
         end = _end_of_brackets(text, place + 1, line)
     else:
         return 1

@@ -16,6 +16,15 @@ MESH = {
 }
 """Megatron-Core's name of a size -> ours."""
 NO_CRITIC = "this estimator has no critic"
+SCHEDULES = {
+    "dp": ("lr_scheduler_type", "warmup_style"),
+    "megatron": ("lr_decay_style",),
+    "veomni": ("lr_scheduler_type",),
+    "torchtitan": ("decay_type",),
+}
+"""verl's engines -> their keys of the schedule of the learning rate."""
+LOWEST = ("min_lr_ratio", "min_lr", "lr_min", "min_lr_factor")
+"""The engines' keys of the rate at the end of the schedule."""
 ROUND = 128
 """The bound of a micro-batch is a multiple of this number of tokens, so that the longest answer fits with padding."""
 
@@ -85,7 +94,9 @@ def warmup(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, NO_CRITIC)
     owner, prefix = owner_of(key), key.rpartition(".")[0]
     steps, ratio = settings[f"{prefix}.lr_warmup_steps"], settings[f"{prefix}.lr_warmup_steps_ratio"]
-    has_steps = steps is not None and steps > 0
+    has_steps = steps is not None and steps > 0 and settings.engine != "veomni"
+    if steps is not None and steps > 0 and settings.engine == "veomni" and not key.endswith("ratio"):
+        return Meaning("implied", {}, "verl's VeOmni trainer does not read it, but lr_warmup_steps_ratio")
     if not has_steps and not ratio:
         return Meaning("implied", {}, "no warm-up is the default")
     if key.endswith("ratio") == has_steps:
@@ -128,39 +139,38 @@ def optimizer(settings: Settings, key: str, value: Any) -> Meaning:
 def clip_grad(settings: Settings, key: str, value: Any) -> Meaning:
     if absent(settings, key):
         return Meaning("implied", {}, NO_CRITIC)
-    if settings.is_megatron != key.endswith("optim.clip_grad"):
-        kind = "Megatron" if settings.is_megatron else "FSDP"
-        return Meaning("implied", {}, f"verl's {kind} trainer reads the other one of optim.clip_grad and grad_clip")
+    prefix = "critic" if owner_of(key) == "critic" else ACTOR
+    if key == f"{prefix}.grad_clip" and (settings.engine != "dp" or f"{prefix}.optim.clip_grad" in settings):
+        return Meaning("implied", {}, f"verl's {settings.trainer} trainer reads {prefix}.optim.clip_grad")
     return Meaning("used", {f"{owner_of(key)}.optimizer.clip_grad": value})
 
 
 def schedule(settings: Settings, key: str, value: Any) -> Meaning:
-    """`lr_scheduler_type`, `warmup_style` and `lr_decay_style`."""
+    """The names of the schedule: `lr_scheduler_type`, `warmup_style`, `lr_decay_style` and `decay_type`."""
     if absent(settings, key):
         return Meaning("implied", {}, NO_CRITIC)
+    read = SCHEDULES[settings.engine]
+    if key.rpartition(".")[2] not in read:
+        return Meaning("implied", {}, f"verl's {settings.trainer} trainer does not read it, but {read[0]}")
+    if key not in settings and value in (None, "constant"):
+        return Meaning("implied", {}, "the rate is constant by default")
     if value not in ("constant", "linear", "cosine"):
         return Meaning("not expressible", {}, "the schedules here are constant, linear and cosine")
     owner, prefix = owner_of(key), key.rpartition(".")[0]
     to: dict[str, Any] = {f"{owner}.optimizer.schedule": value}
-    if value != "constant" and settings[f"{prefix}.min_lr_ratio"] is None and settings[f"{prefix}.min_lr"] is None:
+    if value != "constant" and all(settings[f"{prefix}.{name}"] is None for name in LOWEST):
         to[f"{owner}.optimizer.min_lr_ratio"] = 0.0
     return Meaning("used", to)
 
 
 def lowest_rate(settings: Settings, key: str, value: Any) -> Meaning:
-    """`min_lr_ratio`, and Megatron's `min_lr`, which is a rate. A constant rate has none."""
+    """The names in LOWEST; those without `ratio` or `factor` are rates. A constant rate has none."""
     prefix = key.rpartition(".")[0]
-    kinds = {settings[f"{prefix}.{name}"] for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")}
+    kinds = {settings[f"{prefix}.{name}"] for name in SCHEDULES[settings.engine]}
     if absent(settings, key) or not kinds & {"linear", "cosine"}:
         return Meaning("implied", {}, "the learning rate is constant")
-    rate = value if key.endswith("ratio") else value / settings[f"{prefix}.lr"]
+    rate = value if key.endswith(("ratio", "factor")) else value / settings[f"{prefix}.lr"]
     return Meaning("mapped", {f"{owner_of(key)}.optimizer.min_lr_ratio": rate})
-
-
-def cpu_offload(settings: Settings, key: str, value: Any) -> Meaning:
-    if absent(settings, key) or not value:
-        return Meaning("implied", {}, NO_CRITIC if absent(settings, key) else "the state is on the GPU by default")
-    return Meaning("used", {f"{owner_of(key)}.optimizer.offload": True})
 
 
 def mesh_of(settings: Settings, owner: str) -> dict[str, int | None]:
@@ -181,7 +191,7 @@ def parallel(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, NO_CRITIC)
     ours = MESH[key.rpartition(".")[2]]
     if not settings.is_megatron:
-        return Meaning("implied", {}, "verl's trainer of this script is FSDP, which does not read it")
+        return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
     if value is None:
         return Meaning("implied", {}, "null is the default")
     return Meaning("used", {f"{owner_of(key)}.parallel.{ours}": value})
@@ -231,9 +241,10 @@ def gpus(settings: Settings, key: str, value: Any) -> Meaning:
 
 
 def fsdp(settings: Settings, key: str, value: Any) -> Meaning:
-    """Keys that say how FSDP splits weights and tokens."""
-    if settings.is_megatron:
-        return Meaning("implied", {}, "verl's trainer of this script is Megatron, which does not read it")
+    """Keys that say how an engine without Megatron-Core splits weights and tokens."""
+    engine = next((one for one in ("veomni", "torchtitan", "megatron") if f".{one}." in key), "dp")
+    if settings.engine != engine:
+        return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
     if absent(settings, key):
         return Meaning("implied", {}, NO_CRITIC)
     if value in (1, -1) and not key.endswith("fsdp_size"):

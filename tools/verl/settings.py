@@ -1,5 +1,8 @@
 """verl's settings of one run: the overrides of the script over verl's defaults.
 
+verl's trainer is chosen by `model_engine` (its trainer/config/model_engine and ppo_trainer.yaml of August 2026: `dp` is
+the default and FSDP), and in earlier versions by `--config-name`. The engine decides which keys verl reads.
+
 `DEFAULTS` has only keys that the conversion reads. Invariant: a key that the script gives twice has its last value, as
 in Hydra.
 """
@@ -11,12 +14,43 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from megatron_rl.tools.verl.script import Override, VerlCall
+from megatron_rl.tools.verl.call import Override, VerlCall
+from megatron_rl.tools.verl.lexer import ScriptError
 from megatron_rl.tools.verl.values import parse
 
 Status = Literal["used", "mapped", "implied", "not expressible"]
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ENGINES = {"dp": "FSDP", "megatron": "Megatron", "veomni": "VeOmni", "torchtitan": "TorchTitan"}
+"""verl's engines -> the names of their trainers."""
+STRATEGIES = {
+    **dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo"), "dp"),
+    **{name: name for name in ENGINES if name != "dp"},
+}
+"""The values of `actor.strategy` -> the engine that has it."""
+ENGINE_GROUP = f"actor@{ACTOR}"
+"""Hydra's name of the configuration that `model_engine` chooses."""
+SEQUENCE_RANKS = {
+    "dp": ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size"),
+    "megatron": ("megatron.context_parallel_size",),
+    "veomni": ("veomni.ulysses_parallel_size",),
+    "torchtitan": ("torchtitan.context_parallel_size",),
+}
+"""The actor's keys of the number of GPUs over which an engine splits the tokens of a sequence."""
+RENAMED = {
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward_manager.name": "reward_model.reward_manager",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.reward_model.": "reward_model.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_manager.": "reward_manager.",
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "critic.fsdp.": "critic.model.fsdp_config.",
+}
+"""New names of verl's keys -> the names that they had, which the table has. With a dot at the end it is a prefix."""
 MEGATRON = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -111,6 +145,25 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+OF_ENGINES: dict[str, dict[str, Any]] = {
+    "veomni": {"optim.lr_scheduler_type": "cosine"},
+    "torchtitan": {"optim.decay_type": "linear"},
+}
+"""Defaults of the actor and the critic that differ between engines."""
+
+
+class NoSuchEngine(ScriptError):
+    """The script chooses an engine that verl does not have."""
+
+
+def old_name(key: str) -> str:
+    """The name that a key had before verl renamed it."""
+    for new, old in RENAMED.items():
+        if key == new or (new.endswith(".") and key.startswith(new)):
+            return old + key.removeprefix(new)
+    return key
+
+
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """What becomes of a setting: the keys of ours that it gives, and a phrase that says why or what differs."""
@@ -135,7 +188,7 @@ class Settings:
         self.given: dict[str, Override] = {}
         for override in call.overrides:
             if override.problem is None and override.prefix != "~":
-                self.given[override.key] = override
+                self.given[old_name(override.key)] = override
         self._values = {key: parse(override.text) for key, override in self.given.items()}
 
     def __getitem__(self, key: str) -> Any:
@@ -154,8 +207,10 @@ class Settings:
             return self[f"{ACTOR}.{name}"]
         if owner == "critic.megatron":
             return MEGATRON.get(name)
-        if self.is_megatron and key == f"{ACTOR}.ulysses_sequence_parallel_size":
-            return 1
+        if key.startswith((f"{ACTOR}.optim.", "critic.optim.")):
+            name = f"optim.{name}"
+            if name in OF_ENGINES.get(self.engine, {}):
+                return OF_ENGINES[self.engine][name]
         return DEFAULTS.get(key)
 
     def __contains__(self, key: str) -> bool:
@@ -163,12 +218,46 @@ class Settings:
         return key in self._values
 
     @property
-    def is_megatron(self) -> bool:
-        """Whether verl's trainer is Megatron-Core; otherwise it is FSDP."""
+    def engine(self) -> str:
+        """verl's engine: the key of ENGINES.
+
+        Raises:
+            NoSuchEngine: verl has none of this name, or the script names two.
+        """
         option = self.call.options.get("--config-name")
-        strategy = self._values.get(f"{ACTOR}.strategy")
-        named = "megatron" in (option.text if option else "")
-        return strategy == "megatron" or (strategy is None and named)
+        group, strategy = self._values.get(ENGINE_GROUP), self._values.get(f"{ACTOR}.strategy")
+        named = {
+            "model_engine": self._values.get("model_engine"),
+            ENGINE_GROUP: None if group is None else str(group).removesuffix("_actor"),
+            f"{ACTOR}.strategy": None if strategy is None else STRATEGIES.get(strategy, strategy),
+        }
+        found = {key: name for key, name in named.items() if name is not None}
+        for key, name in found.items():
+            if name not in ENGINES:
+                legal = ", ".join(ENGINES if key == "model_engine" else STRATEGIES)
+                legal = ", ".join(f"{one}_actor" for one in ENGINES) if key == ENGINE_GROUP else legal
+                what = f"{self._where(key)} names an engine that is not verl's own; verl has {legal}"
+                raise NoSuchEngine(f"{what}. Choose one of them, with its keys")
+        if len(set(found.values())) > 1:
+            both = " and ".join(self._where(key) for key in found)
+            raise NoSuchEngine(f"{both} name different engines; keep one of them")
+        if found:
+            return next(iter(found.values()))
+        return "megatron" if option is not None and "megatron" in option.text else "dp"
+
+    def _where(self, key: str) -> str:
+        given = self.given[key]
+        return f"{f'line {given.line}: ' if given.line else ''}{key}={given.text}"
+
+    @property
+    def trainer(self) -> str:
+        """The name of verl's trainer, for sentences."""
+        return ENGINES[self.engine]
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether verl's trainer is Megatron-Core."""
+        return self.engine == "megatron"
 
     @property
     def is_apart(self) -> bool:
@@ -202,11 +291,7 @@ class Settings:
     @property
     def context(self) -> int:
         """The number of GPUs over which verl's trainer splits the tokens of a sequence."""
-        name = "megatron.context_parallel_size" if self.is_megatron else "ulysses_sequence_parallel_size"
-        value = self[f"{ACTOR}.{name}"]
-        if value == 1 and not self.is_megatron:
-            value = self[f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size"] or 1
-        return int(value or 1)
+        return max(int(self[f"{ACTOR}.{name}"] or 1) for name in SEQUENCE_RANKS[self.engine])
 
     @property
     def longest(self) -> int:

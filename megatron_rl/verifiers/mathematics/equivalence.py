@@ -25,9 +25,27 @@ def refuse_unsolvable(expected: Any) -> None:
 
 def same_expression(expected: Any, found: Any) -> bool:
     """Whether two expressions are equivalent, by Math-Verify's rules and a few more. May raise what sympy raises."""
+    if (
+        _is_inequality(expected)
+        and isinstance(found, sympy.Set)
+        or _is_inequality(found)
+        and isinstance(expected, sympy.Set)
+    ):
+        return _same_numbers(expected, found)
     if _same_where_roots_are_real(expected, found):
         return True
     return not _differ_at_a_point(expected, found) and _same_by_math_verify(expected, found)
+
+
+def _is_inequality(expression: Any) -> bool:
+    return isinstance(expression, Relational | And) and not isinstance(expression, sympy.Eq)
+
+
+def _same_numbers(a: Any, b: Any) -> bool:
+    """Whether a set of numbers is what an inequality of one variable leaves. Math-Verify takes every true relation for
+    the empty set, also one without a variable."""
+    sets = _solutions(a), _solutions(b)
+    return None not in sets and bool(sets[0] == sets[1] or sympy_expr_eq(*sets, 6, 15))
 
 
 def _same_by_math_verify(expected: Any, found: Any) -> bool:

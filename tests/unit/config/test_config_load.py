@@ -136,6 +136,10 @@ def thinks(tokens, **others) -> dict:
             "rollout: num_engines must not be true, which YAML also reads for on, off, yes",
         ),
         ({"policy": {"parallel": {"expert": 3}}}, "refused:\n  policy.parallel: Mesh(tensor=1, pipeline=1, data=1,"),
+        (
+            {"algorithm": {"shaping": [{"kind": "soft_overlong", "max_tokens": 20480, "cache_tokens": 4096}]}},
+            "penalises answers from 16385 tokens on, and rollout.max_response_tokens is",
+        ),
         ({"checkpoint": {"keep_best": "eval/accuracy"}}, "evaluates nothing; give held-out rows in data.eval"),
         ({"policy": {"optimizer": {"lr": float("inf")}}}, "policy.optimizer.lr: must be a finite number"),
         ({"policy": {"optimizer": {"betas": [0.9, 1.0]}}}, "policy.optimizer.betas.1: must be less than 1"),
@@ -156,6 +160,17 @@ def thinks(tokens, **others) -> dict:
 )
 def test_faults_name_their_path_and_the_remedy(change, message):
     assert message in refused(change)
+
+
+@pytest.mark.parametrize("name", ["eval/acuracy", "accuracy", "loss", "eval/pass@8", "eval/maj@2", "eval/pass@3"])
+def test_a_checkpoint_is_best_by_a_metric_that_the_run_reports(name):
+    evaluated = {"data": {"train": "t.jsonl", "eval": "e.jsonl"}, "eval": {"samples_per_prompt": 4}}
+    assert "choose one of eval/reward_mean, eval/accuracy, eval/pass@2, eval/pass@4, eval/maj@4" in refused(
+        evaluated | {"checkpoint": {"keep_best": name}}
+    )
+    unjudged = {"data": evaluated["data"], "rewards": [{"kind": "function", "path": "mine:f"}]}
+    told = refused(unjudged | {"checkpoint": {"keep_best": name}})
+    assert told.endswith("choose one of eval/reward_mean")
 
 
 def test_supervised_training_has_no_choices_of_an_engine():

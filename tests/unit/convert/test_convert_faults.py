@@ -138,6 +138,27 @@ def test_a_file_that_no_manifest_names_is_refused(forms, tmp_path):
         open_checkpoint(broken)
 
 
+@pytest.mark.parametrize("name", ["../hub/model.safetensors", "/etc/passwd", "a/../../b"])
+def test_a_manifest_that_names_a_file_outside_its_folder_is_refused(forms, tmp_path, name):
+    broken = shutil.copytree(forms["ranks"], tmp_path / "broken")
+    fields = json.loads((broken / "manifest.json").read_text())
+    fields["files"][name] = fields["files"].pop(data_files(broken)[0].name)
+    (broken / "manifest.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match="is damaged .*outside the folder"):
+        open_checkpoint(broken)
+
+
+@pytest.mark.parametrize(
+    "files", [[], None, {"a": 1}, {"a": {"bytes": -1}}, {"a": {"bytes": "1"}}, {"a": {"bytes": 1, "tensors": []}}]
+)
+def test_a_manifest_of_another_form_is_an_error_with_its_path(forms, tmp_path, files):
+    broken = shutil.copytree(forms["ranks"], tmp_path / "broken")
+    fields = json.loads((broken / "manifest.json").read_text())
+    (broken / "manifest.json").write_text(json.dumps(fields | {"files": files}))
+    with pytest.raises(ValueError, match="broken/manifest.json is damaged"):
+        open_checkpoint(broken)
+
+
 def rewrite(folder: Path, change) -> None:
     """Change the tensors of a rank's first file, and adapt the manifest so that only the tensors are wrong."""
     path = data_files(folder)[0]

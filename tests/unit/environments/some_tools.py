@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import sys
 from threading import Event
+
+import numpy as np
 
 RELEASED = Event()
 """Set when a tool that hangs may go on."""
@@ -30,6 +33,19 @@ async def ends(kind: str) -> None:
     if kind == "exit":
         sys.exit(3)
     raise ENDS[kind]
+
+
+def gives(kind: str):
+    """Give a result of some type.
+
+    Args:
+        kind: of the result.
+    """
+    circle: list = []
+    circle.append(circle)
+    day = datetime.date(2026, 11, 28)
+    results = {"date": day, "set": {1}, "numpy": np.int64(3), "bytes": b"x", "circle": circle, "dict": {"a": 1}}
+    return results[kind]
 
 
 def apply(function: str, method: str, self: str = "") -> str:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import some_tools
 from patience import deadline
+from tiny_chat import KEEPS, renderer
 
 from megatron_rl.config.environment import ClassEnvironment, ToolsEnvironment
-from megatron_rl.environments import EnvironmentFault, Reaction, Sessions, schemas_of
+from megatron_rl.environments import EnvironmentFault, Reaction, Sessions, asked_form, schemas_of
 
 HERE = Path(some_tools.__file__)
 SHORT_S = 0.05
@@ -99,6 +100,48 @@ def test_an_argument_may_have_the_end_of_a_thought():
     for before in ("", "<think>so</think>"):
         asked = before + call("later", '{"text": "a </think> b"}')
         assert contents(react(tools("later"), asked, "</think>")) == ["a </think> b"]
+
+
+HERMES = "{{ tools | tojson }} Write <tool_call>\n{'name': ..., 'arguments': ...}\n</tool_call>".replace("'", '"')
+WRITES = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "CALL</tool_call>{% endfor %}{% endfor %}"
+)
+FORMS = {
+    HERMES: "hermes",
+    WRITES.replace(
+        "CALL", '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    ): "hermes",
+    WRITES.replace("CALL", "{{ c.function | tojson }}"): "hermes",
+    WRITES.replace("CALL", "<function={{ c.function.name }}>"): "other",
+    WRITES.replace("CALL", "{{ c.function.name }}<arg_key>x</arg_key>"): "other",
+    HERMES + WRITES.replace("CALL", "{{ c.function.name }}"): "other",
+    "Write <tool_call><function=NAME>": "other",
+    "Answer with <|python_tag|> and JSON.": "other",
+    "Write <|tool_call_start|>[NAME(x=1)]<|tool_call_end|>": "other",
+    "[TOOL_CALLS] and a list": "other",
+    KEEPS: "unknown",
+}
+
+
+@pytest.mark.parametrize("template", FORMS)
+def test_the_form_in_which_a_template_asks_for_calls(template):
+    assert asked_form(renderer(template, tools=schemas_of(tools("multiply"))), "multiply") == FORMS[template]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("date", "2026-11-28"),
+        ("set", "{1}"),
+        ("numpy", "3"),
+        ("bytes", "b'x'"),
+        ("circle", "[[...]]"),
+        ("dict", '{"a": 1}'),
+    ],
+)
+def test_a_result_that_json_does_not_know_is_what_python_prints(kind, text):
+    assert contents(react(tools("gives"), call("gives", f'{{"kind": "{kind}"}}'))) == [text]
 
 
 def test_arguments_may_have_any_name():

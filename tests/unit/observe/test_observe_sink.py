@@ -166,6 +166,16 @@ def test_records_hold_what_json_has_no_word_for(tmp_path):
     assert path.read_text() == "" and read_lines(tmp_path / "none") == []
 
 
+@pytest.mark.parametrize("line", ['{"loss": 1}', '{"step": "3"}', '{"step": null}', '{"step": true}', "[1]", "3", "{"])
+def test_a_line_without_a_step_is_an_error_with_its_place(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 .*remove this line to read the others"):
+        read_lines(path)
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 "):
+        cut(path, 3)
+
+
 def test_lines_of_one_step_become_one(tmp_path):
     with (tmp_path / "metrics.jsonl").open("w") as file:
         write_line(file, {"step": 0, "eval/accuracy": 0.5, "time/eval_s": 2.0, "time/total_s": 2.5})

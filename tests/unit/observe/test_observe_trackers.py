@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import posixpath
+import re
 import sqlite3
 import struct
 import threading
@@ -17,7 +19,7 @@ from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.observe import RunSink, missing_packages, open_trackers
 from megatron_rl.observe.provenance import flat
 from megatron_rl.observe.records import read_lines
-from megatron_rl.observe.trackers import TrackerFeed
+from megatron_rl.observe.trackers import TrackerFeed, mlflow_name
 
 
 def config_of(folder, *observe: dict) -> SftRunConfig:
@@ -183,6 +185,37 @@ def test_tensorboard_drops_what_a_resumed_run_repeats(tmp_path):
     assert losses == {0: 0, 1: 1, 2: 2, 3: 103, 4: 104, 5: 105}
     [written] = events.Tensors("config/text_summary")
     assert b'"name": "r"' in written.tensor_proto.string_val[0]
+
+
+KNOWN_TO_MLFLOW = re.compile(r"[/\w.\- ]+")
+"""What MLflow asks of a metric's name, in addition to being a plain path."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["eval/pass@2", "eval/maj@4_low", "dataset/math (hard)/score_mean", "dataset/../groups", "dataset/c++/groups"]
+    + ["dataset/a,b/groups", "dataset/50%/groups", "dataset//groups", f"dataset/{'x' * 300}/groups", "mathé/x:y"],
+)
+def test_a_name_of_any_metric_is_one_of_mlflow(name):
+    known = mlflow_name(name)
+    assert KNOWN_TO_MLFLOW.fullmatch(known) and len(known) <= 250 and posixpath.normpath(known) == known
+
+
+def test_names_that_mlflow_knows_stay_and_two_stay_two():
+    assert [mlflow_name(name) for name in ("loss", "eval/pass@2", "a/b c.d-e")] == [
+        "loss",
+        "eval/pass_at_2",
+        "a/b c.d-e",
+    ]
+    names = [
+        "dataset/a,b/x",
+        "dataset/a;b/x",
+        "dataset/a_b/x",
+        "dataset/../x",
+        "dataset/./x",
+        *("y" * 300 + c for c in "ab"),
+    ]
+    assert len({mlflow_name(name) for name in names}) == len(names)
 
 
 def test_mlflow_continues_the_same_run(tmp_path):

@@ -51,6 +51,7 @@ def stage(make_stage, folders):
         folders[0],
         Mesh(tensor=2),
         tensor=1,
+        shares_gpus=True,
         adapters=ADAPTERS,
         max_prompt_tokens=8,
         max_response_tokens=LONG,
@@ -195,3 +196,28 @@ def test_an_evaluation_keeps_its_version_while_others_take_the_newest_one(long_a
         worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
     assert worst < 5e-5
     assert evaluated[0].ids.tolist() != trained[0].ids.tolist(), "of one seed, and other weights after the push"
+
+
+def test_answers_end_when_memory_is_lent_and_the_base_model_stays(long_answers, pushed):
+    """The next push brings the adapters alone, and the engine answers as before."""
+    stage = long_answers
+
+    def answers(version: int) -> list:
+        [group] = stage.run(stage.generate([PROMPT], 2, version, seed=3))
+        return [(tokens.ids.tolist(), tokens.logp_rollout.tolist()) for _, tokens in group]
+
+    async def lent():
+        event = moment(stage.engine, sampled(6))
+        answering = asyncio.ensure_future(stage.generate([PROMPT], 2, 8, seed=4))
+        await event.wait()
+        await stage.engine.weights.enter("training")
+        await answering
+
+    stage.push(pushed[0], 8)
+    before = answers(8)
+    with pytest.raises(RuntimeError, match="the answer ended, because the engine entered the phase training"):
+        stage.run(lent())
+    stage.run(stage.engine.weights.enter("pushing"))
+    stage.push(pushed[0], 9)
+    stage.run(stage.engine.weights.enter("generating"))
+    assert answers(9) == before

@@ -6,6 +6,8 @@ import asyncio
 
 import pytest
 
+from megatron_rl.rollout.program import Call
+from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Mesh, Prompt
 
 PROMPTS = [Prompt("row 0", (7, 8, 9, 10, 11), ""), Prompt("row 1", (12, 6), "")]
@@ -107,6 +109,8 @@ def test_answers_that_are_under_way_end_when_the_trainers_take_the_memory(stage,
     with pytest.raises(RuntimeError, match="the answer ended, because the engine entered the phase training"):
         stage.run(both())
     assert sizes(stage) == [(0, 0)] * len(whole)
+    with pytest.raises(RuntimeError, match="must enter the phase generating"):  # an agent may not know it yet
+        stage.run(stage.engine._go_on_asking(Request((7, 8, 9), Call(max_tokens=4), seed=0)))
     enter(stage, "pushing")
     stage.push(folders[0], 0)
     enter(stage, "generating")

@@ -146,12 +146,22 @@ def test_a_cancelled_group_ends_between_batches_and_the_others_go_on(stage, fold
 def test_memory_is_given_up_and_a_push_brings_the_same_answers(stage, folders, seen):
     stage.push(folders[0], 50)
     before = stage.run(stage.generate(prompts(4, 5), 4, 50, seed=5))
-    for phase in ("training", "pushing"):
-        stage.run(stage.engine.weights.enter(phase))
+
+    async def both():
+        event = moment(stage.engine, sampled(6))
+        calls = [asyncio.create_task(answer_group(stage, 80 + i, prompt)) for i, prompt in enumerate(prompts(2, 5))]
+        await event.wait()
+        await stage.engine.weights.enter("training")
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert {str(error) for error in stage.run(both())} == {
+        "the answer ended, because the engine entered the phase training"
+    }
+    stage.run(stage.engine.weights.enter("pushing"))
     stage.push(folders[0], 51)
     stage.run(stage.engine.weights.enter("generating"))
     after = stage.run(stage.generate(prompts(4, 5), 4, 51, seed=5))
-    check_changes(seen, "sleep", "wake_up", "take_weights")
+    check_changes(seen, "abort_requests", "sleep", "wake_up", "take_weights")
     for (_, a), (_, b) in zip(flat(before), flat(after), strict=True):
         assert a.ids.tolist() == b.ids.tolist() and a.logp_rollout.tolist() == b.logp_rollout.tolist()
 

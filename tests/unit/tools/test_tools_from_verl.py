@@ -16,12 +16,13 @@ from megatron_rl.__main__ import main as command
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.tools.from_verl import main
+from megatron_rl.tools.verl.call import read_overrides
 from megatron_rl.tools.verl.content import local_model
 from megatron_rl.tools.verl.conversion import Converted, check_types, convert
 from megatron_rl.tools.verl.keys import RULES, rule_of
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_overrides, read_script
+from megatron_rl.tools.verl.script import read_script
 from megatron_rl.tools.verl.settings import DEFAULTS, Settings
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
@@ -124,7 +125,7 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     ((*MEGATRON, f"{ACTOR}.grad_clip=0.5"), "policy.optimizer.clip_grad", "missing"),
     ((f"{ACTOR}.optim.warmup_style=cosine",), "policy.optimizer.min_lr_ratio", 0.0),
     (
-        (f"{ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.lr=1e-6", f"{ACTOR}.optim.min_lr=5e-7"),
+        (*MEGATRON, f"{ACTOR}.optim.lr_decay_style=cosine", f"{ACTOR}.optim.lr=1e-6", f"{ACTOR}.optim.min_lr=5e-7"),
         "policy.optimizer.min_lr_ratio",
         0.5,
     ),
@@ -313,7 +314,7 @@ def test_the_numbers(overrides, key, expected):
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl", "not expressible", "gradient of k1"),
         ("algorithm.use_kl_in_reward=True", "not expressible", "use_kl_loss"),
         ("algorithm.adv_estimator=optimal_token_baseline", "not expressible", "no such estimator"),
-        ("algorithm.rollout_correction.rollout_is=sequence", "not expressible", "geometric mean"),
+        ("algorithm.rollout_correction.rollout_is=sequence", "not expressible", "each token has its own weight"),
         ("trainer.resume_mode=auto", "implied", "--resume auto"),
         ("trainer.logger=[console,swanlab]", "not expressible", "swanlab"),
         ("trainer.device=npu", "not expressible", "CUDA"),
@@ -409,6 +410,54 @@ def test_the_configuration_is_valid(overrides):
     configuration = converted(settings_of(*overrides))[0].configuration
     config = validate(GrpoRunConfig, configuration)
     assert config.policy.parallel.mesh.world_size in (4, 8, 16)
+
+
+def test_adapters_that_engines_do_not_serve_are_merged():
+    words = (*MEGATRON, f"{ACTOR}.megatron.expert_model_parallel_size=2", f"{MODEL}.lora.rank=8")
+    found, notes = converted(settings_of(f"{MODEL}.path=models/Qwen3-30B-A3B", *words))
+    assert found.configuration["rollout"]["lora"] == "merged"
+    assert notes[-1].startswith("rollout.lora is merged, because engines do not serve these adapters: policy.lora.t")
+    found, _ = converted(settings_of(f"{MODEL}.path=models/Qwen3-8B", *MEGATRON, f"{MODEL}.lora.rank=8"))
+    assert "lora" not in found.configuration["rollout"]
+
+
+def test_a_model_that_fits_into_no_layout_is_to_add(capsys):
+    words = [*GRPO, f"{MODEL}.path=models/DeepSeek-V3", *MEGATRON, f"{ACTOR}.megatron.expert_tensor_parallel_size=1"]
+    assert main([*words, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["to_add"] == [
+        "no layout of the trainer fits on 8 GPUs of 80 GB; set trainer.nnodes higher, or cluster.gpu_memory_gb to the "
+        "memory of your GPUs"
+    ]
+
+
+def test_no_family_that_is_here_is_refused():
+    folder = Path(__file__).parents[3] / "configs/model"
+    names = [path.stem for path in folder.glob("*.json")]
+    names += [
+        "Moonlight-16B-A3B",
+        "Mixtral-8x7B",
+        "GLM-4.5",
+        "gpt-oss-20b-bf16",
+        "Qwen3.5-27B",
+        "Llama-3.1-8B",
+        "OLMo-2",
+    ]
+    assert len(names) > 20
+    for name in names:
+        row = next(row for row in found_of(f"{MODEL}.path={name}").rows if row.key == f"{MODEL}.path" and row.to)
+        assert row.status in ("used", "mapped"), f"{name}: {row.why}"
+    for name in ("Mistral-Nemo-12B", "Hy3", "DeepSeek-V4-Flash", "GLM-5", "GLM-4.1V-9B", "Qwen3-VL-8B", "gemma-2-2b"):
+        found = found_of(f"{MODEL}.path={name}")
+        assert found.rows[-1].status == "not expressible" and name not in found.rows[-1].why
+        assert found.open and found.open[0].startswith(f"{MODEL}.path: ")
+
+
+def test_the_page_of_keys_is_what_the_command_prints(capsys):
+    assert main(["--markdown"]) == 0
+    page = (Path(__file__).parents[3] / "docs/verl_keys.md").read_text()
+    assert page == capsys.readouterr().out
+    assert not [rule.pattern for rule in RULES if f"`{rule.pattern}`" not in page]
 
 
 def test_the_planner_chooses_a_layout_for_fsdp(tmp_path):

@@ -9,10 +9,10 @@ import pytest
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.tools.verl.call import read_overrides
 from megatron_rl.tools.verl.conversion import Converted, check_types, convert
 from megatron_rl.tools.verl.layout import converted
 from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_overrides
 from megatron_rl.tools.verl.settings import Settings
 
 MODEL = "actor_rollout_ref.model"

@@ -221,7 +221,7 @@ def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
         "        text += os.read(written, 1000)\n"
         "    return gpu_sizes.Found({})\n"
         "gpu_parts.PARTS['hangs'] = gpu_parts.GpuPart('hangs', wait_for_stacks, 0.1)\n"
-        f"gpu_day.measure('hangs', 'cuda', None, Path({str(tmp_path / 'found.json')!r}))\n"
+        f"gpu_day.measure('hangs', 'cuda', gpu_day.DayKind(), Path({str(tmp_path / 'found.json')!r}))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=deadline(60))
     assert json.loads((tmp_path / "found.json").read_text()) == {"numbers": {}, "problems": [], "rates": {}}

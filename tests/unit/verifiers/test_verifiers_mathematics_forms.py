@@ -1044,3 +1044,26 @@ def test_a_second_spelling_changes_nothing():
 def test_forms(part):
     wrong = {name: score for name, *case, score in CASES[part::4] if verify(*case).score != score}
     assert wrong == {}
+
+
+@pytest.mark.parametrize("answer", ["1<2", r"x^2\ge0", r"x\le x", r"\pi>3", r"0\le0", r"72\neq73", r"x<\infty", "2<1"])
+def test_a_relation_is_no_empty_set_because_it_is_true(answer):
+    assert verify(rf"\boxed{{{answer}}}", r"\emptyset", "strict").score == 0.0
+    assert verify(r"\boxed{\emptyset}", answer, "strict").score == 0.0 or answer == "2<1"
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer", "score"),
+    [
+        (r"\emptyset", "x^2<0", 1.0),
+        (r"\mathbb{R}", r"x^2\ge0", 1.0),
+        (r"\mathbb{R}", "1<2", 0.0),
+        (r"[0,\infty)", r"x\ge0", 1.0),
+        (r"x\ge0", r"[0,\infty)", 1.0),
+        (r"(1,2)", "1<x<2", 1.0),
+        (r"(-\infty,3)", "x<3", 1.0),
+        (r"(-\infty,3)", r"x\le3", 0.0),
+    ],
+)
+def test_an_inequality_is_the_set_of_its_numbers(truth, answer, score):
+    assert verify(rf"\boxed{{{answer}}}", truth, "strict").score == score

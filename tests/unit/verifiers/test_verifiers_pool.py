@@ -147,6 +147,14 @@ def test_a_hung_item_is_ended(strict_pool, hangs):
     assert strict_pool.judge(items) == [late, Verdict(1.0), late, Verdict(2.0), late, Verdict(3.0)]
 
 
+@pytest.mark.parametrize("hangs", ["loop", "sleep"])
+def test_an_item_that_computes_too_much_has_the_verdict_that_was_given_for_it(hangs):
+    too_much = Verdict(0.0, "too much")
+    late = too_much if hangs == "loop" else failed("no verdict within 0.2 s")
+    with closing(Pool(judge, 1, 0.2, too_much)) as pool:
+        assert pool.judge([("score", 1.0), (hangs,), ("score", 2.0)]) == [Verdict(1.0), late, Verdict(2.0)]
+
+
 def test_what_lies_behind_a_hung_item_is_judged_by_another_worker(strict_pool):
     items = [("sleep",), *[("score", float(i)) for i in range(200)]]
     late = failed(f"no verdict within {deadline(0.5):g} s")
