@@ -909,6 +909,14 @@ def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     assert module._packages(on_gpus, linear, planning=True) == []
 
 
+def test_a_head_dim_that_vllm_cannot_compute_on_a_cpu_is_refused(home):
+    path = home / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"head_dim": 16}))
+    assert any("has the head dim 16, and vLLM's attention on CPUs knows 32, 64" in one for one in faults(grpo()))
+    for elsewhere in (grpo(rollout__backend="my_rewards:short"), grpo(cluster__gpus_per_engine_rank=1)):
+        assert not any("head dim" in one for one in faults(elsewhere))
+
+
 def test_a_clone_whose_metadata_is_missing_is_named_before_a_run(home, monkeypatch):
     """As on PYTHONPATH alone: vLLM's processes would not find the bridge."""
     assert faults(grpo()) == []
