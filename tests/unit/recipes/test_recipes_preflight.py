@@ -23,7 +23,7 @@ from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.preflight import checks as module
-from megatron_rl.preflight import engine_options
+from megatron_rl.preflight import devices, engine_options
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
@@ -73,6 +73,7 @@ def write_tokenizer(folder: Path, vocabulary=VOCABULARY) -> None:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(devices, "CPU_HEAD_DIMS", (*devices.CPU_HEAD_DIMS, 2))  # the model below has tiny heads
     """A working folder with a whole tiny model in two shards, rows and a reward function."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -1013,7 +1014,7 @@ def test_a_dry_run_prints_the_plan_and_then_the_faults(home):
     command = [sys.executable, "-m", "megatron_rl", "grpo", "run.yaml", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=home)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.index("parameters") < done.stdout.index("error: data.train: train.jsonl:2: the row is not JSON")
+    assert done.stdout.index("parameters") < done.stdout.index("data.train: train.jsonl:2: the row is not JSON")
 
 
 def test_nothing_heavy_is_imported(home):
