@@ -118,8 +118,9 @@ class EngineRank(TracedProcess):
             sessions = RemoteSessions(rollout.environment, rollout.delimiter, self.logs, self.name)
         return partial(Episodes, open_turns(config.model.path, rollout, render, sessions.new))
 
-    async def alive(self) -> bool:
-        return self.engine.alive
+    async def alive(self) -> bool | str:
+        """Whether the engine works; if not, its failure, as far as it is known."""
+        return self.engine.alive or str(getattr(self.engine, "failure", ""))
 
     async def enter(self, phase: Phase) -> None:
         start = time.perf_counter()
@@ -287,7 +288,9 @@ class EngineGroup:
         answers = settle([engine.alive.remote() for engine in self.engines], ALIVE_S)
         dead = [index for index, answer in enumerate(answers) if answer is not True]
         if dead:
-            self._restarts.spend(f"engine {', '.join(map(str, dead))} died or does not answer")
+            said = next((answer for answer in answers if isinstance(answer, str) and answer), "")
+            lost = f"engine {', '.join(map(str, dead))} died or does not answer"
+            self._restarts.spend(f"{lost}: {said}" if said else lost, lasts=bool(said))
         for index in dead:
             log.info("%s is replaced", self.processes[index])
             ray.kill(self.processes[index].actor)
@@ -305,6 +308,10 @@ class EngineGroup:
                 raise
         self.num_replaced += len(dead)
         return len(dead)
+
+    def answered(self) -> None:
+        """Note that answers came: what is lost from now on is lost for a reason of its own."""
+        self._restarts.progressed()
 
     def is_dead(self, index: int) -> bool:
         """Whether an engine has died or does not answer."""

@@ -20,7 +20,8 @@ class Restarts:
     """The restarts of a run, of all of its processes together.
 
     The first restart of an hour begins at once, and the following ones after 1, 2, 4, ... seconds, so that a fault that
-    lasts for some seconds does not use up the budget.
+    lasts for some seconds does not use up the budget. An error that comes again before anything was done will come each
+    time, and ends the run.
     """
 
     def __init__(self, per_hour: int) -> None:
@@ -29,13 +30,26 @@ class Restarts:
         """Verifiers spend in their own threads."""
         self._recent: deque[tuple[float, str]] = deque()
         """The times, by time.monotonic, and the causes of the restarts in the last hour."""
+        self._lasting = ""
+        """The error of the last restart, if it was one that may come again and nothing was done since."""
 
-    def spend(self, cause: str) -> None:
+    def progressed(self) -> None:
+        """Note that something was done since the last restart."""
+        self._lasting = ""
+
+    def spend(self, cause: str, lasts: bool = False) -> None:
         """Count a restart, and wait before it.
 
+        Args:
+            lasts: whether it is an error of a program, which may come each time, and not a death.
+
         Raises:
-            TooManyRestarts: it is one more than the run allows in an hour; the message has the causes of all of them.
+            TooManyRestarts: it is one more than the run allows in an hour, and the message has the causes of all of
+                them; or the same error came again before anything was done.
         """
+        if lasts and cause == self._lasting:
+            raise TooManyRestarts(f"{cause}\nThe run ends because the same error came again before anything was done.")
+        self._lasting = cause if lasts else ""
         now = time.monotonic()
         with self._lock:
             while self._recent and self._recent[0][0] < now - HOUR_S:

@@ -207,6 +207,7 @@ class RayStream:
                     if self._is_wanted(asked) and asked.attempt == attempt
                 }
             if verified:
+                self._engines.answered()
                 self._ready |= verified
                 self._scorings.append((event.metrics, sum(len(group.rollouts) for group in verified.values())))
                 self._scored.append(event)

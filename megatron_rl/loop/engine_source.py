@@ -338,12 +338,15 @@ def _from_journal(kept: Group, prompt: Prompt, version: int, resumed_at: int) ->
 
     The weights of the versions after the checkpoint are lost: the run trains them again, with other answers. A group of
     these versions counts as one of `version`. Its tokens get the version before the checkpoint, so that nobody expects
-    the trainer to give them the same log-probs.
+    the trainer to give them the same log-probs. The checkpoint's own version is there again.
     """
     tokens = [
-        replace(t, version=np.where(t.version >= resumed_at, resumed_at - 1, t.version).astype(np.int32))
+        replace(t, version=np.where(t.version > resumed_at, resumed_at - 1, t.version).astype(np.int32))
         for t in kept.payload
     ]
-    samples = [replace(sample, oldest_version=min(sample.oldest_version, resumed_at - 1)) for sample in kept.rollouts]
-    began = kept.version if kept.version < resumed_at else version
+    samples = [
+        replace(sample, oldest_version=sample.oldest_version if sample.oldest_version <= resumed_at else resumed_at - 1)
+        for sample in kept.rollouts
+    ]
+    began = min(kept.version, version)
     return replace(kept, prompt=prompt, rollouts=samples, payload=tokens, version=began)

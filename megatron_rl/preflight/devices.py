@@ -8,7 +8,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from megatron_rl.config.machine import GPU_KEYS
-from megatron_rl.config.schema import BaseConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
 from megatron_rl.planning.parameters import BYTES
@@ -31,6 +31,22 @@ def faults_of_device(config: BaseConfig) -> list[str]:
         f"the run uses GPUs ({', '.join(numbers)}), but torch in {sys.prefix} is a build for CPUs; `make gpu-env` "
         "installs the GPU packages, and .venv-gpu/bin/python then starts the run. To run on CPUs, set cluster.device "
         "to cpu"
+    ]
+
+
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""The head dims of vLLM's attention on CPUs (0.32.0, `CPUAttentionBackend.get_supported_head_sizes`)."""
+
+
+def faults_of_cpu_attention(config: GrpoRunConfig, shape: ModelShape) -> list[str]:
+    """The fault of a model whose attention vLLM cannot compute on CPUs. vLLM finds it in the first answer."""
+    rollout, on_cpus = config.rollout, not config.cluster.gpus_per_engine_rank
+    if not on_cpus or rollout.replay or rollout.backend or shape.latent or shape.head_dim in CPU_HEAD_DIMS:
+        return []
+    known = ", ".join(map(str, CPU_HEAD_DIMS))
+    return [
+        f"{config.model.path} has the head dim {shape.head_dim}, and vLLM's attention on CPUs knows {known}; take a "
+        "model with one of these, or run the engines on GPUs"
     ]
 
 

@@ -290,6 +290,11 @@ class VllmEngine:
         """Whether vLLM works, its workers included."""
         return self._thread.alive
 
+    @property
+    def failure(self) -> str:
+        """Why vLLM has failed; empty if it works, or if nobody knows."""
+        return self._thread.failure
+
     def close(self) -> None:
         self._thread.close(CLOSE_S)
 

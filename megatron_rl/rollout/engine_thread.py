@@ -114,6 +114,11 @@ class EngineThread:
         # vLLM says that a worker is lost before it calls back.
         return self._thread.is_alive() and self._failure is None and not self._lost_a_worker
 
+    @property
+    def failure(self) -> str:
+        """Why vLLM has failed; empty if it has not, or if nobody knows."""
+        return self._failure or ""
+
     def close(self, timeout_s: float) -> None:
         """End vLLM's processes. Requests that run are lost."""
         if self._thread.is_alive():

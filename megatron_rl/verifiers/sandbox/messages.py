@@ -282,7 +282,7 @@ def exception_of(
         if operation in ("next", "anext") or not issubclass(kind, StopIteration | StopAsyncIteration):
             try:
                 error: Exception = kind(*arguments)
-            except Exception:  # it needs other arguments than it keeps, or refuses these
+            except (TypeError, ValueError):  # it needs other arguments than it keeps, or refuses these
                 if kind.__module__ == "builtins":  # the class that it extends takes any
                     continue
                 error = kind.__new__(kind, *arguments)

@@ -40,6 +40,24 @@ def test_pauses_grow_and_the_end_tells_all_causes(monkeypatch):
     )
 
 
+def test_an_error_that_comes_again_before_anything_was_done_ends_the_run(monkeypatch):
+    clock = Clock(monkeypatch)
+    budget = restarts.Restarts(20)
+    budget.spend("engine 0: head_dim=16", lasts=True)
+    budget.progressed()
+    budget.spend("engine 0: head_dim=16", lasts=True)
+    budget.spend("engine 0: another", lasts=True)
+    for _ in range(3):  # what was killed may be killed again
+        budget.spend("engine 0 died")
+    budget.spend("engine 0: head_dim=16", lasts=True)
+    pauses = len(clock.pauses)
+    with pytest.raises(
+        TooManyRestarts, match=r"^engine 0: head_dim=16\nThe run ends because the same error came again"
+    ):
+        budget.spend("engine 0: head_dim=16", lasts=True)
+    assert len(clock.pauses) == pauses, "it ends at once"
+
+
 def test_what_is_older_than_an_hour_is_forgotten(monkeypatch):
     clock = Clock(monkeypatch)
     budget = restarts.Restarts(1)

@@ -132,6 +132,7 @@ def make_stage(is_asynchronous: bool) -> SimpleNamespace:
         is_dead=lambda index: False,
         before=lambda phase: None,
         deadlines=Deadlines(60.0),
+        answered=lambda: None,
         loads_weights=False,
     )
     verifiers = SimpleNamespace(verifiers=[verifier], num_restarts=0, decide=verifier.decide)

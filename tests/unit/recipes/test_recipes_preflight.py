@@ -23,7 +23,7 @@ from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.preflight import checks as module
-from megatron_rl.preflight import engine_options
+from megatron_rl.preflight import devices, engine_options
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
@@ -73,6 +73,7 @@ def write_tokenizer(folder: Path, vocabulary=VOCABULARY) -> None:
 
 @pytest.fixture
 def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(devices, "CPU_HEAD_DIMS", (*devices.CPU_HEAD_DIMS, 2))  # the model below has tiny heads
     """A working folder with a whole tiny model in two shards, rows and a reward function."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -909,6 +910,14 @@ def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     assert module._packages(on_gpus, linear, planning=True) == []
 
 
+def test_a_head_dim_that_vllm_cannot_compute_on_a_cpu_is_refused(home):
+    path = home / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"head_dim": 16}))
+    assert any("has the head dim 16, and vLLM's attention on CPUs knows 32, 64" in one for one in faults(grpo()))
+    for elsewhere in (grpo(rollout__backend="my_rewards:short"), grpo(cluster__gpus_per_engine_rank=1)):
+        assert not any("head dim" in one for one in faults(elsewhere))
+
+
 def test_a_clone_whose_metadata_is_missing_is_named_before_a_run(home, monkeypatch):
     """As on PYTHONPATH alone: vLLM's processes would not find the bridge."""
     assert faults(grpo()) == []
@@ -1005,7 +1014,7 @@ def test_a_dry_run_prints_the_plan_and_then_the_faults(home):
     command = [sys.executable, "-m", "megatron_rl", "grpo", "run.yaml", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=home)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.index("parameters") < done.stdout.index("error: data.train: train.jsonl:2: the row is not JSON")
+    assert done.stdout.index("parameters") < done.stdout.index("data.train: train.jsonl:2: the row is not JSON")
 
 
 def test_nothing_heavy_is_imported(home):

@@ -14,6 +14,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.rollout import Quantization
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.planning.engine import repacks_experts, step_tokens
+from megatron_rl.preflight.devices import CPU_HEAD_DIMS
 from megatron_rl.preflight.engine_options import argument_names
 from megatron_rl.rollout import plugins
 from megatron_rl.rollout.arguments import refused
@@ -220,3 +221,9 @@ def test_the_planner_knows_what_vllm_prefers_on_each_gpu(folders, experts, monke
 )
 def test_a_chosen_kernel_decides_before_the_gpu(rollout, repacks):
     assert repacks_experts(run("model", 180 if not repacks else 80, **rollout)) == repacks
+
+
+def test_the_head_dims_of_a_cpu_are_those_of_the_installed_vllm():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_DIMS) == CPUAttentionBackend.get_supported_head_sizes()
