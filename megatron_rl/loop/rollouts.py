@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
 
 def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
     """The metrics of each reward, by its name: the mean of its scores, not weighted, the share of the answers on which
-    it abstained, among the answers to rows that it scores, and, if there are several rewards, the share of the
+    it abstained, among the answers to rows that it scores, the standard deviation, and, if there are several rewards, the share of the
     differences between the answers to a prompt that it makes."""
     metrics: Metrics = describe_signal(rewards, groups) if len(rewards) > 1 else {}
     for i, reward in enumerate(rewards):
@@ -53,6 +53,7 @@ def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -
             metrics[f"reward/{reward.label}/abstained"] = 1 - len(scores) / len(column)
         if scores:
             metrics[f"reward/{reward.label}/mean"] = fmean(scores)
+            metrics[f"reward/{reward.label}/std"] = stdev(scores) if len(scores) > 1 else 0.0
     return metrics
 
 

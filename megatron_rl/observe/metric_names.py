@@ -24,6 +24,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "reward/mean": "the mean reward of the answers: the weighted sum of all rewards, after shaping",
         "reward/std": "the standard deviation within a group, as the mean over groups",
         "reward/{reward}/mean": "the mean score of one reward, without its weight",
+        "reward/{reward}/std": "the standard deviation of these scores over the step's answers",
         "reward/{reward}/abstained": "the share of its answers that a reward did not score",
         "reward/{reward}/failed": "the share of answers that a reward could not score: an error, a time-out, a NaN",
         "reward/{reward}/seconds": "the seconds of all calls of a reward, added up over processes",

@@ -22,7 +22,7 @@ NAMES = {
 }
 """Our metrics by TRL's names. The others, such as `loss`, `grad_norm`, `entropy` and `kl`, keep theirs."""
 OF_SETS = {"reward_mean": "reward", "response_mean": "completions/mean_length"}
-OWN = ("mean", "abstained", "failed", "seconds", "signal")
+OWN = ("mean", "std", "abstained", "failed", "seconds", "signal")
 """The last parts of the names `reward/<name>/...` that the run writes; others were logged by the function."""
 
 

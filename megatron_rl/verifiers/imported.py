@@ -26,7 +26,7 @@ from megatron_rl.types import LARGEST_SCORE, Verdict
 
 log = logging.getLogger(__name__)
 
-RESERVED = ("seconds", "failed", "abstained", "mean")
+RESERVED = ("seconds", "failed", "abstained", "mean", "std")
 """The last parts of the names `reward/<name>/...` that the run itself writes."""
 MAX_SHOWN = 200
 """Characters of a value in a message."""

@@ -74,7 +74,7 @@ def test_a_run_ends_after_some_prompts_in_a_row_without_a_score_not_at_the_first
 
 def test_the_metrics_of_a_reward_are_of_the_rows_that_it_scores():
     metrics = describe_rewards(CONFIG.rewards, [group("a", OF_A), group("a", UNSCORED), group("c", UNSCORED)])
-    assert metrics == {"reward/for_a/abstained": 0.5, "reward/for_a/mean": 1.0}
+    assert metrics == {"reward/for_a/abstained": 0.5, "reward/for_a/mean": 1.0, "reward/for_a/std": 0.0}
 
 
 def test_each_data_set_has_its_metrics():
