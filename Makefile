@@ -7,6 +7,7 @@
 # what it saw into tests/deep.json, which a change brings with it.
 # make test-all: both, with every combination where the others run a pairwise cover.
 # make gpu-env: installs the GPU packages into .venv-gpu, 10 GB.   make test-gpu-set: tests them, without a GPU.
+# make test-trl: scripts of TRL with the objects of TRL and PEFT, which it installs into .venv-trl.
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
 # Each makes .venv first when it is missing. ARGS are for pytest, or for touched.py: make test ARGS="-k resume".
 # Without files of bytecode each of the tests' processes compiles the project again, about a second.
@@ -19,7 +20,7 @@ pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 pure := algorithms balance config convert data environments explain layout loop observe planning verifiers
 ARGS ?=
 # One thread a process, because several tests run at a time.
-check pure test test-deep test-due test-touched test-all test-slurm: export OMP_NUM_THREADS ?= 1
+check pure test test-deep test-due test-touched test-all test-slurm test-trl: export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo demo-real docs docs-serve lint types check test test-deep test-due test-touched test-all test-slurm
 setup:
@@ -91,3 +92,15 @@ test-gpu-set:
 	@rm -rf .venv-nemo && $${PYTHON:-python3} -m venv .venv-nemo
 	@.venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/nemo.txt
 	@touch $@
+
+# TRL, PEFT and datasets in a folder of their own, for the tests of TRL's door. torch and the others are .venv's.
+.venv-trl/installed: requirements/trl.txt | setup
+	@echo "setup: installing TRL, PEFT and datasets into .venv-trl (once; half a minute)"
+	@rm -rf .venv-trl
+	@$(python) -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-trl -r requirements/trl.txt
+	@touch $@
+
+.PHONY: test-trl
+test-trl: export PYTHONPATH := .venv-trl
+test-trl: .venv-trl/installed
+	@$(python) -m pytest -n 2 --dist loadfile tests/doors $(ARGS)
