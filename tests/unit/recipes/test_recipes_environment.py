@@ -17,6 +17,7 @@ from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
 TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+HERMES = '<tool_call>{"name": ..., "arguments": ...}</tool_call>'
 TEMPLATE = TOOLS + TURNS + "{% if add_generation_prompt %}assistant:{% endif %}"
 MODULE = """
 def add(a: int, b: int) -> int:
@@ -78,7 +79,11 @@ def faults(cfg: GrpoRunConfig) -> list[str]:
 
 
 def test_what_is_right_has_no_fault(home):
-    assert faults(config(tools("add"))) == faults(config(GAME)) == []
+    assert faults(config(GAME)) == []
+    [told] = faults(config(tools("add")))
+    assert "the chat template does not say how a call is written. Tools are called in the form of Hermes" in told
+    Path("chat_template.jinja").write_text(TEMPLATE.replace(TOOLS, TOOLS + HERMES))
+    assert faults(config(tools("add"))) == []
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,7 @@ def test_code_that_cannot_be_loaded_is_named(home, environment, message):
     ("template", "environment", "message"),
     [
         (TEMPLATE.replace(TOOLS, ""), tools("add"), "cannot offer tools: 1 of 1 (add) do not appear"),
+        (TEMPLATE.replace(TOOLS, TOOLS + "<function=name>"), tools("add"), "asks for calls in another form. Tools are"),
         (
             TEMPLATE.replace("m.content", "m.content if loop.last else ''"),
             GAME,
