@@ -120,7 +120,7 @@ class EngineRank(TracedProcess):
 
     async def alive(self) -> bool | str:
         """Whether the engine works; if not, its failure, as far as it is known."""
-        return self.engine.alive or str(getattr(self.engine, "failure", ""))
+        return self.engine.alive or getattr(self.engine, "failure", str)()
 
     async def enter(self, phase: Phase) -> None:
         start = time.perf_counter()

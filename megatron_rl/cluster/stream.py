@@ -214,8 +214,7 @@ class RayStream:
 
     def _hand_out(self) -> Collected:
         groups, self._ready = dict(sorted(self._ready.items())), {}
-        scorings, self._scorings = self._scorings, []
-        scored, self._scored = self._scored, []
+        scorings, scored, self._scorings, self._scored = self._scorings, self._scored, [], []
         metrics = merged([part for part, _ in scorings], [size for _, size in scorings])
         if self._in_turns:
             # A call with a group that is generated again does not count: what it logged is about all its groups.

@@ -104,8 +104,7 @@ def preflight(
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
         faults += _positions(config, shape) + faults_of_adapters(config, shape)
-        faults += faults_of_start_timeout(config, shape)
-        faults += faults_of_cpu_attention(config, shape) if isinstance(config, GrpoRunConfig) else []
+        faults += faults_of_start_timeout(config, shape) + faults_of_cpu_attention(config, shape)
         for note in notes_on_adapters(config):
             tell(note)
     tokenizer = None

@@ -38,10 +38,11 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head dims of vLLM's attention on CPUs (0.32.0, `CPUAttentionBackend.get_supported_head_sizes`)."""
 
 
-def faults_of_cpu_attention(config: GrpoRunConfig, shape: ModelShape) -> list[str]:
+def faults_of_cpu_attention(config: BaseConfig, shape: ModelShape) -> list[str]:
     """The fault of a model whose attention vLLM cannot compute on CPUs. vLLM finds it in the first answer."""
-    rollout, on_cpus = config.rollout, not config.cluster.gpus_per_engine_rank
-    if not on_cpus or rollout.replay or rollout.backend or shape.latent or shape.head_dim in CPU_HEAD_DIMS:
+    if not isinstance(config, GrpoRunConfig) or config.cluster.gpus_per_engine_rank:
+        return []
+    if config.rollout.replay or config.rollout.backend or shape.latent or shape.head_dim in CPU_HEAD_DIMS:
         return []
     known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [

@@ -93,12 +93,12 @@ class VllmEngine:
                 model.path, rollout.prefix_values, self._budgets.delimiter or (), self._score, self._go_on
             )
         self._thread = EngineThread(RequestQueue(self._give))
+        self.failure: Callable[[], str] = self._thread.failure
         assert (spec.make_answers is None) == (rollout.environment is None), "only an environment needs them"
         self._episodes = spec.make_answers(self._go_on_asking, self._completion) if spec.make_answers else None
         self._batches: dict[int | None, list[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
         """The calls of each batch that wait for its last one; see `answer`."""
-        self._num_requests = 0
-        self._pins = spec.adapters is not None and rollout.num_adapters > 1
+        self._num_requests, self._pins = 0, spec.adapters is not None and rollout.num_adapters > 1
         self._progress = Progress(record) if record else None
         self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus, spec.adapters is not None)
 
@@ -289,11 +289,6 @@ class VllmEngine:
     def alive(self) -> bool:
         """Whether vLLM works, its workers included."""
         return self._thread.alive
-
-    @property
-    def failure(self) -> str:
-        """Why vLLM has failed; empty if it works, or if nobody knows."""
-        return self._thread.failure
 
     def close(self) -> None:
         self._thread.close(CLOSE_S)

@@ -114,7 +114,6 @@ class EngineThread:
         # vLLM says that a worker is lost before it calls back.
         return self._thread.is_alive() and self._failure is None and not self._lost_a_worker
 
-    @property
     def failure(self) -> str:
         """Why vLLM has failed; empty if it has not, or if nobody knows."""
         return self._failure or ""

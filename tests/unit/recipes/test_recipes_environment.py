@@ -16,7 +16,8 @@ from megatron_rl.preflight.row_sources import heldout_source, training_sources
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
-TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+HERMES = '<tool_call>{"name": ..., "arguments": ...}</tool_call>'
+TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]" + HERMES + "{% endfor %}"
 TEMPLATE = TOOLS + TURNS + "{% if add_generation_prompt %}assistant:{% endif %}"
 MODULE = """
 def add(a: int, b: int) -> int:
@@ -81,6 +82,14 @@ def test_what_is_right_has_no_fault(home):
     assert faults(config(tools("add"))) == faults(config(GAME)) == []
 
 
+def test_a_template_that_does_not_say_how_a_call_is_written_is_told(home):
+    Path("chat_template.jinja").write_text(TEMPLATE.replace(HERMES, ""))
+    told: list[str] = []
+    assert faults_of_environment(config(tools("add")), TokenizerFiles(Path(".")), told.append) == []
+    [sentence] = told
+    assert "does not say how a call is written. Tools are called in the form of Hermes" in sentence
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
@@ -98,6 +107,7 @@ def test_code_that_cannot_be_loaded_is_named(home, environment, message):
     ("template", "environment", "message"),
     [
         (TEMPLATE.replace(TOOLS, ""), tools("add"), "cannot offer tools: 1 of 1 (add) do not appear"),
+        (TEMPLATE.replace(HERMES, "<function=name>"), tools("add"), "asks for calls in another form. Tools are"),
         (
             TEMPLATE.replace("m.content", "m.content if loop.last else ''"),
             GAME,
