@@ -42,9 +42,9 @@ class Reward(Section):
     time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
     to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
     timeout_s: PositiveFloat = 600
-    """The longest time of one call, in seconds. A call scores the answers that finished since the previous call, or, for
-    a `function`, all of a step. Later the verifier's process is replaced, or an asynchronous function is cancelled, and
-    `on_error` decides about the answers of the call."""
+    """The longest time of one call, in seconds. A call scores the answers that finished since the previous call, or,
+    for a `function`, all of a step. Later the verifier's process is replaced, or an asynchronous function is cancelled,
+    and `on_error` decides about the answers of the call."""
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""

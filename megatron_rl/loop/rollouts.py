@@ -42,8 +42,8 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
 
 
 def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
-    """The metrics of each reward, by its name: the mean of its scores, not weighted, the share of the answers on which
-    it abstained, among the answers to rows that it scores, the standard deviation, and, if there are several rewards, the share of the
+    """The metrics of each reward, by its name: mean and deviation of its scores, not weighted, the share of the answers
+    where it abstained, among the answers to rows that it scores, and, if there are several rewards, the share of the
     differences between the answers to a prompt that it makes."""
     metrics: Metrics = describe_signal(rewards, groups) if len(rewards) > 1 else {}
     for i, reward in enumerate(rewards):

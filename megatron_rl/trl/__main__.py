@@ -8,6 +8,8 @@ python -m megatron_rl.trl > docs/coming_from_trl.md
 from __future__ import annotations
 
 from megatron_rl.trl import ARGUMENTS
+from megatron_rl.trl.arguments import FORMER
+from megatron_rl.trl.coverage import BEFORE, CASES_REFUSED, SCRIPTS, TESTS, VERSIONS, Verdict, numbers
 from megatron_rl.trl.metrics import NAMES
 from megatron_rl.trl.trainer import REFUSED
 
@@ -36,23 +38,60 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 
 The run is the one that `megatron-rl grpo` starts: a process of its own, in the folder `output_dir`, with checkpoints, metrics and a report. `trainer.train(resume_from_checkpoint=True)` continues it, and Ctrl-C stops it with a checkpoint. Reward functions of the script are sent to the verifiers' processes by value, with the variables that they use.
 
-- **Rows** are a list, or a data set of the library `datasets`, which `make setup` does not install: `pip install datasets`.
-- **Models** are folders, names in the hub's cache, or models of transformers.
-- **LoRA**: `peft_config` takes PEFT's `LoraConfig`, which becomes [`policy.lora`](lora.md): `r`, `lora_alpha`, `use_rslora`, and `target_modules`, which must be `"all-linear"` or a list of names such as `["q_proj", "v_proj"]`. Dropout, trained biases, other trained modules, and all else that changes what is trained are refused by name. `trainer.run.model` is the merged model, and its folder `adapters` has PEFT's form. The reference is the base model, as in TRL. PEFT itself has not been run with this.
+- **Command lines**: `TrlParser` and `HfArgumentParser` read `GRPOConfig`, and a script may extend it with a dataclass of its own. `ModelConfig`, `ScriptArguments`, `get_peft_config` and TRL's rewards stay TRL's.
+- **Rows** are a list, or a data set of the library `datasets`, which `make setup` does not install: `pip install datasets`. Several evaluation sets, as a mapping, get their names as the column `dataset`, and each has its own metrics.
+- **Models** are folders, names in the hub's cache, or models of transformers. `processing_class` is the tokenizer of the run, with its chat template, also if the model is a folder.
+- **Prompts** may be as long as the longest one. With `max_prompt_length` a longer one is refused and not cut.
+- **LoRA**: `peft_config` takes PEFT's `LoraConfig`, which becomes [`policy.lora`](lora.md): `r`, `lora_alpha`, `use_rslora`, and `target_modules`, which is `"all-linear"`, a list of names such as `["q_proj", "v_proj"]`, or None, which takes the names in PEFT's table. A model of PEFT has both parts in it. Trained biases, other trained modules, and all else that changes what is trained are refused by name; dropout is left out, and a warning says so. `trainer.run.model` is the merged model, and its folder `adapters` has PEFT's form. The reference is the base model, as in TRL.
 - **GPUs and layouts** are in `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})`, which takes every key of [configuration.md](configuration.md). `policy.parallel.data` takes the place of TRL's number of processes when batches are counted.
-- **Reward models** are folders of models with one label, which score on a CPU; `rewards: [{kind: reward_model}]` asks a server.
-- **Callbacks** of transformers see each step soon after it. `control.should_training_stop` stops the run with a checkpoint.
-- **`train`** returns TRL's `TrainOutput`; `trainer.run` has the run's folder, metrics, report and model.
-- **`evaluate`** returns the newest evaluation of the run; **`save_model`** copies the trained model.
+- **Steps** are counted as TRL's sampler does: the rows of an epoch that fill no batch of answers are left out. A `max_steps` that ends within a batch of answers is refused.
+- **Reward functions** may abstain with None for as long as they like. One that raises on every answer ends the run after three steps.
+- **Reward models** are folders, names or objects of models with one label, which score on a CPU with their `reward_processing_classes`; `rewards: [{kind: reward_model}]` asks a server.
+- **Callbacks** of transformers see each step soon after it. `control.should_training_stop` stops the run with a checkpoint. Methods that would never be called, and methods that need the model, are refused.
+- **`train`** returns TRL's `TrainOutput`; `trainer.run` has the run's folder, metrics, report and model. `resume_from_checkpoint` may be True, or the path of the newest checkpoint.
+- **After `train`**: `model` is loaded when it is first asked for. `evaluate` returns the newest evaluation of the run, `save_model` copies the trained model, `push_to_hub` uploads it, and `create_model_card`, `log_metrics`, `save_metrics`, `save_state`, `processing_class` and `accelerator` are what scripts expect. All other attributes say what is in their place.
+- **Other trainers** of TRL are not here. `megatron_rl.sft` trains on demonstrations.
 """
 
 
+TITLES: dict[Verdict, str] = {
+    "the same": "TRL's meaning",
+    "different": "another meaning, or a part is left out",
+    "refused": "refused by name",
+    "internal": "about TRL's own classes",
+}
+
+
+def tried() -> list[str]:
+    """What of TRL's tests and of public scripts works."""
+    now, passed = numbers(), sum(passes for passes, _ in SCRIPTS.values())
+    versions = ", ".join(f"{name} {number}" for name, number in VERSIONS.items())
+    lines = [
+        "## What was tried",
+        "",
+        f"`make test-trl` runs this with {versions}, as dry runs and a few short runs.",
+        "",
+    ]
+    lines += [f"The {sum(now.values())} tests that TRL has of its `GRPOTrainer`:", ""]
+    lines += ["| | before these tests | now |", "|---|---|---|"]
+    lines += [f"| {title} | {BEFORE[verdict]} | {now[verdict]} |" for verdict, title in TITLES.items()]
+    lines += [f"| public scripts whose dry run passes, of {len(SCRIPTS)} | 2 | {passed} |", ""]
+    lines += ["| tests | number | verdict |", "|---|---|---|"]
+    lines += [f"| {group.says} | {len(group.tests)} | {TITLES[group.verdict]} |" for group in TESTS]
+    cases = ", ".join(f"{name} of `test_{test}`" for test, names in CASES_REFUSED.items() for name in names)
+    lines += ["", f"Refused cases of tests that otherwise have TRL's meaning: {cases}.", ""]
+    lines += ["| public script | dry run | note |", "|---|---|---|"]
+    return lines + [f"| {n} | {'passes' if passes else 'refused'} | {note} |" for n, (passes, note) in SCRIPTS.items()]
+
+
 def page() -> str:
-    lines = [HEAD, "## Refused arguments of GRPOTrainer", ""]
+    lines = [HEAD, *tried(), "", "## Refused arguments of GRPOTrainer", ""]
     lines += [f"- `{name}`: {why}" for name, why in REFUSED.items()]
     lines += ["", "## Metrics", "", "| TRL | here |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for ours, theirs in NAMES.items()]
-    lines += ["| `rewards/<name>/mean` | `reward/<name>/mean` |"]
+    lines += ["| `rewards/<name>/mean`, `.../std` | `reward/<name>/mean`, `.../std` |"]
+    lines += ["| a name of `log_metric` | `reward/<name>/` and this name |"]
+    lines += ["| `eval_<set>_reward` | `eval/dataset/<set>/reward_mean` |"]
     titles = {
         "mapped": ("Mapped arguments of GRPOConfig", "here"),
         "implied": ("Arguments without meaning here", "why every value is right"),
@@ -65,6 +104,8 @@ def page() -> str:
             for name, argument in ARGUMENTS.items()
             if argument.treatment == treatment
         ]
+    lines += ["", "## Arguments of earlier releases", "", "| argument | here |", "|---|---|"]
+    lines += [f"| `{name}` | {argument.says} |" for name, argument in FORMER.items()]
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ Invariant (tests/unit/trl): an attribute of transformers' Trainer that is not th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,6 +83,12 @@ class Accelerator:
             f"trainer.accelerator has no {name!r} here: the script is one process, and `policy.parallel` in "
             "GRPOConfig(sections=...) has the run's parallelism"
         )
+
+
+def _http_errors() -> list[type[Exception]]:
+    """The errors of the HTTP clients that huggingface_hub uses; a lost connection is none of Python's own."""
+    clients = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    return [client.HTTPError for client in clients]
 
 
 class Finished:
@@ -183,10 +190,13 @@ class Finished:
         name = self.args.hub_model_id or self._output.name
         by_hand = f"`hf auth login`, and then `hf upload {name} {folder}`, do the same later"
         try:
-            from huggingface_hub import HfApi
+            from huggingface_hub import HfApi, get_token
         except ImportError as error:
             raise ValueError(f"nothing was uploaded: huggingface_hub is not installed; {by_hand}") from error
-        api = HfApi(token=token or self.args.hub_token)
+        token = token or self.args.hub_token or get_token()
+        if token is None:
+            raise ValueError(f"nothing was uploaded to {name}: nobody is logged in; {by_hand}")
+        api = HfApi(token=token)
         revision = revision or self.args.hub_revision
         try:
             repository = api.create_repo(name, private=self.args.hub_private_repo, exist_ok=True).repo_id
@@ -199,10 +209,9 @@ class Finished:
                 revision=revision,
                 run_as_future=not blocking,
             )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"nothing was uploaded to {name}: {type(error).__name__}: {str(error).splitlines()[0]}; {by_hand}"
-            ) from error
+        except (OSError, ValueError, *_http_errors()) as error:  # type: ignore[misc]  # they are classes
+            told = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise ValueError(f"nothing was uploaded to {name}: {told}; {by_hand}") from error
 
     def _base_name(self) -> str:
         raise NotImplementedError

@@ -52,8 +52,9 @@ class GRPOTrainer(Finished):
             that the steps need.
         eval_dataset: in the same form, or a mapping of several, whose names are in the metrics.
         others: `processing_class`, the tokenizer in the place of the model's own; `reward_processing_classes`, the
-            tokenizers of reward models; `callbacks` of transformers, which are called soon after what they are told; `tools`,
-            functions that the model's turns call; `peft_config`, PEFT's LoraConfig, which becomes `policy.lora`.
+            tokenizers of reward models; `callbacks` of transformers, which are called soon after what they are told;
+            `tools`, functions that the model's turns call; `peft_config`, PEFT's LoraConfig, which becomes
+            `policy.lora`.
 
     Raises:
         ValueError: an argument is not supported; the message has all of them and says what to do.

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -182,3 +183,61 @@ def test_a_plan_has_the_numbers_of_the_dry_run():
     assert found.pushed_bytes == pytest.approx(16.38e9, rel=1e-3) and found.memory.problems == []
     assert "TP4 x PP4 x DP2 = 32 ranks" in str(found) and "16.38 GB" in str(found)
     assert plan("models/Qwen3-32B").shape == found.shape, "no rows, no name and no number of steps are needed"
+
+
+class Rows(list):
+    """The form of a data set of the library `datasets`."""
+
+    format = {"type": None}
+
+    def save_to_disk(self, path: str) -> None:
+        if self.format["type"] == "custom":
+            raise TypeError("a function cannot be saved")
+        Path(path).mkdir()
+        (Path(path) / "rows.arrow").write_bytes(b"rows")
+
+
+def _first_run() -> Run:
+    run = grpo("model", ROWS, "text", name="mine")
+    (run.folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\n')
+    return run
+
+
+@pytest.mark.parametrize("data", [[{"prompt": "a"}, {"prompt": b"b"}], ["a"], ({"prompt": 1 // i} for i in (1, 0))])
+def test_a_refused_call_leaves_the_inputs_of_the_run_that_it_would_continue(begun, data):
+    run = _first_run()
+    before = {path.name: path.read_bytes() for path in (run.folder / "inputs").iterdir()}
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        api.start("grpo", api.Inputs("model", data, None, "text"), "mine", (), {"run": {"steps": 3}}, continued=True)
+    assert {path.name: path.read_bytes() for path in (run.folder / "inputs").iterdir()} == before
+    assert {"grpo.yaml", "train.jsonl"} <= before.keys() and not (run.folder / "inputs.new").exists()
+
+
+def test_a_call_may_name_rows_that_are_inputs_of_the_run_itself(begun):
+    run = _first_run()
+    rows = run.folder / "inputs" / "train.jsonl"
+    written = rows.read_text()
+    api.start("grpo", api.Inputs("model", rows, None, "text"), "mine", (), {"run": {"steps": 3}}, continued=True)
+    assert rows.read_text() == written and yaml.safe_load(begun[-1].read_text())["data"]["train"] == str(rows)
+
+
+def test_numbers_of_numpy_are_numbers_of_a_configuration(begun):
+    optimizer = {"lr": np.float32(1e-6), "betas": np.array([0.9, 0.99]), "eps": Decimal("1e-8")}
+    grpo("model", ROWS, "text", np.int64(3), policy={"optimizer": optimizer}, algorithm={"overlong_filter": np.True_})
+    config = load_config(GrpoRunConfig, [str(begun[0])])
+    assert config.run.steps == 3 and config.policy.optimizer.betas == (0.9, 0.99) and config.algorithm.overlong_filter
+    assert config.policy.optimizer.eps == 1e-8 and config.policy.optimizer.lr == pytest.approx(1e-6)
+    with pytest.raises(ValueError, match="files is one path, 'cluster.yaml'; give a list"):
+        grpo("model", ROWS, "text", files="cluster.yaml")
+
+
+def test_a_data_set_that_cannot_be_saved_is_written_row_by_row_and_several_are_refused(begun):
+    rows = Rows(ROWS)
+    folder = grpo("model", rows, "text", name="saved").folder / "inputs"
+    assert (folder / "train" / "rows.arrow").exists()
+    rows.format = {"type": "custom"}
+    folder = grpo("model", rows, "text", name="written").folder / "inputs"
+    assert len((folder / "train.jsonl").read_text().splitlines()) == len(ROWS)
+    several = type("DatasetDict", (dict,), {"save_to_disk": None})(train=rows, test=rows)
+    with pytest.raises(ValueError, match="the data is a DatasetDict of 'train', 'test'; give one of them"):
+        grpo("model", several, "text")

@@ -112,3 +112,17 @@ def test_one_answer_to_each_prompt_gives_an_accuracy_alone():
     assert {name for name in metrics if "accuracy" in name or "@" in name} == {
         "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high",
     }  # fmt: skip
+
+
+def test_several_data_sets_have_metrics_of_their_own():
+    cfg = config(rewards=[{"kind": "exact_answer"}])
+
+    def group(dataset: str, score: float, tokens: int) -> Group:
+        sample = Rollout(9, 4, 4 + tokens, 0, "stop", verdict=Verdict(score, parts=(score,)))
+        return Group(Prompt("uid", (1, 2, 3, 4), "q", {"dataset": dataset}), [sample], None, 0)
+
+    one = describe_heldout(cfg, [group("a", 1.0, 1), group("a", 0.0, 1)])
+    assert not any(name.startswith("eval/dataset") for name in one), "there is one alone"
+    several = describe_heldout(cfg, [group("a", 1.0, 1), group("a", 0.0, 1), group("b", 0.25, 1)])
+    assert several["eval/dataset/a/reward_mean"] == 0.5 and several["eval/dataset/b/reward_mean"] == 0.25
+    assert several["eval/dataset/a/response_mean"] > 0

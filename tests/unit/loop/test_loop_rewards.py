@@ -72,6 +72,21 @@ def test_a_run_ends_after_some_prompts_in_a_row_without_a_score_not_at_the_first
         unscored.count([group("a", UNSCORED)], sink)
 
 
+def test_a_reward_that_may_abstain_for_ever_stops_the_run_if_it_fails():
+    rewards = config(
+        rewards=[{"kind": "exact_answer", "name": "mine", "max_silent_steps": None, "max_failed_steps": 2}]
+    ).rewards
+    of_one, failed = [group("a", Verdict(None, parts=(None,)))], {"reward/mine/failed": 1.0}
+    silent, sink = SilentRewards(rewards), World()
+    for _ in range(5):
+        silent.count(of_one, {}, sink)
+    silent.count(of_one, failed, sink)
+    silent.count(of_one, {}, sink)  # it did not fail in a row
+    silent.count(of_one, failed, sink)
+    with pytest.raises(ValueError, match="mine scored none of 1 answers in 2 steps in a row.*max_failed_steps"):
+        silent.count(of_one, failed, sink)
+
+
 def test_the_metrics_of_a_reward_are_of_the_rows_that_it_scores():
     metrics = describe_rewards(CONFIG.rewards, [group("a", OF_A), group("a", UNSCORED), group("c", UNSCORED)])
     assert metrics == {"reward/for_a/abstained": 0.5, "reward/for_a/mean": 1.0, "reward/for_a/std": 0.0}

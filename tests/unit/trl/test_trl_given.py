@@ -16,13 +16,17 @@ from transformers import (
     PreTrainedTokenizerFast,
     ProgressCallback,
     TrainerCallback,
+    TrainerState,
 )
 
-from megatron_rl import api
+from megatron_rl import Run, api
 from megatron_rl.trl import GRPOConfig, GRPOTrainer, adapters
 from megatron_rl.trl.adapters import adapters_of
+from megatron_rl.trl.callbacks import Callbacks
 from megatron_rl.trl.configuration import as_arguments
+from megatron_rl.trl.metrics import named
 from megatron_rl.trl.models import GivenModel
+from megatron_rl.trl.progress import RunProgress
 from megatron_rl.trl.prompts import longest_prompt
 from megatron_rl.trl.rewards import GivenRewards
 from megatron_rl.trl.rows import joined
@@ -270,6 +274,39 @@ def test_callbacks_see_the_beginning(model, begun):
     trainer.remove_callback(ProgressCallback)
     trainer.train()
     assert seen == list(events), "on_log has the closing record"
+
+
+def test_the_state_counts_optimizer_steps_and_epochs(tmp_path):
+    """Two optimizer steps a batch, and two batches an epoch."""
+    seen: list[str] = []
+    state, args = TrainerState(), GRPOConfig("out")
+    events = ("on_epoch_begin", "on_step_begin", "on_step_end", "on_epoch_end", "on_evaluate")
+    methods = {e: lambda self, a, s, c, name=e, **k: seen.append(f"{name[3:]} {s.global_step}") for e in events}
+    progress = RunProgress(Callbacks([_callback(**methods)], args, state), state)
+    progress.begin(steps=3, updates=2, updates_per_epoch=4, folder=None)
+    metrics = tmp_path / "metrics.jsonl"
+    records = [{"step": i, "loss": 0.5 * i, "rollout/num_samples": 4, "reward/mean": 1.0} for i in range(3)]
+    records.append({"step": 3, "eval/reward_mean": 2.0})
+    for number in range(1, 5):
+        metrics.write_text("".join(json.dumps(record) + "\n" for record in records[:number]))
+        progress.watch(Run(tmp_path))
+    assert seen == [
+        *("epoch_begin 0", "step_begin 0", "step_end 2", "step_begin 2", "step_end 4", "epoch_end 4"),
+        *("epoch_begin 4", "step_begin 4", "step_end 6", "evaluate 6"),
+    ]
+    assert state.max_steps == 6 and state.num_train_epochs == 2 and state.epoch == 1.5
+    closing = progress.close(Run(tmp_path), 2.0)
+    assert closing["train_loss"] == 0.5 and closing["train_steps_per_second"] == 3.0
+    assert closing["train_samples_per_second"] == 6.0 and state.log_history[-1]["step"] == 6
+
+
+def test_metrics_have_the_names_of_trl():
+    record = {"reward/mean": 1.0, "reward/f/mean": 2.0, "reward/f/std": 3.0, "reward/f/own": 4.0, "loss": 5.0}
+    record |= {"eval/dataset/one/reward_mean": 6.0, "eval/reward_mean": 7.0}
+    assert named(record) == {
+        **{"reward": 1.0, "rewards/f/mean": 2.0, "rewards/f/std": 3.0, "own": 4.0, "loss": 5.0},
+        **{"eval_one_reward": 6.0, "eval_reward": 7.0},
+    }
 
 
 @pytest.mark.parametrize("asked", ["out/checkpoint-500", "/no/such/folder", "auto", Path("runs/x")])
