@@ -20,7 +20,7 @@ def numbers(name: str, *options: str) -> dict:
 
 @pytest.mark.deep
 def test_rollouts_of_static_and_continuous_batches():
-    """The same answers are in each step of both, so their rates are as their seconds, and a static batch wastes slots."""
+    """Both answer the same in each step, so their rates are as their seconds; a static batch wastes slots."""
     found = numbers("rollout", "--steps", "1", "--modes", "static", "continuous", "--trainer-seconds", "0.1")
     static, continuous = (found["modes"][name] for name in ("static", "continuous"))
     tokens = [one["tokens_per_s"] * one["seconds_per_step"] for one in (static, continuous)]
