@@ -57,6 +57,11 @@ class SlurmConfig(Section):
             raise ValueError("mounts are given without a container; set slurm.container, or remove them")
         if self.seeds and self.rollout_options:
             raise ValueError("Slurm has no arrays of heterogeneous jobs; submit one job for each seed (run.seed=N)")
+        if self.time_limit_h is not None and self.time_limit_h * 3600 <= self.notice_s:
+            raise ValueError(
+                f"time_limit_h is {self.time_limit_h * 3600:g} s, and the run would be asked to stop notice_s = "
+                f"{self.notice_s} s before: when it begins; raise time_limit_h, or lower notice_s"
+            )
         for option in (*self.options, *self.rollout_options):
             if not option.startswith("-") or "\n" in option:
                 raise ValueError(f"{option!r} is not an option of sbatch; write it as `--name=value`")

@@ -310,8 +310,6 @@ def _correction(args: Any) -> dict[str, Any]:
                 "only_negative": True,
             }
         )
-    if not args.use_vllm and not found["reject"]:
-        return {}
     return {"correction": found if found.get("weight", True) or found["reject"] else None}
 
 

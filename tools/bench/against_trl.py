@@ -78,7 +78,8 @@ def prepare(folder: Path, names: Sequence[str]) -> dict[str, ComparedJob]:
         rows, model = f"sft.rows={task}/demonstrations.jsonl", f"model.path={task}/model"
         warm_start = [str(ROOT / "configs/run/tiny_sft.yaml"), rows, model, f"run.folder={folder}/runs"]
         subprocess.run([*run, *warm_start], check=True, stdout=subprocess.DEVNULL, cwd=folder)
-        [exported] = (folder / "runs").rglob("hf")
+        # Each checkpoint has a folder of this name, too.
+        [exported] = (path for path in (folder / "runs").rglob("hf") if "checkpoints" not in path.parts)
         jobs["demo"] = ComparedJob(exported, task / "train.jsonl", 64, "right_answer")
     if "long" in names:
         config = json.loads((task / "model/config.json").read_text()) | {"max_position_embeddings": 1024}

@@ -187,7 +187,7 @@ def configuration(model: Path, folder: Path, max_lag: int, num_steps: int) -> Gr
 def measure(num_steps: int, trainer_s: float, modes: Sequence[str]) -> dict[str, Any]:
     """The numbers of each mode, and the costs of the engine's steps. Engine and verifier are the same processes for all
     modes."""
-    rows = [Prompt(f"row {i}", (5, 6, 7), "", {"ground_truth": ""}) for i in range(1000)]
+    rows = [Prompt(f"row {i}", (5, 6, 7), "", {"ground_truth": "1"}) for i in range(1000)]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -153,6 +153,7 @@ def thinks(tokens, **others) -> dict:
             {"policy": {"lora": {"targets": []}}},
             "refused:\n  policy.lora.targets: must be 'all-linear', or must be a list of at least 1 (got [])",
         ),
+        ({"slurm": {"time_limit_h": 0.05}}, "is 180 s, and the run would be asked to stop notice_s = 300 s before"),
         ({"rollout": {"dump": "last"}}, "rollout.dump: must be true or false, or must be a section of keys (got 'last"),
         ({"rollout": {"dump": {"last": 0}}}, "refused:\n  rollout.dump.last: must be greater than 0 (got 0)"),
         ({"rollout": {"dump": {"last": 2, "lats": 1}}}, "rollout.dump.lats: unknown key; did you mean rollout.dump.la"),
