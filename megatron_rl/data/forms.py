@@ -27,7 +27,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.data.rows import BadRow, Row, Turns, listed_turns, text_of, turns_of, without_none
+from megatron_rl.data.rows import (
+    BadRow,
+    FilledRow,
+    Row,
+    Turns,
+    listed_turns,
+    text_of,
+    turns_of,
+    without_none,
+    without_none_outside,
+)
 
 Form = Literal["messages", "text", "TRL", "verl"]
 QUESTIONS = ("messages", "prompt")
@@ -89,7 +99,7 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
             the run has a system prompt or arguments for the chat template.
     """
     columns = reading.columns
-    renamed = dict(row)
+    renamed = FilledRow(row) if isinstance(row, FilledRow) else dict(row)
     for name, source in columns.items():
         renamed[name] = _value(row, name, source)
     question = _question_column(renamed, columns)
@@ -132,7 +142,8 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
         for name, given in (("ground_truth", reward_model.get("ground_truth")), ("dataset", rest["data_source"])):
             if rest.get(name) is None:
                 rest[name] = given
-    return Question(form, turns, _in_dataset(rest, reading), _template_arguments(rest, reading.chat_template))
+    template = _template_arguments(rest, reading.chat_template, isinstance(row, FilledRow))
+    return Question(form, turns, _in_dataset(rest, reading), template)
 
 
 def _in_dataset(columns: Row, reading: Reading) -> Row:
@@ -172,19 +183,28 @@ def _value(row: Mapping[str, Any], name: str, source: str) -> Any:
     return value
 
 
-def _template_arguments(columns: Mapping[str, Any], of_run: Mapping[str, Any]) -> Row:
+def _template_arguments(columns: Mapping[str, Any], of_run: Mapping[str, Any], is_filled: bool) -> Row:
+    """
+    Args:
+        is_filled: whether a library may have filled in None.
+    """
     arguments = dict(of_run)
     tools, more = columns.get("tools"), columns.get("chat_template_kwargs")
     if tools:
-        arguments["tools"] = without_none(_parsed(tools, "tools", list))
+        arguments["tools"] = _cleared(tools, _parsed(tools, "tools", list), is_filled)
     if more:
-        arguments |= without_none(_parsed(more, "chat_template_kwargs", dict))
+        arguments |= _cleared(more, _parsed(more, "chat_template_kwargs", dict), is_filled)
     if reserved := RESERVED & arguments.keys():
         raise BadRow(
             f"`chat_template_kwargs` and data.chat_template must not hold {sorted(reserved)}, which the run decides; "
             f"remove it"
         )
     return arguments
+
+
+def _cleared(given: Any, parsed: Any, is_filled: bool) -> Any:
+    """An argument of the chat template without the None that nobody has written. No library fills in what is JSON."""
+    return without_none(parsed) if is_filled and not isinstance(given, str) else without_none_outside(parsed)
 
 
 def _parsed(value: Any, column: str, kind: type) -> Any:

@@ -186,7 +186,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         asked = {name for reward in config.rewards for name in reward.datasets or ()}
         if unseen := sorted(asked - named):
             tell(f"rewards: no row that was checked has the `dataset` {unseen[0]!r}, which a reward's `datasets` names")
-        known = frozenset(columns)
+        known = frozenset(columns) if forms else None
         if heldout:
             faults += check_source(heldout)
         faults += _faults_of_functions(config, known, tell)
@@ -202,11 +202,11 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     return faults
 
 
-def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str], tell: Tell) -> list[str]:
+def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str] | None, tell: Tell) -> list[str]:
     """Check what judges and trains: the sandbox, and the functions that the configuration names.
 
     Args:
-        columns: of the training rows that were checked.
+        columns: of the training rows that were checked, without the question; None if no good row was.
     """
     faults: list[str] = []
     if any(isinstance(reward, CodeReward) for reward in config.rewards):
@@ -216,7 +216,7 @@ def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str], tell: T
         except SandboxError as error:
             faults.append(f"the code reward has no sandbox on this machine: {error}")
     for reward in config.rewards:
-        if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, columns or None)):
+        if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, columns)):
             faults.append(fault)
     own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
     backend = config.rollout.backend

@@ -693,6 +693,17 @@ def test_a_reward_gets_the_arguments_that_it_takes(home, source, reward, message
     assert found == [] if message is None else len(found) == 1 and message in found[0]
 
 
+def test_a_reward_cannot_ask_for_columns_of_rows_that_have_only_a_question(home):
+    (home / "mine.py").write_text("def f(completions, solution, **columns): ...")
+    rows("bare.jsonl", {"prompt": "1"})
+    reward = {"kind": "function", "path": "mine:f"}
+    [fault] = faults(grpo(rewards=[reward], data={"train": "bare.jsonl"}))
+    assert "asks for the argument 'solution', which nobody offers" in fault
+    rows("bad.jsonl", {"question": "1"})
+    [fault] = faults(grpo(rewards=[reward], data={"train": "bad.jsonl"}))
+    assert "bad.jsonl:1" in fault, "the columns of rows that cannot be read are not known"
+
+
 def test_rows_that_compute_score_could_not_score_are_told(home):
     (home / "mine.py").write_text("def f(solution_str, ground_truth): ...")
     rows("train.jsonl", {"prompt": "1"}, {"prompt": "1", "reward_model": {"ground_truth": "2"}})
