@@ -6,7 +6,8 @@ python recipes/sft.py FILE.yaml ... section.key=value ... [--dry-run] [--resume 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 from rich.console import Console
@@ -45,13 +46,16 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream, load_supervised
-    from megatron_rl.data.tokenizer import open_tokenizer
+    from megatron_rl.data.encode import plain_ids
+    from megatron_rl.data.tokenizer import end_texts, open_tokenizer
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
 
     tokenizer = open_tokenizer(config.model.path)
     sft = config.sft
-    rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row)
+    token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
+    ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
+    rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
     if skipped:
         console.print(f"[yellow]{sft.rows}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
     digest = RowsDigest()

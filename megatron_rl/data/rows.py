@@ -115,11 +115,21 @@ def _turn(turn: Any, place: str, is_filled: bool) -> dict[str, Any]:
             turn = turn | {"content": "".join(part["text"] for part in content)}
     if not isinstance(turn, dict) or not all(isinstance(turn.get(k), str) for k in ("role", "content")):
         raise BadRow(f"{place} must have `role` and `content` as text, but it is {turn!r}")
+    for key, kind in (("tool_calls", list), ("function_call", dict)):
+        calls = turn.get(key)
+        if calls and not (isinstance(calls, kind) and all(isinstance(one, dict) for one in _as_list(calls))):
+            raise BadRow(
+                f"{place} must have `{key}` as a {'list of mappings' if kind is list else 'mapping'}: {calls!r}"
+            )
     return {
         name: without_none(value) if is_filled or name not in CALLS else without_none_outside(value)
         for name, value in turn.items()
         if value is not None
     }
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def without_none_outside(value: Any) -> Any:

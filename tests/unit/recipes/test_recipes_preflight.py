@@ -887,7 +887,7 @@ def test_less_time_to_start_than_it_takes_is_refused(home):
         ({"prompt": "1+1=", "completion": "234<eos>"}, None),
         ({"prompt": "1"}, "`completion` must be text"),
         ({"messages": [{"role": "user", "content": "1"}]}, "must end with a turn of the role assistant"),
-        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, but sft.max_tokens is 8"),
+        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the prompt has no tokens: turn 1 is the assist"),
     ],
 )
 def test_supervised_rows(home, row, message):
