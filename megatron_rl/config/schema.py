@@ -40,7 +40,8 @@ from megatron_rl.types import Adapters, ModelShape
 class SftConfig(Section):
     rows: Rows
     """The rows, from the same kinds of files as `data.train`. A row has `prompt` and `completion`, or `messages` whose
-    last turn is the assistant's."""
+    last turn is the assistant's, or `text` (all tokens are trained), or `conversations` (ShareGPT), or `instruction`,
+    `input` and `output` (Alpaca)."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"
@@ -48,7 +49,8 @@ class SftConfig(Section):
     template that writes an earlier turn as it was written when it was the last; a template that leaves out earlier
     thoughts does not, and such a row is bad. `last` trains the last turn alone."""
     max_tokens: PositiveInt = 4096
-    """The largest length of a row in tokens, prompt and completion together."""
+    """The largest length of a row in tokens, prompt and completion together. If it is not given, at most the model's
+    positions."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to one that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""

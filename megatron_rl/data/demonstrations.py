@@ -21,7 +21,7 @@ from megatron_rl.data.rows import CALLS, BadRow, Row, Turns, text_of, turns_of
 from megatron_rl.data.written import TAG, THOUGHTS, Turn, has_thought, require_answer, require_turns
 
 TrainedTurns = Literal["all", "last"]
-READING = Reading()
+READING = Reading(is_supervised=True)
 SWITCHES = ({"enable_thinking": False}, {"thinking": False})
 """The arguments by which templates switch thoughts off."""
 
@@ -60,12 +60,17 @@ def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstratio
     """
     question = recognise(row, READING)
     turns, first = question.messages, 0
+    if question.form == "language modelling":
+        text = str(turns)
+        if not text.strip():
+            raise BadRow("`text` is blank, so nothing would be trained; remove the row")
+        return Demonstration([Part("", text)], False, text.endswith(template.ends))
     if isinstance(turns, str):
         completion = _ended(text_of(row, "completion"), template.ends)
         if not completion.strip():
             raise BadRow("`completion` is blank, so nothing would be trained; give it a text, or remove the row")
         return Demonstration([Part(turns, completion)], False, completion.endswith(template.ends))
-    if question.form != "messages":
+    if question.form == "TRL":
         first = len(turns)
         turns += turns_of(row, "completion")
     if turns[-1]["role"] != "assistant":

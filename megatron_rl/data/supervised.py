@@ -31,8 +31,8 @@ def load_supervised(
     ends: tuple[str, ...] = (),
     turns: TrainedTurns = "all",
 ) -> tuple[list[tuple[str, Tokens]], int]:
-    """Read rows that have `messages` whose last turn is the assistant's, or `prompt` and `completion`. These two are
-    plain text, or chat turns as in TRL.
+    """Read rows that have `messages` whose last turn is the assistant's, or `prompt` and `completion`, or another
+    form of `supervised_forms.py`. `prompt` and `completion` are plain text, or chat turns as in TRL.
 
     A trained text ends with a stop token, which is added if the text or the chat template has none. What a template
     writes after this token (a line feed) is left out, because the model never samples it. A row is bad if it is
@@ -97,6 +97,7 @@ def ids_of(
     if not demonstration.is_ended:
         ids.append(eos_id)
         mask.append(True)
+    mask[0] = False  # nothing is before the first token of a text, so that no model predicts it
     return ids, mask
 
 

@@ -224,3 +224,17 @@ def test_the_texts_that_end_answers(tmp_path):
     assert end_ids(tmp_path) == {first, first + 1, 9999}
     known = {first: "<end>", first + 1: "<call>"}
     assert end_texts(tmp_path, known.get, lambda text: tokenizer.encode(text)) == ("<end>", "<call>")
+
+
+def test_all_tokens_of_a_text_are_trained_but_the_first(trained):
+    texts, whole = trained(PLAIN, {"text": "once upon"})
+    assert texts == ["nce upon<doc>"] and whole == "once upon<doc>"
+    assert trained(PLAIN, {"text": "once<end>"})[1] == "once<end>"
+    with pytest.raises(ValueError, match="`text` is blank"):
+        trained(PLAIN, {"text": " "})
+
+
+def test_sharegpt_and_alpaca_are_chats(trained):
+    row = {"conversations": [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "good day"}]}
+    assert trained(PLAIN, row) == trained(PLAIN, USER, ANSWER)
+    assert trained(PLAIN, {"instruction": "hi there", "output": "good day"}) == trained(PLAIN, USER, ANSWER)
