@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 from rich.console import Console
@@ -27,7 +28,7 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_policy,
 )
 from megatron_rl.recipes.screen import waiting  # noqa: E402
-from megatron_rl.types import Tokenizer  # noqa: E402
+from megatron_rl.types import Tokenizer, Tokens  # noqa: E402
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -55,9 +56,14 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     sft = config.sft
     token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
     ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
-    rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
-    if skipped:
-        console.print(f"[yellow]{sft.rows}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
+
+    def load(source: Path | str) -> list[tuple[str, Tokens]]:
+        rows, skipped = load_supervised(source, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
+        if skipped:
+            console.print(f"[yellow]{source}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
+        return rows
+
+    rows, heldout = load(sft.rows), load(sft.eval) if sft.eval is not None else []
     digest = RowsDigest()
     for uid, tokens in rows:
         digest.add(uid, tokens.ids)
@@ -88,7 +94,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
             policy.start(is_resumed=checkpoints.first_step > 0)
             observe_run(config, sink, [policy])
         with sink, interrupt.training():
-            done = train_supervised(config, spec.shape, policy, stream, (sink, checkpoints), interrupt)
+            done = train_supervised(config, spec.shape, policy, stream, heldout, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
     if done == config.run.steps:

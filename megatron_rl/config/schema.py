@@ -42,6 +42,10 @@ class SftConfig(Section):
     """The rows, from the same kinds of files as `data.train`. A row has `prompt` and `completion`, or `messages` whose
     last turn is the assistant's, or `text` (all tokens are trained), or `conversations` (ShareGPT), or `instruction`,
     `input` and `output` (Alpaca)."""
+    eval: Rows | None = None
+    """Held-out rows, whose loss is reported as `eval/loss`; null means none."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """The number of steps between evaluations; 0 evaluates only before the first step and after the last one."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"
@@ -57,6 +61,8 @@ class SftConfig(Section):
 
     def conflicts(self, run: SftRunConfig) -> Iterator[str]:
         cap = run.balance.max_tokens_per_microbatch
+        if self.eval_every and self.eval is None:
+            yield f"sft.eval_every is {self.eval_every}, but sft.eval gives no held-out rows; give them, or remove it"
         if run.policy.routing_replay:
             yield "policy.routing_replay replays the choices of engines, and supervised training has none; remove it"
         if run.cluster.colocate:

@@ -128,7 +128,7 @@ def faults_of_hub(config: BaseConfig) -> list[str]:
 def _sources(config: BaseConfig) -> dict[str, Path | str | None]:
     """The rows of a run by their keys, as files, folders and names of the hub; None if it has none for evaluations."""
     if isinstance(config, SftRunConfig):
-        return {"sft.rows": config.sft.rows}
+        return {"sft.rows": config.sft.rows, "sft.eval": config.sft.eval}
     if not isinstance(config, GrpoRunConfig):
         return {}
     train, heldout = config.data.train, {"data.eval": config.data.eval}
@@ -149,7 +149,9 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             if length is not None:
                 check_demonstration(length, sft.max_tokens)
 
-        faults += _file("sft.rows", sft.rows, check_row, sft.on_bad_row, ROWS_S, tell)
+        given = {key: source for key, source in _sources(config).items() if source is not None}
+        for key, of_rows in given.items():
+            faults += _file(key, of_rows, check_row, sft.on_bad_row, ROWS_S / len(given), tell)
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
         longest, data = config.rollout.max_prompt_tokens, config.data
