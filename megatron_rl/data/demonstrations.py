@@ -37,7 +37,7 @@ class Template(NamedTuple):
     """Which turns of the assistant are trained."""
 
 
-class Part(NamedTuple):
+class Exchange(NamedTuple):
     """A text that is given, and the text that is trained after it."""
 
     given: str
@@ -47,7 +47,7 @@ class Part(NamedTuple):
 class Demonstration(NamedTuple):
     """A row's parts."""
 
-    parts: list[Part]
+    parts: list[Exchange]
     is_chat: bool
     is_ended: bool
     """Whether the last part ends with a stop token."""
@@ -64,12 +64,12 @@ def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstratio
         text = str(turns)
         if not text.strip():
             raise BadRow("`text` is blank, so nothing would be trained; remove the row")
-        return Demonstration([Part("", text)], False, text.endswith(template.ends))
+        return Demonstration([Exchange("", text)], False, text.endswith(template.ends))
     if isinstance(turns, str):
         completion = _ended(text_of(row, "completion"), template.ends)
         if not completion.strip():
             raise BadRow("`completion` is blank, so nothing would be trained; give it a text, or remove the row")
-        return Demonstration([Part(turns, completion)], False, completion.endswith(template.ends))
+        return Demonstration([Exchange(turns, completion)], False, completion.endswith(template.ends))
     if question.form == "TRL":
         first = len(turns)
         turns += turns_of(row, "completion")
@@ -103,13 +103,13 @@ class _Chat:
         if self.template.turns == "last":
             trained = trained[-1:]
         require_turns(self.turns, whole, self._written, trained)
-        parts: list[Part] = []
+        parts: list[Exchange] = []
         done = 0
         for i in trained:
             before, start, completion = self._answer(i, whole)
             if not before.startswith(whole[:done]):
                 raise self._rewritten(i)
-            parts.append(Part(before[done:], completion))
+            parts.append(Exchange(before[done:], completion))
             done = start + len(completion)
         return Demonstration(parts, True, parts[-1].trained.endswith(self.template.ends))
 

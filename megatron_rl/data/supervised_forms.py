@@ -2,7 +2,7 @@
 
 | form | columns | what it becomes |
 |---|---|---|
-| language modelling (TRL) | `text` | text of which every token is trained |
+| language modelling (TRL) | `text` | text whose tokens are all trained |
 | ShareGPT | `conversations`, turns with `from` and `value` or with `role` and `content`; `system` | `messages` |
 | Alpaca | `instruction`, `input`, `output`; `system`; `history`, pairs of texts | `messages` |
 

@@ -55,7 +55,7 @@ class Piece(NamedTuple):
 
 
 def require_turns(turns: Sequence[Turn], text: str, render: Render, trained: Collection[int] = ()) -> None:
-    """Check the turns of a history, in which templates may leave out thoughts.
+    """Check the turns of a history. Templates may leave out its thoughts.
 
     Args:
         text: what the template writes of the turns.
@@ -197,7 +197,7 @@ def missing(pieces: Sequence[Piece], text: str) -> Piece | None:
 
 
 def forms(text: str) -> Iterator[str]:
-    """The text in all forms in which a template may write it, without white space."""
+    """The text in all forms that a template may give it, without white space."""
     text = text.strip()
     yield _bare(text)
     plain, ascii_alone = _json(text, False), _json(text, True)

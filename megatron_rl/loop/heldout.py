@@ -1,6 +1,6 @@
 """The loss of held-out rows of supervised training.
 
-Invariant (tests/unit/loop): it is the mean over all trained tokens, whatever the layout.
+Invariant (tests/unit/loop): it is the mean over all trained tokens, in every layout.
 """
 
 from __future__ import annotations
