@@ -9,6 +9,7 @@ last, so that the model sees in training what it sees when it answers.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from megatron_rl.data.written import TAG, THOUGHTS, Turn, has_thought, require_a
 
 TrainedTurns = Literal["all", "last"]
 READING = Reading(is_supervised=True)
-SWITCHES = ({"enable_thinking": False}, {"thinking": False})
-"""The arguments by which templates switch thoughts off."""
+SWITCHES = ("enable_thinking", "thinking")
+"""The arguments by which templates switch thoughts on and off."""
 
 
 class Template(NamedTuple):
@@ -151,6 +152,12 @@ class _Chat:
                 f"turn {i + 1} has no thought, but the model answers after the generation prompt {prompt!r}, which "
                 f"opens one; {self._remedy(i)}"
             )
+        if tags and tags[-1][1] and has_thought(self.turns[i]):
+            hint = self._switched(i, True) or "use a chat_template.jinja whose prompt does not"
+            raise BadRow(
+                f"turn {i + 1} has a thought, but the model answers after the generation prompt {prompt!r}, which ends "
+                f"thoughts; {hint}, or remove the thought"
+            )
         if not rest.isspace():
             raise BadRow(
                 f"the model answers turn {i + 1} after the generation prompt {prompt!r}, but the chat template does "
@@ -200,11 +207,16 @@ class _Chat:
             before, [*self.turns[:i], {**turn, "content": f"<think>\nx\n</think>\n\n{turn['content']}"}], {}
         ):
             found.append("begin its `content` with the thought, from <think> to </think>")
-        for switch in SWITCHES:
-            if self._fits(None, self.turns[: i + 1], switch):
-                found.append(f"give the row the column `chat_template_kwargs` with {switch}")
-                break
+        if switched := self._switched(i, False):
+            found.append(switched)
         return ", or ".join(found) or "use a chat_template.jinja whose generation prompt opens none"
+
+    def _switched(self, i: int, thinks: bool) -> str:
+        """Which argument of the template makes the generation prompt fit the answer; empty if none does."""
+        for name in SWITCHES:
+            if self._fits(None, self.turns[: i + 1], {name: thinks}):
+                return f"give the row the column `chat_template_kwargs` with {json.dumps({name: thinks})}"
+        return ""
 
     def _fits(self, before: str | None, turns: Sequence[Turn], switch: Row) -> bool:
         """Whether the last turn comes after the generation prompt."""

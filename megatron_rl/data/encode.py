@@ -97,6 +97,6 @@ def template_fault(error: Exception, turns: Sequence[Mapping[str, Any]]) -> BadR
     hint = ""
     if str in kinds:
         hint = "; the arguments of a tool call are text, and this template may need a mapping"
-    elif dict in kinds:
+    elif dict in kinds and "concatenate" in str(error):
         hint = "; the arguments of a tool call are a mapping, and this template may need JSON text"
     return BadRow(f"the chat template fails on this row: {type(error).__name__}: {error}{hint}")

@@ -42,7 +42,7 @@ HTML_OF_JSON = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&'"}
 """What jinja's own filter `tojson` writes for these signs."""
 
 
-class Piece(NamedTuple):
+class WrittenText(NamedTuple):
     """A text of a turn that must be written."""
 
     key: str
@@ -66,7 +66,7 @@ def require_turns(turns: Sequence[Turn], text: str, render: Render, trained: Col
         BadRow: no word of a turn is in the text, or the content or a call of an assistant's turn is not.
     """
     folded = text.casefold()
-    pieces: list[Piece] = []
+    pieces: list[WrittenText] = []
     for number, turn in enumerate(turns, start=1):
         pieces += _pieces_of_history(turn, number, number - 1 in trained)
         if turn.get("role") == "assistant":
@@ -88,16 +88,16 @@ def require_turns(turns: Sequence[Turn], text: str, render: Render, trained: Col
         )
 
 
-def _pieces_of_history(turn: Turn, number: int, is_trained: bool) -> list[Piece]:
+def _pieces_of_history(turn: Turn, number: int, is_trained: bool) -> list[WrittenText]:
     """What a turn of a history has. Only texts and calls of assistants must be written; the others are looked for so
     that they are not taken for one of these."""
     content = str(turn.get("content") or "")
     is_optional = is_trained or turn.get("role") != "assistant"
-    found = [Piece("content", content if is_optional else TAG.split(content)[-1]), *pieces_of_calls(turn)]
+    found = [WrittenText("content", content if is_optional else TAG.split(content)[-1]), *pieces_of_calls(turn)]
     return [piece._replace(number=number, is_optional=is_optional) for piece in found if piece.text.strip()]
 
 
-def _lost_call(turns: Sequence[Turn], text: str, render: Render, trained: Collection[int]) -> Piece | None:
+def _lost_call(turns: Sequence[Turn], text: str, render: Render, trained: Collection[int]) -> WrittenText | None:
     """A call without which the template writes the same. Its name and arguments may stand elsewhere, as in `tools`."""
     for index, turn in enumerate(turns):
         called = next((key for key in CALLS if turn.get(key)), None)
@@ -106,7 +106,7 @@ def _lost_call(turns: Sequence[Turn], text: str, render: Render, trained: Collec
         less = {key: value for key, value in turn.items() if key not in CALLS}
         with suppress(BadRow):  # a template may refuse results without their calls
             if render([*turns[:index], less, *turns[index + 1 :]]) == text:
-                return Piece(called, "", index + 1)
+                return WrittenText(called, "", index + 1)
     return None
 
 
@@ -136,11 +136,11 @@ def require_answer(turn: Turn, number: int, completion: str, write: Callable[[Tu
         )
 
 
-def _named(lost: Piece) -> str:
+def _named(lost: WrittenText) -> str:
     return f"`{lost.key}`" + (f" ({lost.text.strip()[:40]!r} is missing)" if lost.text else "")
 
 
-def remedy(turn: Turn, lost: Piece, write: Callable[[Turn], str] | None) -> str:
+def remedy(turn: Turn, lost: WrittenText, write: Callable[[Turn], str] | None) -> str:
     """What the user can do about a lost part, found by rendering the turn with it in other forms."""
     for hint, other in _other_forms(turn, lost.key):
         with suppress(BadRow):
@@ -183,7 +183,7 @@ def _other_forms(turn: Turn, key: str) -> Iterator[tuple[str, Turn]]:
             yield hint, {**rest, "tool_calls": written}
 
 
-def missing(pieces: Sequence[Piece], text: str) -> Piece | None:
+def missing(pieces: Sequence[WrittenText], text: str) -> WrittenText | None:
     """The first piece that must be in the text and is not; None if all are. What is found counts once: the longest
     piece is looked for first, and no other piece is found inside it."""
     left = _bare(text)
@@ -216,16 +216,18 @@ def _bare(text: str) -> str:
     return "".join(text.split())
 
 
-def pieces_of(turn: Turn) -> list[Piece]:
+def pieces_of(turn: Turn) -> list[WrittenText]:
     """Everything in an answer that must be written. Tags of thoughts need not: a template may have its own, and the
     generation prompt may have the first."""
     content = turn.get("content")
-    found = [Piece("content", part) for part in TAG.sub("\0", content if isinstance(content, str) else "").split("\0")]
+    found = [
+        WrittenText("content", part) for part in TAG.sub("\0", content if isinstance(content, str) else "").split("\0")
+    ]
     texts: set[str] = set()
     for key in ANSWERS:
         text = thought_of(turn.get(key))
         if _bare(text) not in texts:  # some servers write a thought under two keys
-            found.append(Piece(key, text))
+            found.append(WrittenText(key, text))
             texts.add(_bare(text))
     return [piece for piece in found if piece.text.strip()] + pieces_of_calls(turn)
 
@@ -243,14 +245,14 @@ def has_thought(turn: Turn) -> bool:
     return any(thought_of(turn.get(key)).strip() for key in THOUGHTS) or bool(TAG.search(str(turn.get("content"))))
 
 
-def pieces_of_calls(turn: Turn) -> list[Piece]:
+def pieces_of_calls(turn: Turn) -> list[WrittenText]:
     """The names of calls, and the keys, texts and numbers of their arguments."""
     found = []
     for key in CALLS:
         for call in _calls(turn, key):
             function = _function(call)
-            found += [Piece(key, text) for text in _leaves(function.get("name"))]
-            found += [Piece(key, text) for text in _leaves(_parsed(function.get("arguments"), as_text=True))]
+            found += [WrittenText(key, text) for text in _leaves(function.get("name"))]
+            found += [WrittenText(key, text) for text in _leaves(_parsed(function.get("arguments"), as_text=True))]
     return [piece for piece in found if piece.text.strip()]
 
 

@@ -85,6 +85,8 @@ THINKS = template("<think>{{ m.reasoning_content or '' }}</think>{{ m.content }}
 FORGETS = template("{% if loop.last %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}<end>")
 OPENS = template("<think>{{ '\n' + m.reasoning_content if m.reasoning_content }}</think>{{ m.content }}<end>",
                  "<a>{% if enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}")  # fmt: skip
+CLOSES = template("<think>{{ m.reasoning_content }}</think>{{ m.content }}<end>",
+                  "<a><think>{{ '</think>' if not enable_thinking }}")  # fmt: skip
 CUTS = template("{{ m.content.split('</think>')[-1] }}<end>", "<a><think>\n")
 KEEPS = template("{{ m.content }}<end>", "<a><think>\n")
 HARMONY = template(
@@ -142,6 +144,7 @@ def test_a_thought_that_is_left_out_later_is_trained_in_the_last_turn_alone(trai
 
 CALLS_NAMED = template("{{ m.content }}{% for c in m.tool_calls or [] if c.type == 'function' %}{{ c.function.name }}"
                        "{{ c.function.arguments | tojson }}{% endfor %}<end>")  # fmt: skip
+CONCATENATES = template("{{ '!' + m.tool_calls[0].function.arguments }}<end>")
 EITHER = template("{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ m.content }}{% endif %}<end>")
 
 
@@ -159,11 +162,13 @@ EITHER = template("{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% else %}{{ 
         (EITHER, ANSWER | {"tool_calls": [CALL]}, "`content` .*it writes no text next to calls"),
         (HARMONY, CALLS | {"tool_calls": [CALL, {"function": {"name": "get", "arguments": {"x": 7}}}]}, "`tool_ca"),
         (HARMONY, CALLS | {"tool_calls": [CALL, CALL]}, "does not write `tool_calls`"),
+        (CONCATENATES, CALLS, "the arguments of a tool call are a mapping, and this template may need JSON text"),
         (PLAIN, ANSWER | {"content": "  \n"}, "turn 2 of the role assistant is blank"),
         (CUTS, ANSWER | {"content": "<think>\nhm</think>good day"}, "`content` .'hm' is missing.*it may cut thoughts"),
         (CUTS, ANSWER, r"turn 2 has no thought, .*'<a><think>\\n', which opens one; use a chat_template.jinja"),
         (KEEPS, ANSWER, "turn 2 has no thought, .* begin its `content` with the thought, from <think>"),
-        (OPENS, ANSWER, "turn 2 has no thought, .* in `reasoning_content`, or give the row .*'enable_thinking': False"),
+        (OPENS, ANSWER, "turn 2 has no thought, .* in `reasoning_content`, or give the row .*.enable_thinking.: false"),
+        (CLOSES, ANSWER | {"reasoning_content": "hm"}, "has a thought, .*; give .*enable_thinking.: true"),
         (template("{{ m.content }}<end>", "<a>Answer:"), ANSWER, "does not write 'Answer:' of it before this answer"),
         ("{{ messages | length }}" + PLAIN, ANSWER, "writes the earlier turns differently once the answer is there"),
     ],
