@@ -201,9 +201,12 @@ def forms(text: str) -> Iterator[str]:
     text = text.strip()
     yield _bare(text)
     plain, ascii_alone = _json(text, False), _json(text, True)
-    for form in (plain, ascii_alone, html.escape(text), repr(text)[1:-1]):
+    for form in (plain, ascii_alone, repr(text)[1:-1]):
         yield _bare(form)
-    yield _bare(html.escape(text).replace("&#x27;", "&#39;").replace("&quot;", "&#34;"))
+    for form in (text, plain):
+        escaped = html.escape(form)
+        yield _bare(escaped)
+        yield _bare(escaped.replace("&#x27;", "&#39;").replace("&quot;", "&#34;"))
     yield _bare(ascii_alone.translate(HTML_OF_JSON))
     yield from (_bare(_json(form, is_ascii)) for form in (plain, ascii_alone) for is_ascii in (False, True))
 

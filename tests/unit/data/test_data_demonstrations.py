@@ -97,6 +97,7 @@ HARMONY = template(
 HARMONY_CALL = 'get{"city": "Rome \\"x\\"", "days": 3}<call>'
 GLM = template("{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
                "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}")  # fmt: skip
+GLM_THINKS = template("{% if loop.last and m.reasoning_content %}{{ m.reasoning_content }};{% endif %}{{ m.content }}")
 PHI = template("{{ m.content }}<end>\n", last="<doc>")
 
 
@@ -110,7 +111,10 @@ PHI = template("{{ m.content }}<end>\n", last="<doc>")
         (HARMONY, [USER, CALLS, RESULT, ANSWER], ("<call>",), [HARMONY_CALL, "good day<doc>"]),
         (GLM, [USER, ANSWER], ("<u>", "<o>"), ["good day<u>"]),
         (GLM, [USER, CALLS, RESULT, ANSWER], ("<u>", "<o>"), ['getcity=Rome "x"days=3<o>', "good day<u>"]),
+        (GLM, [USER, CALLS], ("<u>", "<o>"), ['getcity=Rome "x"days=3<o>']),
+        (GLM_THINKS, [USER, ANSWER | {"reasoning_content": "hm"}], ("<u>", "<o>"), ["hm;good day<u>"]),
         (GLM, [USER, ANSWER], (), ["good day<doc>"]),
+        (template(" {{ m.content }}<end>", "<a>\n"), [USER, ANSWER], ("<end>",), ["good day<end>"]),
         (PHI, [USER, ANSWER, USER, ANSWER], ("<end>",), ["good day<end>", "good day<end>"]),
         (OPENS, [USER, ANSWER | {"reasoning_content": "hm"}], ("<end>",), ["hm</think>good day<end>"]),
         (KEEPS, [USER, ANSWER | {"content": "<think>hm</think>good day"}], ("<end>",), ["hm</think>good day<end>"]),
@@ -186,7 +190,9 @@ def test_the_remedies_are_right(trained):
     assert trained(THINKS, USER, both)[0] == ["<think>hm</think>good day<end>"]
 
 
-@pytest.mark.parametrize("written", ["{{ m.content | tojson }}", "{{ m.content | e }}", "{{ m.content }}"])
+@pytest.mark.parametrize(
+    "written", ["{{ m.content | tojson }}", "{{ m.content | e }}", "{{ m.content | tojson | e }}", "{{ m.content }}"]
+)
 @pytest.mark.parametrize("content", ['{"temp":20}', '"sunny"', "<b>&</b>", "x'y", 'ä"ö\n', "R&D", "\\frac"])
 def test_a_turn_may_be_written_as_json_or_html(trained, write, written, content):
     source = template(written + "<end>", tool=written)
@@ -220,6 +226,15 @@ def test_histories_may_lose_thoughts_but_no_text_and_no_call(write, source, turn
             load_supervised(demonstration, tokenizer_of(source), 999, turns="last")
 
 
+def test_the_name_of_a_lost_call_may_stand_elsewhere(write):
+    source = "{% for tool in tools %}{{ tool.name }}{% endfor %}" + PLAIN
+    call = CALLS | {"tool_calls": [{"function": {"name": "get", "arguments": {}}}]}
+    with pytest.raises(ValueError, match="turn 2 of the role assistant: .*does not write `tool_calls`"):
+        load_prompts(
+            write({"messages": [USER, call, USER], "tools": [{"name": "get"}]}), tokenizer_of(source), Rules(999)
+        )
+
+
 @pytest.mark.parametrize("calls", ["text", [1], {"name": "get"}])
 def test_calls_are_a_list_of_mappings(trained, calls):
     with pytest.raises(ValueError, match=r"`messages\[1\]` must have `tool_calls` as a list of mappings"):
@@ -232,7 +247,7 @@ def test_the_texts_that_end_answers(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [first, first + 1, 9999]}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": first}))
     assert end_ids(tmp_path) == {first, first + 1, 9999}
-    known = {first: "<end>", first + 1: "<call>"}
+    known = {first: "<end>", first + 1: "<call>", 9999: "two"}
     assert end_texts(tmp_path, known.get, lambda text: tokenizer.encode(text)) == ("<end>", "<call>")
 
 
