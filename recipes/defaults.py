@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 from megatron_rl.config.load import merge_arguments, validate
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.rewards import FormatReward
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 Config = TypeVar("Config", bound=BaseConfig)
 Grpo = TypeVar("Grpo", bound=GrpoRunConfig)
+Sft = TypeVar("Sft", bound=SftRunConfig)
 
 
 def read_config(
@@ -56,7 +58,7 @@ def _key(given: Mapping[str, Any], section: str, key: str) -> Any:
 
 def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: None) -> Config:
     """The configuration of a run, with numbers of layers in the place of `auto`, and without a delimiter that the model
-    does not have.
+    does not have, and with rows that its positions hold.
 
     Args:
         tell: is called with a sentence about each value that the user may not expect, the data type included.
@@ -67,7 +69,23 @@ def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: Non
     if "dtype" not in config.model.model_fields_set and config.model.dtype == "float32":
         tell("model.dtype is float32, because trainers run on the CPU, which has no units for bfloat16")
     config = with_layers(config)
+    if isinstance(config, SftRunConfig):
+        return _with_length(config, tell)
     return _with_delimiter(config, tell) if isinstance(config, GrpoRunConfig) else config
+
+
+def _with_length(config: Sft, tell: Callable[[str], None]) -> Sft:
+    sft = config.sft
+    if "max_tokens" in sft.model_fields_set:
+        return config
+    try:
+        positions = planned_shape(config).max_positions
+    except (ValueError, OSError):  # the preflight tells it, with all other faults
+        return config
+    if positions >= sft.max_tokens:
+        return config
+    tell(f"sft.max_tokens is {positions}, the positions of {config.model.path}")
+    return config.model_copy(update={"sft": sft.model_copy(update={"max_tokens": positions})})
 
 
 def _with_delimiter(config: Grpo, tell: Callable[[str], None]) -> Grpo:

@@ -70,6 +70,8 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
         _describe_critic(config, table)
     if isinstance(config, SftRunConfig):
         table.add_row("rows of a step", f"{config.sft.rows_per_step}, of at most {config.sft.max_tokens} tokens")
+        trained = {"all": "all turns of the assistant", "last": "the last turn"}[config.sft.turns]
+        table.add_row("trained in chats", f"{trained}, with the stop token (sft.turns)")
     console.print(table)
     if not config.cluster.gpus_per_trainer and config.cluster.device == "auto":
         told = "this plan gives trainers no GPU; cluster.device=gpu plans for GPUs"

@@ -6,7 +6,9 @@ python recipes/sft.py FILE.yaml ... section.key=value ... [--dry-run] [--resume 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import cast
 
 from rich.console import Console
@@ -26,7 +28,7 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_policy,
 )
 from megatron_rl.recipes.screen import waiting  # noqa: E402
-from megatron_rl.types import Tokenizer  # noqa: E402
+from megatron_rl.types import Tokenizer, Tokens  # noqa: E402
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -45,15 +47,23 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream, load_supervised
-    from megatron_rl.data.tokenizer import open_tokenizer
+    from megatron_rl.data.encode import plain_ids
+    from megatron_rl.data.tokenizer import end_texts, open_tokenizer
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
 
     tokenizer = open_tokenizer(config.model.path)
     sft = config.sft
-    rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row)
-    if skipped:
-        console.print(f"[yellow]{sft.rows}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
+    token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
+    ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
+
+    def load(source: Path | str) -> list[tuple[str, Tokens]]:
+        rows, skipped = load_supervised(source, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
+        if skipped:
+            console.print(f"[yellow]{source}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
+        return rows
+
+    rows, heldout = load(sft.rows), load(sft.eval) if sft.eval is not None else []
     digest = RowsDigest()
     for uid, tokens in rows:
         digest.add(uid, tokens.ids)
@@ -84,7 +94,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
             policy.start(is_resumed=checkpoints.first_step > 0)
             observe_run(config, sink, [policy])
         with sink, interrupt.training():
-            done = train_supervised(config, spec.shape, policy, stream, (sink, checkpoints), interrupt)
+            done = train_supervised(config, spec.shape, policy, stream, heldout, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
     if done == config.run.steps:

@@ -141,8 +141,9 @@ class DataConfig(_Questions):
     the same rate are in random order. Every row then needs this column, a number from 0 to 1, which
     tools/filter_difficulty.py writes. Later epochs are shuffled; 0 shuffles all."""
     deduplicate: bool = False
-    """Whether rows of a source that repeat an earlier row's question (as tokens) and `ground_truth` are removed.
-    Questions with several ground truths are kept and counted."""
+    """Whether rows of a source that repeat an earlier row's question (as tokens) and all its other columns are removed.
+    Columns that only name a row, such as `id` and `question_id`, and `pass_rate` may differ. Questions with several
+    ground truths are kept and counted."""
     cache: Path | None = None
     """The folder that keeps the tokenized rows of files for the next start; null keeps nothing. Files in it are added
     and never removed."""

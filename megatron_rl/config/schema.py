@@ -40,17 +40,29 @@ from megatron_rl.types import Adapters, ModelShape
 class SftConfig(Section):
     rows: Rows
     """The rows, from the same kinds of files as `data.train`. A row has `prompt` and `completion`, or `messages` whose
-    last turn is the assistant's."""
+    last turn is the assistant's, or `text` (all tokens are trained), or `conversations` (ShareGPT), or `instruction`,
+    `input` and `output` (Alpaca)."""
+    eval: Rows | None = None
+    """Held-out rows, whose loss is reported as `eval/loss`; null means none."""
+    eval_every: Annotated[int, Field(ge=0)] = 0
+    """The number of steps between evaluations; 0 evaluates only before the first step and after the last one."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
+    turns: Literal["all", "last"] = "all"
+    """Which turns of the assistant are trained in a row of chat turns, each with its stop token. `all` needs a chat
+    template that writes an earlier turn as it was written when it was the last; a template that leaves out earlier
+    thoughts does not, and such a row is bad. `last` trains the last turn alone."""
     max_tokens: PositiveInt = 4096
-    """The largest length of a row in tokens, prompt and completion together."""
+    """The largest length of a row in tokens, prompt and completion together. If it is not given, at most the model's
+    positions."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to one that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""
 
     def conflicts(self, run: SftRunConfig) -> Iterator[str]:
         cap = run.balance.max_tokens_per_microbatch
+        if self.eval_every and self.eval is None:
+            yield f"sft.eval_every is {self.eval_every}, but sft.eval gives no held-out rows; give them, or remove it"
         if run.policy.routing_replay:
             yield "policy.routing_replay replays the choices of engines, and supervised training has none; remove it"
         if run.cluster.colocate:

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, UndefinedError
 
 from megatron_rl.data.rows import BadRow
+from megatron_rl.data.written import require_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-MAX_WORDS = 50
-"""The number of words of a turn that are looked for in the text that a template writes."""
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -60,13 +57,25 @@ def chat_text(
         ValueError: the tokenizer has no chat template.
         BadRow: the template refuses the turns, raises any other error, or leaves one out.
     """
+    text = rendered(tokenizer, turns, add_generation_prompt, arguments)
+    require_turns(turns, text, lambda other: rendered(tokenizer, other, add_generation_prompt, arguments))
+    return text
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    arguments: Mapping[str, Any],
+) -> str:
+    """The text of `chat_text`, which may leave out turns and parts of them."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; use rows with "
             f"`prompt` (plain text), or a model folder with chat_template.jinja"
         )
     try:
-        text = str(
+        return str(
             tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns],
                 **arguments,
@@ -78,31 +87,16 @@ def chat_text(
         if isinstance(error, TemplateError) and not isinstance(error, UndefinedError):
             raise BadRow(f"the chat template refuses `messages`: {error}") from error
         raise template_fault(error, turns) from error
-    _require_written(turns, text)
-    return text
-
-
-def _require_written(turns: Sequence[Mapping[str, Any]], text: str) -> None:
-    """
-    Raises:
-        BadRow: a turn of somebody else than the model is not in the text: no word of it occurs there. Templates leave
-            out roles that they do not know, such as `human`.
-    """
-    text = text.casefold()
-    for number, turn in enumerate(turns, start=1):
-        content = turn.get("content")
-        words = content.casefold().split(maxsplit=MAX_WORDS)[:MAX_WORDS] if isinstance(content, str) else []
-        if words and turn.get("role") != "assistant" and not any(word in text for word in words):
-            raise BadRow(
-                f"the chat template writes nothing of turn {number}, whose role is {turn.get('role')!r}; use a role "
-                "that it knows, or correct the template"
-            )
 
 
 def template_fault(error: Exception, turns: Sequence[Mapping[str, Any]]) -> BadRow:
     """The error about a row on which a chat template raised what is not its own error."""
-    calls = [call.get("function", call) for turn in turns for call in turn.get("tool_calls") or ()]
+    kinds = {
+        type(call.get("function", call).get("arguments")) for turn in turns for call in turn.get("tool_calls") or ()
+    }
     hint = ""
-    if any(isinstance(call.get("arguments"), str) for call in calls):
+    if str in kinds:
         hint = "; the arguments of a tool call are text, and this template may need a mapping"
+    elif dict in kinds and "concatenate" in str(error):
+        hint = "; the arguments of a tool call are a mapping, and this template may need JSON text"
     return BadRow(f"the chat template fails on this row: {type(error).__name__}: {error}{hint}")

@@ -11,7 +11,8 @@
 | a data set of the hub | `hf://owner/name:split`, or `hf://owner/name/configuration:split` |
 
 Invariants (tests/unit/data): the same rows give the same items from files of every kind. A bad row either stops the run
-with an error that names file and row, or it is skipped and counted. A file that cannot be read stops the run. Blank
+with an error that names file and row, or it is skipped and counted. Rows say whether a library may have filled in None
+(`FilledRow`). A file that cannot be read stops the run. Blank
 lines and a byte-order mark are ignored. Only Parquet and Arrow need pyarrow, and only the hub needs `datasets`.
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_rl.config.data import name_on_hub
-from megatron_rl.data.rows import BadRow, OnBadRow, Row, plain_row
+from megatron_rl.data.rows import BadRow, FilledRow, OnBadRow, Row, plain_row
 
 T = TypeVar("T")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
@@ -176,16 +177,16 @@ def _located(rows: Iterable[tuple[int, Row | BadRow]], uid: str, place: str) -> 
 
 def _read_file(file: Path) -> Iterator[tuple[int, Row | BadRow]]:
     if file.suffix in (".parquet", ".arrow"):
-        return _numbered(_read_columns(file))
+        return _numbered(_read_columns(file), FilledRow)
     if file.suffix == ".json" and _is_list(file):
         return _numbered(_read_list(file))
     return _read_lines(file)
 
 
-def _numbered(values: Iterable[Any]) -> Iterator[tuple[int, Row | BadRow]]:
+def _numbered(values: Iterable[Any], kind: type[Row] = dict) -> Iterator[tuple[int, Row | BadRow]]:
     for number, value in enumerate(values, start=1):
         try:
-            yield number, plain_row(_checked(value))
+            yield number, kind(plain_row(_checked(value)))
         except BadRow as error:
             yield number, error
 
@@ -263,7 +264,7 @@ def _read_hub(source: str) -> Iterator[tuple[int, Row | BadRow]]:
         rows = datasets.load_dataset(name, configuration, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
-    return _numbered(rows)
+    return _numbered(rows, FilledRow)
 
 
 def check_hub(source: str) -> None:

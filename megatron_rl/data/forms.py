@@ -7,6 +7,8 @@
 | TRL | `prompt`, chat turns | any columns |
 | verl | `prompt`, chat turns | `reward_model.ground_truth`, `data_source` |
 
+Supervised rows may have further forms, see `supervised_forms.py`.
+
 TRL's columns `tools` and `chat_template_kwargs` are arguments of the chat template in every form with chat turns. The
 forms are documented in TRL's docs/dataset_formats, in verl's docs/preparation, and by the data sets of open-instruct.
 Chat turns may be a text of JSON.
@@ -27,9 +29,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.data.rows import BadRow, Row, Turns, listed_turns, text_of, turns_of, without_none
+from megatron_rl.data.rows import (
+    BadRow,
+    FilledRow,
+    Row,
+    Turns,
+    listed_turns,
+    text_of,
+    turns_of,
+    without_none,
+    without_none_outside,
+)
+from megatron_rl.data.supervised_forms import SupervisedForm, in_our_form
 
-Form = Literal["messages", "text", "TRL", "verl"]
+Form = Literal["messages", "text", "TRL", "verl"] | SupervisedForm
 QUESTIONS = ("messages", "prompt")
 """Alternative columns: a row has exactly one of them."""
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
@@ -42,6 +55,9 @@ DESCRIPTIONS: dict[Form, str] = {
     "TRL": "TRL's form: `prompt` (chat turns)",
     "verl": "verl's form: `prompt` (chat turns), `reward_model.ground_truth` is the `ground_truth`, and `data_source` "
     "the `dataset`",
+    "language modelling": "TRL's form for language modelling: `text`, all of which is trained",
+    "ShareGPT": "ShareGPT's form: `conversations`",
+    "Alpaca": "Alpaca's form: `instruction`, `input` and `output`",
 }
 
 
@@ -62,6 +78,9 @@ class Reading:
     in_turns: bool = False
     """Whether answers have several turns (`rollout.environment`), so that rows must be chats, and have no arguments of
     the chat template of their own."""
+
+    is_supervised: bool = False
+    """Whether rows have answers to train on, so that they may have the forms of `supervised_forms.py`."""
 
 
 WRITTEN_TURNS = re.compile(r"""\s*\[*\s*\{\s*["'](role|from|messages|conversations)["']\s*:""")
@@ -89,10 +108,15 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
             the run has a system prompt or arguments for the chat template.
     """
     columns = reading.columns
-    renamed = dict(row)
+    supervised: SupervisedForm | None = None
+    renamed = FilledRow(row) if isinstance(row, FilledRow) else dict(row)
     for name, source in columns.items():
         renamed[name] = _value(row, name, source)
-    question = _question_column(renamed, columns)
+    if reading.is_supervised:
+        renamed, supervised = in_our_form(renamed)
+    if supervised == "language modelling":
+        return Question(supervised, text_of(renamed, "text"), renamed, {})
+    question = _question_column(renamed, reading)
     value = renamed[question]
     rest = {name: one for name, one in renamed.items() if name not in (question, columns.get(question))}
     if question == "prompt" and not _are_turns(value):
@@ -113,7 +137,7 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
                 f"text; set data.columns={{messages: {columns.get('prompt', 'prompt')}}} to make it a turn of the user"
             )
         return Question("text", text, _in_dataset(rest, reading), {})
-    form: Form = "messages" if question == "messages" else "TRL"
+    form: Form = supervised or ("messages" if question == "messages" else "TRL")
     if question == "messages" and question in columns and isinstance(value, str) and not _are_turns(value):
         turns: Turns = ({"role": "user", "content": text_of(renamed, "messages")},)
     else:
@@ -132,7 +156,8 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
         for name, given in (("ground_truth", reward_model.get("ground_truth")), ("dataset", rest["data_source"])):
             if rest.get(name) is None:
                 rest[name] = given
-    return Question(form, turns, _in_dataset(rest, reading), _template_arguments(rest, reading.chat_template))
+    template = _template_arguments(rest, reading.chat_template, isinstance(row, FilledRow))
+    return Question(form, turns, _in_dataset(rest, reading), template)
 
 
 def _in_dataset(columns: Row, reading: Reading) -> Row:
@@ -142,12 +167,19 @@ def _in_dataset(columns: Row, reading: Reading) -> Row:
     return columns | {"dataset": reading.dataset}
 
 
-def _question_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+def _question_column(row: Mapping[str, Any], reading: Reading) -> str:
     """The column with the question. One that `data.columns` names wins over one that the row has by chance."""
+    columns = reading.columns
     candidates = [name for name in QUESTIONS if name in columns] or [name for name in QUESTIONS if name in row]
     present = [name for name in candidates if row[name] is not None]
     if len(present) == 1 or not present and candidates:
         return (present or candidates)[0]
+    if reading.is_supervised:
+        raise BadRow(
+            "a supervised row must have one of `messages`, `prompt` with `completion`, `text`, `conversations` and "
+            f"`instruction` with `output`, but this one has {'both' if present else f'only {sorted(row)}'}; rename its "
+            "columns"
+        )
     hint = "messages: messages" if present else "messages: question"
     raise BadRow(
         f"a row must have either `messages` (chat turns) or `prompt` (text, or chat turns as TRL and verl have them), "
@@ -172,19 +204,28 @@ def _value(row: Mapping[str, Any], name: str, source: str) -> Any:
     return value
 
 
-def _template_arguments(columns: Mapping[str, Any], of_run: Mapping[str, Any]) -> Row:
+def _template_arguments(columns: Mapping[str, Any], of_run: Mapping[str, Any], is_filled: bool) -> Row:
+    """
+    Args:
+        is_filled: whether a library may have filled in None.
+    """
     arguments = dict(of_run)
     tools, more = columns.get("tools"), columns.get("chat_template_kwargs")
     if tools:
-        arguments["tools"] = without_none(_parsed(tools, "tools", list))
+        arguments["tools"] = _cleared(tools, _parsed(tools, "tools", list), is_filled)
     if more:
-        arguments |= without_none(_parsed(more, "chat_template_kwargs", dict))
+        arguments |= _cleared(more, _parsed(more, "chat_template_kwargs", dict), is_filled)
     if reserved := RESERVED & arguments.keys():
         raise BadRow(
             f"`chat_template_kwargs` and data.chat_template must not hold {sorted(reserved)}, which the run decides; "
             f"remove it"
         )
     return arguments
+
+
+def _cleared(given: Any, parsed: Any, is_filled: bool) -> Any:
+    """An argument of the chat template without the None that nobody has written. No library fills in what is JSON."""
+    return without_none(parsed) if is_filled and not isinstance(given, str) else without_none_outside(parsed)
 
 
 def _parsed(value: Any, column: str, kind: type) -> Any:

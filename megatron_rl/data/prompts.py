@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -22,9 +23,9 @@ from megatron_rl.config.thinking import ColumnBudget
 from megatron_rl.data.cache import Tell, keep, tokenizer_digests
 from megatron_rl.data.encode import batch_ids, chat_text, encodable
 from megatron_rl.data.files import BadRows, ReadRow, good_row, read_rows
-from megatron_rl.data.forms import Question, Reading, recognise
+from megatron_rl.data.forms import TEMPLATE_COLUMNS, Question, Reading, recognise
 from megatron_rl.data.prompt_table import PromptTable, Tally
-from megatron_rl.data.rows import BadRow, LongRow, OnBadRow
+from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, without_none
 from megatron_rl.data.stream import RowsDigest
 from megatron_rl.types import Prompt
 
@@ -52,7 +53,8 @@ class Rules:
     prefix_values: PrefixValues | None = None
     """Which right answers a row may have."""
     deduplicate: bool = False
-    """Whether of the rows with the same question, as tokens, and the same ground truth only the first is kept."""
+    """Whether of rows with the same question, as tokens, and the same columns for the rewards only the first is kept.
+    Columns that only name a row, and `pass_rate`, may differ."""
 
 
 def load_prompts(
@@ -118,7 +120,7 @@ def _prompts(
             except BadRow as error:
                 bad.add(read, error)
                 continue
-            if rules.deduplicate and not known.adds(ids, question.columns.get("ground_truth")):
+            if rules.deduplicate and not known.adds(ids, question.columns):
                 tally.num_duplicates += 1
                 continue
             uid = read.uid if reading.dataset is None else f"{reading.dataset}/{read.uid}"
@@ -130,25 +132,49 @@ def _prompts(
     tally.num_ambiguous, tally.digest = known.num_ambiguous, str(digest)
 
 
+NAMES_OF_ROWS = re.compile(
+    r"_?(?:id|uid|uuid|guid|idx|index|qid|pid)"
+    r"|(?:row|example|sample|item|instance|question|query|problem|prompt|task|conversation|data|doc|document|unique)_?"
+    r"(?:id|uid|uuid|idx|index)|__index_level_\d+__|Unnamed: \d+",
+    re.IGNORECASE,
+)
+"""The columns that only name or number a row. `answer_idx` and `label_id` are no such columns: they are answers."""
+UNCOMPARED = ("pass_rate", *TEMPLATE_COLUMNS)
+"""Further columns that make no other question: a measurement, and what the tokens of the question have in them."""
+
+
 class _Known:
-    """The questions that were there before, with their ground truths."""
+    """The questions that were there before, with the columns that their rewards get."""
 
     def __init__(self) -> None:
+        self._asked: set[bytes] = set()
         self._truths: dict[bytes, tuple[bytes, ...]] = {}
 
-    def adds(self, ids: Iterable[int], truth: Any) -> bool:
-        """Whether question and ground truth are new together; they are known from then on."""
-        question, answer = _digest(list(ids)), _digest(truth)
-        known = self._truths.get(question, ())
-        if answer in known:
+    def adds(self, ids: Iterable[int], columns: Row) -> bool:
+        """Whether question and columns are new together; they are known from then on. Any column may decide what a
+        reward gives, so that all are compared but the names of rows, also inside `extra_info`."""
+        question = _digest(list(ids))
+        row = question + _digest(without_none(_compared(columns)))
+        if row in self._asked:
             return False
-        self._truths[question] = (*known, answer)
+        self._asked.add(row)
+        truths, truth = self._truths.get(question, ()), _digest(columns.get("ground_truth"))
+        if truth not in truths:
+            self._truths[question] = (*truths, truth)
         return True
 
     @property
     def num_ambiguous(self) -> int:
         """The number of questions with several ground truths."""
         return sum(len(truths) > 1 for truths in self._truths.values())
+
+
+def _compared(columns: Row) -> Row:
+    return {
+        name: _compared(value) if name == "extra_info" and isinstance(value, dict) else value
+        for name, value in columns.items()
+        if name not in UNCOMPARED and not NAMES_OF_ROWS.fullmatch(name)
+    }
 
 
 def _digest(value: Any) -> bytes:

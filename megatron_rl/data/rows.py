@@ -17,6 +17,11 @@ Turns = tuple[dict[str, Any], ...]
 """Chat turns. Each has `role` and `content` as text."""
 
 
+class FilledRow(dict[str, Any]):
+    """A row from a library that gives all mappings in a column the same keys, and fills in None (Parquet, Arrow,
+    `datasets`). In rows from JSON, None is what somebody has written."""
+
+
 class BadRow(ValueError):
     """The error about one row; `BadRows` adds file and row."""
 
@@ -68,13 +73,16 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 def turns_of(row: Mapping[str, Any], key: str = "messages") -> Turns:
     """The chat turns in a column: a list of {"role": ..., "content": ...}.
 
-    Further keys of a turn stay if they have a value: Parquet and Arrow give all turns of a file the same keys, and fill
-    them with None. As in OpenAI's form, `content` may be a list of parts of text, and null if there are `tool_calls`.
+    Further keys of a turn and of its calls stay if they have a value. Arguments of a call keep their None unless
+    a library may have filled it in. As in OpenAI's form, `content` may be a list of parts of text, and null if there
+    are calls.
     """
-    turns = listed_turns(row.get(key))
+    value = row.get(key)
+    turns = listed_turns(value)
     if not turns:
-        raise BadRow(f"`{key}` must be a list of chat turns and not empty, but it is {row.get(key)!r}")
-    return tuple(_turn(turn, f"`{key}[{index}]`") for index, turn in enumerate(turns))
+        raise BadRow(f"`{key}` must be a list of chat turns and not empty, but it is {value!r}")
+    is_filled = isinstance(row, FilledRow) and not isinstance(value, str)
+    return tuple(_turn(turn, f"`{key}[{index}]`", is_filled) for index, turn in enumerate(turns))
 
 
 def listed_turns(value: Any) -> list[Any] | None:
@@ -88,10 +96,18 @@ def listed_turns(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _turn(turn: Any, place: str) -> dict[str, Any]:
+CALLS = ("tool_calls", "function_call")
+"""The keys of a turn with calls of tools: OpenAI's present form, and its earlier one."""
+
+
+def _turn(turn: Any, place: str, is_filled: bool) -> dict[str, Any]:
+    """
+    Args:
+        is_filled: whether a library may have filled in None.
+    """
     if isinstance(turn, dict):
         content = turn.get("content")
-        if content is None and turn.get("tool_calls"):
+        if content is None and any(turn.get(key) for key in CALLS):
             turn = turn | {"content": ""}
         elif isinstance(content, list):
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -99,7 +115,34 @@ def _turn(turn: Any, place: str) -> dict[str, Any]:
             turn = turn | {"content": "".join(part["text"] for part in content)}
     if not isinstance(turn, dict) or not all(isinstance(turn.get(k), str) for k in ("role", "content")):
         raise BadRow(f"{place} must have `role` and `content` as text, but it is {turn!r}")
-    return {name: without_none(value) for name, value in turn.items() if value is not None}
+    for key, kind in (("tool_calls", list), ("function_call", dict)):
+        calls = turn.get(key)
+        if calls and not (isinstance(calls, kind) and all(isinstance(one, dict) for one in _as_list(calls))):
+            raise BadRow(
+                f"{place} must have `{key}` as a {'list of mappings' if kind is list else 'mapping'}: {calls!r}"
+            )
+    return {
+        name: without_none(value) if is_filled or name not in CALLS else without_none_outside(value)
+        for name, value in turn.items()
+        if value is not None
+    }
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def without_none_outside(value: Any) -> Any:
+    """Calls or tools without the keys that have None and only describe them, such as `id` and `description`. What is
+    deeper, arguments and JSON schemas, stays: None has a meaning there."""
+    if isinstance(value, list):
+        return [without_none_outside(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {key: one for key, one in value.items() if one is not None}
+    if isinstance(function := kept.get("function"), dict):
+        kept["function"] = {key: one for key, one in function.items() if one is not None}
+    return kept
 
 
 def without_none(value: Any) -> Any:

@@ -10,6 +10,7 @@ Invariant: the tokenizer is the one that AutoTokenizer returns.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,28 @@ def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     loader: Any = getattr(transformers, name)  # its modules are imported by name, when they are asked for
     tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder)
     return tokenizer
+
+
+def end_ids(folder: Path) -> set[int]:
+    """The ids that end an answer by generation_config.json and config.json of a model's folder."""
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        found = _read(folder / name).get("eos_token_id")
+        ids |= {one for one in (found if isinstance(found, list) else [found]) if isinstance(one, int)}
+    return ids
+
+
+def end_texts(
+    folder: Path, text_of: Callable[[int], str | None], encode: Callable[[str], list[int]]
+) -> tuple[str, ...]:
+    """The texts of the tokens that end an answer.
+
+    Args:
+        text_of: gives the text of a token; None if there is no such token.
+        encode: gives the tokens of a text.
+    """
+    texts = {i: text_of(i) for i in sorted(end_ids(folder))}
+    return tuple(text for i, text in texts.items() if text and encode(text) == [i])
 
 
 def _known_class(folder: Path) -> str:

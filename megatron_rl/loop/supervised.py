@@ -4,6 +4,7 @@ reinforcement learning, with another objective."""
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,15 +12,16 @@ from megatron_rl.algorithms import loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.checkpoints import Checkpoints, WholeState
+from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
 from megatron_rl.loop.health import Health
+from megatron_rl.loop.heldout import heldout_loss
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Policy, Sink
-from megatron_rl.types import Credit, ModelShape, Shares, StepBatch, Tokens
+from megatron_rl.types import Credit, Metrics, ModelShape, Shares, StepBatch, Tokens
 
 
 def train_supervised(
@@ -27,17 +29,24 @@ def train_supervised(
     shape: ModelShape,
     policy: Policy,
     rows: ShuffledStream[tuple[str, Tokens]],
+    heldout: Sequence[tuple[str, Tokens]],
     records: tuple[Sink, Checkpoints],
     stopping: Stopping = NEVER,
 ) -> int:
     """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
-    done. A lost policy is restarted and continues with the newest state that is left."""
+    done. The loss of the held-out rows, if there are any, is in the record of the step before which it is computed, and
+    the last one in a record of its own. A lost policy is restarted and continues with the newest state that is left."""
     sink, checkpoints = records
     parts, stragglers, health = {"stream": rows}, Stragglers(), Health(sink, config)
+
+    def evaluated(step: int) -> Metrics:
+        with sink.phase("evaluate"):
+            return heldout_loss(config, shape, policy, heldout, step)
 
     def train_from(step: int) -> None:
         while step < config.run.steps:
             policy.mirror(step)
+            losses = evaluated(step) if heldout and (step == 0 or due(step, config.sft.eval_every)) else {}
             with sink.phase("plan"):
                 batch = StepBatch.of_rows(rows.next(), version=step)
                 credit = Credit(np.zeros(len(batch.names)), np.ones(len(batch.names), bool))
@@ -54,7 +63,7 @@ def train_supervised(
                 shares = deal(batch, plan, credit, weights, policy.mesh.data)
             start = time.perf_counter()
             with sink.phase("update"):
-                metrics = {**plan.metrics, **policy.begin(Shares(shares), {})}
+                metrics = {**losses, **plan.metrics, **policy.begin(Shares(shares), {})}
                 [updated], _ = policy.update({})
             metrics |= performance(config, metrics, time.perf_counter() - start)
             stragglers.count([updated], sink)
@@ -66,6 +75,8 @@ def train_supervised(
             whole.save_if_due(sink, is_last=step == config.run.steps, stops=stop)
             if stop:
                 return
+        if heldout:
+            sink.log(step, evaluated(step))
 
     step = checkpoints.restore(policy, parts)
     with WholeState(checkpoints, policy, parts) as whole:

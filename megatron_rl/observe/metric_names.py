@@ -79,6 +79,8 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "eval/recall@{k}": "the share of the right items that are among the first k (`rollout.beams`)",
         "eval/num_samples": "held-out answers",
         "eval/abstained": "held-out answers without a score",
+        "eval/loss": "the mean loss of a trained token of `sft.eval`, in nats",
+        "eval/tokens": "the number of trained tokens of `sft.eval`",
         "eval/response_mean": "the mean length of a held-out answer, in tokens",
         "eval/dataset/{dataset}/reward_mean": "the same of the rows of one data set, if there are several",
         "eval/dataset/{dataset}/response_mean": "the mean length of the answers to these rows, in tokens",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,11 +16,14 @@ from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstration_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.prompts import check_columns, check_length, question_of
-from megatron_rl.data.rows import BadRow, Row, Turns
-from megatron_rl.data.supervised import demonstration_of, ended
+from megatron_rl.data.rows import BadRow, Row
+from megatron_rl.data.supervised import check_length as check_demonstration
+from megatron_rl.data.supervised import ids_of
+from megatron_rl.data.written import require_turns
 from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
@@ -36,8 +39,13 @@ ROWS_AT_LEAST = 100
 Tell = Callable[[str], None]
 
 
+class Unrendered(Exception):
+    """Only transformers can render a chat, or nobody can."""
+
+
 class _Lengths:
-    """Counts the tokens of rows, as far as this is possible without transformers."""
+    """Checks what the chat template writes of rows, and counts their tokens, as far as this is possible without
+    transformers."""
 
     def __init__(self, tokenizer: TokenizerFiles | None) -> None:
         self.without_template = False
@@ -47,6 +55,7 @@ class _Lengths:
         self.fault: str | None = None
         """What is wrong with the chat template."""
         self._tokenizer = tokenizer if tokenizer and tokenizer.core else None
+        self._ends = tokenizer.ends if tokenizer else ()
         self._template: ChatTemplate | None = None
         self._no_template = tokenizer is not None and tokenizer.template is None
         if tokenizer and tokenizer.template:
@@ -60,33 +69,35 @@ class _Lengths:
 
     def of_prompt(self, question: Question, bound: int) -> int | None:
         """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound."""
-        text: str | None
         if isinstance(question.messages, str):
             text = question.messages
         else:
-            text = self._render(question.messages, question.template, add_generation_prompt=True)
-        if text is None or self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
+            try:
+                text = self._render(question.messages, True, question.template)
+            except Unrendered:
+                return None
+            require_turns(question.messages, text, lambda turns: self._render(turns, True, question.template))
+        if self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
             return None
         return len(self._tokenizer.ids(text))
 
-    def of_demonstration(self, demonstration: tuple[str, str] | Turns, template: Row, bound: int) -> int | None:
-        """The number of a supervised row's tokens, including its end of sequence; None if it is not known, or if it is
-        certainly within the bound."""
-        given: Any = demonstration  # a pair of texts, or turns
-        is_text = isinstance(given[0], str)
-        prompt, completion = given if is_text else ("", self._render(given, template))
-        if completion is None or self._tokenizer is None or len((prompt + completion).encode()) < bound:
+    def of_demonstration(self, row: Row, turns: TrainedTurns, bound: int) -> int | None:
+        """The number of a supervised row's tokens; None if it is not known, or if it is certainly within the bound."""
+        try:
+            demonstration = demonstration_of(row, Template(self._render, self._ends, turns))
+        except Unrendered:
             return None
-        core = self._tokenizer.core
-        assert core is not None, "it is not kept otherwise"
-        eos = core.token_to_id(self._tokenizer.special.get("eos_token", ""))
-        ids = self._tokenizer.ids(completion)
-        return len(self._tokenizer.ids(prompt)) + len(ids if eos is None else ended(ids, eos))
+        texts = "".join(text for part in demonstration.parts for text in part)
+        if self._tokenizer is None or len(texts.encode()) < bound:  # a stop token may be added
+            return None
+        return len(ids_of(demonstration, self._tokenizer.ids, 0)[0])
 
-    def _render(self, turns: Turns, template: Row, add_generation_prompt: bool = False) -> str | None:
+    def _render(self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, arguments: Row) -> str:
         self.without_template |= self._no_template
-        text = self._template.render(turns, add_generation_prompt, template) if self._template else None
+        text = self._template.render(turns, add_generation_prompt, arguments) if self._template else None
         self.unknown |= text is None
+        if text is None:
+            raise Unrendered
         return text
 
 
@@ -117,7 +128,7 @@ def faults_of_hub(config: BaseConfig) -> list[str]:
 def _sources(config: BaseConfig) -> dict[str, Path | str | None]:
     """The rows of a run by their keys, as files, folders and names of the hub; None if it has none for evaluations."""
     if isinstance(config, SftRunConfig):
-        return {"sft.rows": config.sft.rows}
+        return {"sft.rows": config.sft.rows, "sft.eval": config.sft.eval}
     if not isinstance(config, GrpoRunConfig):
         return {}
     train, heldout = config.data.train, {"data.eval": config.data.eval}
@@ -133,12 +144,14 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     if isinstance(config, SftRunConfig):
         sft = config.sft
 
-        def check_demonstration(row: Row) -> None:
-            length = lengths.of_demonstration(*demonstration_of(row), sft.max_tokens)
-            if length is not None and length > sft.max_tokens:
-                raise BadRow(f"the row has {length} tokens, but sft.max_tokens is {sft.max_tokens}")
+        def check_row(row: Row) -> None:
+            length = lengths.of_demonstration(row, sft.turns, sft.max_tokens)
+            if length is not None:
+                check_demonstration(length, sft.max_tokens)
 
-        faults += _file("sft.rows", sft.rows, check_demonstration, sft.on_bad_row, ROWS_S, tell)
+        given = {key: source for key, source in _sources(config).items() if source is not None}
+        for key, of_rows in given.items():
+            faults += _file(key, of_rows, check_row, sft.on_bad_row, ROWS_S / len(given), tell)
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
         longest, data = config.rollout.max_prompt_tokens, config.data
@@ -186,7 +199,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         asked = {name for reward in config.rewards for name in reward.datasets or ()}
         if unseen := sorted(asked - named):
             tell(f"rewards: no row that was checked has the `dataset` {unseen[0]!r}, which a reward's `datasets` names")
-        known = frozenset(columns)
+        known = frozenset(columns) if forms else None
         if heldout:
             faults += check_source(heldout)
         faults += _faults_of_functions(config, known, tell)
@@ -202,11 +215,11 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     return faults
 
 
-def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str], tell: Tell) -> list[str]:
+def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str] | None, tell: Tell) -> list[str]:
     """Check what judges and trains: the sandbox, and the functions that the configuration names.
 
     Args:
-        columns: of the training rows that were checked.
+        columns: of the training rows that were checked, without the question; None if no good row was.
     """
     faults: list[str] = []
     if any(isinstance(reward, CodeReward) for reward in config.rewards):
@@ -216,7 +229,7 @@ def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str], tell: T
         except SandboxError as error:
             faults.append(f"the code reward has no sandbox on this machine: {error}")
     for reward in config.rewards:
-        if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, columns or None)):
+        if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, columns)):
             faults.append(fault)
     own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
     backend = config.rollout.backend

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from megatron_rl.data.encode import template_fault
 from megatron_rl.data.rows import BadRow
+from megatron_rl.data.tokenizer import end_texts
 
 SLOW_FORMS = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
 """The files that transformers can read if there is no tokenizer.json: SentencePiece, byte-level BPE, WordPiece."""
@@ -26,6 +27,7 @@ class TokenizerFiles:
     Attributes:
         core: the tokenizer in tokenizer.json; None if the folder has a tokenizer of another form.
         special: the special tokens by their roles, without roles that have no token.
+        ends: the texts of the tokens that end an answer, as far as they are known.
         template: the source of the chat template; None if there is none.
 
     Raises:
@@ -58,6 +60,8 @@ class TokenizerFiles:
             role: token if isinstance(token, str) else token["content"] for role, token in tokens.items() if token
         }
         self.template = _template(folder, config)
+        ends = end_texts(folder, self.core.id_to_token, self.ids) if self.core else ()
+        self.ends = tuple(dict.fromkeys((*([eos] if (eos := self.special.get("eos_token")) else []), *ends)))
 
     def ids(self, text: str) -> list[int]:
         """The tokens of the text, without special tokens that a post-processor would add. `core` must not be None."""

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.data.tokenizer import end_ids
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
@@ -24,11 +25,7 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
     Raises:
         ValueError: no file of the folder names one.
     """
-    ids: set[int | None] = {_special_id(folder, "eos_token")}
-    for name in ("generation_config.json", "config.json"):
-        found = _read(folder / name).get("eos_token_id")
-        ids |= set(found) if isinstance(found, list) else {found}
-    named = [token for token in ids if token is not None]
+    named = {token for token in (_special_id(folder, "eos_token"), *end_ids(folder)) if token is not None}
     if not named:
         raise ValueError(f"{folder} names no end-of-sequence token: set eos_token_id in its config.json")
     return tuple(sorted(named))

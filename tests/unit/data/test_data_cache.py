@@ -257,7 +257,7 @@ def test_duplicates_are_left_out_and_ambiguous_questions_are_counted(tokenizer, 
         tmp_path / "rows.jsonl",
         {"prompt": "1+1=", "ground_truth": {"a": 1, "b": 2}},
         {"prompt": "1+2=", "ground_truth": "3"},
-        {"prompt": "1+1=", "ground_truth": {"b": 2, "a": 1}, "level": 2},
+        {"prompt": "1+1=", "ground_truth": {"b": 2, "a": 1}, "pass_rate": 0.5, "id": 7},
         {"prompt": "1+2=", "ground_truth": 3},
         {"prompt": "1+2=", "ground_truth": "3"},
         {"prompt": "1+3="},
@@ -282,6 +282,27 @@ def test_duplicates_are_left_out_and_ambiguous_questions_are_counted(tokenizer, 
     everything = load_prompts(rows, tokenizer, Rules(10, "skip"))
     assert len(everything) == 6 and everything.tally.num_duplicates == 0
     assert everything.tally.digest != kept.tally.digest
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "kept"),
+    [
+        ("solution", ("1", "2"), 2),
+        ("reward_model", ({"ground_truth": "1"}, {"ground_truth": "2"}), 2),
+        ("dataset", ("a", "b"), 2),
+        ("answer_idx", (0, 1), 2),
+        ("target", (None, 1), 2),
+        ("target", (None, None), 1),
+        ("extra_info", ({"index": 1, "answer": "1"}, {"index": 2, "answer": "1"}), 1),
+        ("extra_info", ({"index": 1, "answer": "1"}, {"index": 1, "answer": "2"}), 2),
+        ("question_id", (1, 2), 1),
+        ("pass_rate", (0.1, 0.2), 1),
+        ("chat_template_kwargs", ({}, {"effort": "high"}), 1),
+    ],
+)
+def test_rows_whose_rewards_get_other_columns_are_no_duplicates(tokenizer, tmp_path, column, values, kept):
+    rows = write(tmp_path / "rows.jsonl", *({"prompt": "1+1=", column: value} for value in values), {"prompt": "2"})
+    assert len(load_prompts(rows, tokenizer, Rules(10, deduplicate=True))) == kept + 1
 
 
 def test_text_that_is_no_unicode_is_a_bad_row(tokenizer, tmp_path):

@@ -172,7 +172,11 @@ def test_supervised_rows(tokenizer, write, row, prompt, completion):
         ({"prompt": "1"}, "`completion` must be text"),
         ({"messages": [USER]}, "must end with a turn of the role assistant, not user"),
         ({"prompt": [USER], "completion": [USER]}, "`completion` must end with a turn of the role assistant, not user"),
-        ({"prompt": [USER], "completion": [ASSISTANT] * 3}, "`completion` must be one turn .* it has 3 turns"),
+        (
+            {"prompt": [USER], "completion": [ASSISTANT, USER]},
+            "`completion` must end with a turn of the role assistant",
+        ),
+        ({"prompt": "1", "completion": " "}, "`completion` is blank"),
         ({"prompt": [USER], "completion": "yo"}, "`completion` must be a list of chat turns"),
         ({"messages": [ASSISTANT]}, "the prompt has no tokens"),
     ],

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import DataConfig, GrpoRunConfig
 from megatron_rl.data.forms import Reading, recognise
-from megatron_rl.data.rows import BadRow
+from megatron_rl.data.rows import BadRow, FilledRow
 
 USER = {"role": "user", "content": "How many clips did Natalia sell altogether?"}
 VERL = {
@@ -112,6 +112,31 @@ def test_tools_and_arguments_of_the_template_as_trl_has_them(stored):
         "enable_thinking": False,
     }
     assert question.columns == {name: row[name] for name in ("tools", "chat_template_kwargs")}
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"enum": [None, 1], "default": None, "anyOf": [{"const": None}]}}}
+
+
+@pytest.mark.parametrize("stored", [lambda value: value, json.dumps])
+@pytest.mark.parametrize("kind", [dict, FilledRow])
+def test_none_in_arguments_and_schemas_stays_unless_a_library_filled_it_in(stored, kind):
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"a": None, "b": [{"c": None}]}}}
+    turns = [USER, {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}]
+    old = {"role": "assistant", "function_call": {"name": "f", "arguments": {"a": None}}, "content": None}
+    tools = [{"type": "function", "function": {"name": "f", "description": None, "parameters": SCHEMA}}]
+    question = recognise(kind(prompt=stored([*turns, old]), tools=stored(tools)), Reading())
+    _, called, called_before = question.messages
+    if kind is FilledRow and stored is not json.dumps:
+        arguments, schema = {"b": [{}]}, {"type": "object", "properties": {"x": {"enum": [None, 1], "anyOf": [{}]}}}
+    else:
+        arguments, schema = {"a": None, "b": [{"c": None}]}, SCHEMA
+    assert called == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+    }
+    assert called_before["function_call"]["arguments"] == ({"a": None} if "a" in arguments else {})
+    assert question.template == {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
 
 
 def test_the_system_prompt_and_the_template_arguments_of_a_run():

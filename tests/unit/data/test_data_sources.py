@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.data.files import BATCH_ROWS, check_hub, files_of, load_rows, read_rows
 from megatron_rl.data.forms import Reading, recognise
-from megatron_rl.data.rows import BadRow
+from megatron_rl.data.rows import BadRow, FilledRow
 
 ROWS = [
     {
@@ -86,7 +86,9 @@ def test_a_file_of_every_kind_gives_the_rows_and_their_names(tmp_path, name):
 def test_all_kinds_give_the_same_rows(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("kinds")
     for name in NAMES:
-        assert [one.row for one in read_rows(write(folder / name, rows))] == rows, name
+        read = [one.row for one in read_rows(write(folder / name, rows))]
+        assert read == rows, name
+        assert {isinstance(row, FilledRow) for row in read} == {not name.startswith("rows.json")}, name
 
 
 def test_a_large_file_keeps_the_order_of_its_rows(tmp_path):

@@ -129,3 +129,25 @@ def test_supervised_training_has_the_same_data_type(tmp_path, monkeypatch):
         },
     )
     assert with_defaults(config).model.dtype == "float32"
+
+
+@pytest.mark.parametrize("given, expected", [({}, 128), ({"max_tokens": 4096}, 4096), ({"max_tokens": 64}, 64)])
+def test_rows_of_supervised_training_are_no_longer_than_the_models_positions(tmp_path, given, expected):
+    sizes = write_config(tmp_path, 128)
+    merged = {"run": {"name": "x", "steps": 3}, "model": {"path": str(sizes)}, "sft": {"rows": "rows", **given}}
+    told = []
+    assert with_defaults(validate(SftRunConfig, merged), told.append).sft.max_tokens == expected
+    assert any(note.startswith("sft.max_tokens is 128, the positions of") for note in told) == (not given)
+    write_config(tmp_path, 8192)
+    assert with_defaults(validate(SftRunConfig, merged)).sft.max_tokens == given.get("max_tokens", 4096)
+
+
+def write_config(folder, positions):
+    """The configuration of a small Qwen3; returns its folder."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": positions}
+    named = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rope_theta": 1e4}
+    (folder / "config.json").write_text(
+        json.dumps(sizes | named | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False})
+    )
+    return folder

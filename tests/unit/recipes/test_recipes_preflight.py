@@ -694,6 +694,17 @@ def test_a_reward_gets_the_arguments_that_it_takes(home, source, reward, message
     assert found == [] if message is None else len(found) == 1 and message in found[0]
 
 
+def test_a_reward_cannot_ask_for_columns_of_rows_that_have_only_a_question(home):
+    (home / "mine.py").write_text("def f(completions, solution, **columns): ...")
+    rows("bare.jsonl", {"prompt": "1"})
+    reward = {"kind": "function", "path": "mine:f"}
+    [fault] = faults(grpo(rewards=[reward], data={"train": "bare.jsonl"}))
+    assert "asks for the argument 'solution', which nobody offers" in fault
+    rows("bad.jsonl", {"question": "1"})
+    [fault] = faults(grpo(rewards=[reward], data={"train": "bad.jsonl"}))
+    assert "bad.jsonl:1" in fault, "the columns of rows that cannot be read are not known"
+
+
 def test_rows_that_compute_score_could_not_score_are_told(home):
     (home / "mine.py").write_text("def f(solution_str, ground_truth): ...")
     rows("train.jsonl", {"prompt": "1"}, {"prompt": "1", "reward_model": {"ground_truth": "2"}})
@@ -877,7 +888,7 @@ def test_less_time_to_start_than_it_takes_is_refused(home):
         ({"prompt": "1+1=", "completion": "234<eos>"}, None),
         ({"prompt": "1"}, "`completion` must be text"),
         ({"messages": [{"role": "user", "content": "1"}]}, "must end with a turn of the role assistant"),
-        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, but sft.max_tokens is 8"),
+        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the prompt has no tokens: turn 1 is the assist"),
     ],
 )
 def test_supervised_rows(home, row, message):
