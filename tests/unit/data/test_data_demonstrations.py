@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.data import Rules, load_prompts, load_supervised
-from megatron_rl.data.demonstrations import Template, demonstration_of
-from megatron_rl.data.encode import rendered
-from megatron_rl.data.rows import BadRow
 from megatron_rl.data.tokenizer import end_ids, end_texts
-from megatron_rl.preflight.tokenizer_files import ChatTemplate
 
 ENDS = ("<end>", "<call>", "<u>", "<o>", "<doc>")
 USER = {"role": "user", "content": "hi there"}
@@ -249,22 +244,6 @@ def test_the_texts_that_end_answers(tmp_path):
     assert end_ids(tmp_path) == {first, first + 1, 9999}
     known = {first: "<end>", first + 1: "<call>", 9999: "two"}
     assert end_texts(tmp_path, known.get, lambda text: tokenizer.encode(text)) == ("<end>", "<call>")
-
-
-@pytest.mark.parametrize("source", [PLAIN, THINKS, FORGETS, OPENS, CUTS, KEEPS, HARMONY, GLM, PHI, EITHER, CALLS_NAMED])
-def test_the_dry_run_divides_rows_as_the_run_does(source):
-    tokenizer, quick = tokenizer_of(source), ChatTemplate(source, {"eos_token": "<doc>"})
-    renders = partial(rendered, tokenizer), lambda turns, prompt, given: quick.render(turns, prompt, given)
-    thought = ANSWER | {"reasoning_content": "hm"}
-    for turns in ([USER, ANSWER], [USER, thought], [USER, CALLS, RESULT, ANSWER], [USER, thought, USER, thought]):
-        for which in ("all", "last"):
-            found = []
-            for render in renders:
-                try:
-                    found.append(demonstration_of({"messages": turns}, Template(render, ("<doc>", "<end>"), which)))
-                except BadRow as error:
-                    found.append(str(error))
-            assert found[0] == found[1]
 
 
 def test_all_tokens_of_a_text_are_trained_but_the_first(trained):
