@@ -49,7 +49,7 @@ class SftConfig(Section):
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"
-    """Which turns of the assistant are trained in a row of chat turns, each with its stop token. `all` needs a chat
+    """The turns of the assistant that are trained in a row of chat turns, each with its stop token. `all` needs a chat
     template that writes an earlier turn as it was written when it was the last; a template that leaves out earlier
     thoughts does not, and such a row is bad. `last` trains the last turn alone."""
     max_tokens: PositiveInt = 4096

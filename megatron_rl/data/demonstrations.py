@@ -35,7 +35,7 @@ class Template(NamedTuple):
     ends: tuple[str, ...]
     """The texts of the stop tokens."""
     turns: TrainedTurns
-    """Which turns of the assistant are trained."""
+    """The turns of the assistant that are trained: `all` or `last`."""
 
 
 class Exchange(NamedTuple):
@@ -137,8 +137,8 @@ class _Chat:
         return before, start, completion
 
     def _start(self, i: int, before: str, text: str) -> int:
-        """Where an answer begins: after the generation prompt. If the template writes another one before this answer,
-        only their white space may differ."""
+        """The place where an answer begins, after the generation prompt. If the template writes another prompt before this
+        answer, the two may differ in white space alone."""
         if text.startswith(before):
             return len(before)
         history, common = self._written(self.turns[:i]), len(commonprefix([before, text]))
@@ -212,7 +212,7 @@ class _Chat:
         return ", or ".join(found) or "use a chat_template.jinja whose generation prompt opens none"
 
     def _switched(self, i: int, thinks: bool) -> str:
-        """Which argument of the template makes the generation prompt fit the answer; empty if none does."""
+        """The argument of the template that makes the generation prompt fit the answer; empty if none does."""
         for name in SWITCHES:
             if self._fits(None, self.turns[: i + 1], {name: thinks}):
                 return f"give the row the column `chat_template_kwargs` with {json.dumps({name: thinks})}"

@@ -172,7 +172,7 @@ def _parsed(parse: Callable[..., Any], text: str, **options: Any) -> Any:
 
 
 MOST_BITS = 10_000
-"""Of a number in an answer. Within them, no scorer takes longer than a few milliseconds."""
+"""The largest size of a number in an answer. Python would compute `9**9**9` for longer than an answer may take."""
 
 
 def _bits(node: ast.AST) -> float:
