@@ -137,8 +137,8 @@ class _Chat:
         return before, start, completion
 
     def _start(self, i: int, before: str, text: str) -> int:
-        """The place where an answer begins, after the generation prompt. If the template writes another prompt before this
-        answer, the two may differ in white space alone."""
+        """The place where an answer begins, after the generation prompt. If the template writes another prompt there,
+        the two may differ in white space alone."""
         if text.startswith(before):
             return len(before)
         history, common = self._written(self.turns[:i]), len(commonprefix([before, text]))

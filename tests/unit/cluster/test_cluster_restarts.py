@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_rl.cluster import restarts, waiting
+from megatron_rl.cluster.engines import EngineRank
 from megatron_rl.ports import TooManyRestarts
 
 
@@ -56,6 +60,18 @@ def test_an_error_that_comes_again_before_anything_was_done_ends_the_run(monkeyp
     ):
         budget.spend("engine 0: head_dim=16", lasts=True)
     assert len(clock.pauses) == pauses, "it ends at once"
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (SimpleNamespace(alive=True, failure=lambda: ""), True),
+        (SimpleNamespace(alive=False, failure=lambda: "head_dim=16"), "head_dim=16"),
+        (SimpleNamespace(alive=False), ""),  # an engine of the user's own may not know why
+    ],
+)
+def test_an_engine_says_why_it_does_not_work(engine, said):
+    assert asyncio.run(EngineRank.alive(SimpleNamespace(engine=engine))) == said
 
 
 def test_what_is_older_than_an_hour_is_forgotten(monkeypatch):

@@ -115,7 +115,7 @@ def test_a_worker_that_is_lost_ends_what_is_waited_for_and_all_that_comes_later(
             await asyncio.wrap_future(future)
         with pytest.raises(RuntimeError, match="^a worker of vLLM has died$"):
             await thread.call(lambda: None)
-        assert not thread.alive
+        assert not thread.alive and thread.failure() == "a worker of vLLM has died"
 
     with_thread(lost)
 
