@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": ("recipes.tiny.demo", "teach a tiny model to add, on two CPU cores"),
     "demo-real": ("recipes.smollm2.demo", "teach a real small model one-digit sums, on two CPU cores"),
     "export": ("tools.export_checkpoint", "write any checkpoint of a run as a Hugging Face folder"),
+    "evaluate": ("tools.evaluate", "print accuracy, pass@k and maj@n of a model on rows with known answers"),
     "filter-difficulty": ("tools.filter_difficulty", "keep the prompts that a model neither always nor never answers"),
     "explain": ("recipes.explain", "name the answers and tokens that a metric of a step comes from"),
     "generate": ("tools.generate", "answer the prompts of a run's first steps without training, for rollout.replay"),

@@ -71,21 +71,47 @@ def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: Non
     config = with_layers(config)
     if isinstance(config, SftRunConfig):
         return _with_length(config, tell)
-    return _with_delimiter(config, tell) if isinstance(config, GrpoRunConfig) else config
+    return _with_delimiter(_with_room(config, tell), tell) if isinstance(config, GrpoRunConfig) else config
 
 
 def _with_length(config: Sft, tell: Callable[[str], None]) -> Sft:
     sft = config.sft
     if "max_tokens" in sft.model_fields_set:
         return config
-    try:
-        positions = planned_shape(config).max_positions
-    except (ValueError, OSError):  # the preflight tells it, with all other faults
-        return config
-    if positions >= sft.max_tokens:
+    positions = _positions(config)
+    if positions is None or positions >= sft.max_tokens:
         return config
     tell(f"sft.max_tokens is {positions}, the positions of {config.model.path}")
     return config.model_copy(update={"sft": sft.model_copy(update={"max_tokens": positions})})
+
+
+def _with_room(config: Grpo, tell: Callable[[str], None]) -> Grpo:
+    """Prompts that are not longer than half of the positions, and answers that fit into the rest, where these lengths
+    are not given."""
+    rollout, positions = config.rollout, _positions(config)
+    given = rollout.model_fields_set
+    if positions is None or "max_response_tokens" in given or rollout.thinking is not None:
+        return config
+    prompt = (
+        rollout.max_prompt_tokens if "max_prompt_tokens" in given else min(rollout.max_prompt_tokens, positions // 2)
+    )
+    if positions >= rollout.max_model_tokens or prompt >= positions:
+        return config
+    response = positions - prompt
+    tell(
+        f"rollout.max_prompt_tokens is {prompt} and rollout.max_response_tokens {response}, because "
+        f"{config.model.path} has {positions} positions"
+    )
+    room = {"max_prompt_tokens": prompt, "max_response_tokens": response}
+    return config.model_copy(update={"rollout": rollout.model_copy(update=room)})
+
+
+def _positions(config: BaseConfig) -> int | None:
+    """The number of positions of the model; None if its files cannot be read, which the preflight tells."""
+    try:
+        return planned_shape(config).max_positions
+    except (ValueError, OSError):
+        return None
 
 
 def _with_delimiter(config: Grpo, tell: Callable[[str], None]) -> Grpo:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
+
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.ports import StopRequested
+from megatron_rl.preflight.row_sources import training_sources
 from megatron_rl.recipes.defaults import read_config
-from megatron_rl.recipes.launch import console
+from megatron_rl.recipes.launch import Interrupt, console, note
 from megatron_rl.recipes.screen import waiting
+from megatron_rl.types import Group, GroupRequest, Prompt, Tokenizer
 
 if TYPE_CHECKING:
     from megatron_rl.cluster.engines import EngineGroup
@@ -23,6 +31,8 @@ SECTIONS = ("model", "data", "rollout", "rewards", "eval")
 """What the answers and their scores depend on."""
 FREE = {"num_engines", "tensor", "expert_parallel", "gpu_memory_utilization", "max_sequences", "prompts_per_step"}
 """The keys of `rollout` that may change when a tool goes on."""
+WAVES = 2
+"""Twice as many answers run as the engines decode at once, so that the engines never wait."""
 
 
 def config_without_trainers(arguments: Sequence[str], out: Path) -> GrpoRunConfig:
@@ -33,11 +43,32 @@ def config_without_trainers(arguments: Sequence[str], out: Path) -> GrpoRunConfi
     """
     own = [f"run.folder={out.parent}", f"run.name={out.name}", "cluster.colocate=false", "policy.routing_replay=false"]
     own.append("rollout.replay=null")
-    config = read_config(GrpoRunConfig, [*arguments, *own]).absolute()
+    config = read_config(GrpoRunConfig, [*arguments, *own], note).absolute()
     if config.model.weights is not None:
         raise ValueError(
             f"the engines load Hugging Face's form, but model.weights is {config.model.weights}; convert it with "
             f"tools/megatron_to_hf.py, give the result as model.path, and set model.weights=null"
+        )
+    return config
+
+
+def configured(arguments: Sequence[str], out: Path, samples: int) -> GrpoRunConfig:
+    """The configuration for tools that count right answers: `samples` answers to each row of `data.train`.
+
+    Raises:
+        ValueError: an error of `config_without_trainers`, or there are several sources of rows, or no reward decides
+            which answers are right.
+    """
+    own = [f"rollout.samples_per_prompt={samples}", "data.easy_first_epochs=0", "rollout.prefix_values=null"]
+    # Nothing is trained, so what an estimator needs is not asked: several answers, or a critic.
+    own += ["critic=null", "algorithm=null", "algorithm.adv_estimator.kind=reinforce_plus_plus"]
+    config = config_without_trainers([*arguments, *own], out)
+    if isinstance(config.data.train, tuple):
+        raise ValueError("data.train is a mixture; give its sources one by one: data.train=PATH, each with its --out")
+    if not config.deciding_rewards:
+        raise ValueError(
+            "no reward compares answers with a ground truth, so none decides which answers are right; name the one "
+            f"that does with eval.verifier, one of {[reward.label for reward in config.rewards]}"
         )
     return config
 
@@ -50,13 +81,16 @@ def settings_of(config: GrpoRunConfig) -> dict[str, Any]:
     return sections | {"seed": config.run.seed}
 
 
-def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings, or compare them with the settings of the earlier start.
+def check_settings(path: Path, settings: Mapping[str, Any], results: Sequence[Path]) -> None:
+    """Write the settings, or compare them with the settings of the earlier start if it has left results.
+
+    Args:
+        results: the files of results; some may be missing or empty.
 
     Raises:
         ValueError: they differ.
     """
-    if not path.exists():
+    if not path.exists() or not any(one.exists() and one.stat().st_size for one in results):
         path.write_text(json.dumps(settings, indent=1))
         return
     earlier = json.loads(path.read_text())
@@ -98,3 +132,94 @@ def engines_alone(
             engines.wait()
             verifiers.wait()
         yield engines, verifiers
+
+
+def answer_all(
+    config: GrpoRunConfig, out: Path, done: Container[str], check: Callable[[], None]
+) -> Iterator[tuple[Group, Tokenizer]]:
+    """Answer and judge the prompts of `data.train` whose uids are not in `done`, and show the progress. The groups come
+    as they are complete, each with its tokens as its payload. A prompt's answers depend on its number alone, so that a
+    tool that goes on finds the same ones.
+
+    Args:
+        check: is called several times a second, and ends the work by raising.
+
+    Raises:
+        ValueError: a row is bad.
+    """
+    from megatron_rl.data import Rules, load_prompts
+    from megatron_rl.data.tokenizer import open_tokenizer
+    from megatron_rl.verifiers.compose import required_columns
+
+    data, tokenizer = config.data, open_tokenizer(config.model.path)
+    required, column = required_columns(config.rewards), config.rollout.thought_column
+    rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required, column, deduplicate=data.deduplicate)
+    [source] = training_sources(data, config.rollout.environment)
+    prompts = load_prompts(source.path, tokenizer, rules, source.reading, data.cache, note)
+    note(f"{source.path}: {prompts.tally}")
+    decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
+    waiting = [(number, prompt) for number, prompt in enumerate(prompts) if prompt.uid not in done]
+    if not waiting:
+        return
+    columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("prompts", total=len(prompts), completed=len(prompts) - len(waiting))
+        for group in _answered(config, out, waiting, check):
+            yield group, decoder
+            progress.advance(task)
+
+
+def _answered(
+    config: GrpoRunConfig, out: Path, waiting_prompts: Sequence[tuple[int, Prompt]], check: Callable[[], None]
+) -> Iterator[Group]:
+    """The groups of prompts, which have numbers that seed their answers."""
+    from megatron_rl.cluster.stream import RayStream
+
+    rollout = config.rollout
+    with engines_alone(config, out / "logs", check) as (engines, verifiers):
+        stream = RayStream(config, engines, verifiers, in_turns=False)
+        left, under_way = list(reversed(waiting_prompts)), 0
+        most = -(-WAVES * rollout.num_engines * rollout.max_sequences // rollout.samples_per_prompt)
+        while left or under_way:
+            asked = [left.pop() for _ in range(min(len(left), most - under_way))]
+            under_way += len(asked)
+            own = [-1 - number for number, _ in asked]  # below 0: not for a run's journal
+            requests = [
+                GroupRequest(number, prompt, rollout.samples_per_prompt, (number,))
+                for number, (_, prompt) in zip(own, asked, strict=True)
+            ]
+            stream.ask(requests, version=0)
+            groups = stream.collect(0).groups.values()
+            under_way -= len(groups)
+            yield from (replace(group, payload=stream.tokens(group)) for group in groups)
+
+
+def run_tool(interrupt: Interrupt, work: Callable[[], None], stopped: Callable[[], str]) -> int:
+    """Work until the end, a signal or an error, tell how it ended, and return the exit status.
+
+    Args:
+        stopped: what is there after a stop, as a sentence.
+    """
+    try:
+        with interrupt.listening():
+            work()
+        return 0
+    except (StopRequested, KeyboardInterrupt):
+        console.print(f"Stopped. {stopped()}; the same command goes on.", markup=False, soft_wrap=True)
+        return 128 + (interrupt.signal or signal.SIGINT)
+    except (ValueError, OSError, RuntimeError) as error:
+        console.print("[bold red]error:[/]", end=" ")
+        console.print(str(error), markup=False, soft_wrap=True)
+        return 1
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; none if there is no file. A last line that a kill has cut is removed from
+    the file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        os.truncate(path, len(whole))
+    return [json.loads(line) for line in whole.splitlines()]

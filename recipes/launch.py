@@ -126,8 +126,8 @@ class Interrupt:
                 signal.signal(number, handler)
 
 
-def _note(note: str) -> None:
-    console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+def note(text: str) -> None:
+    console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _tell_hang_up(number: int, frame: object) -> None:
@@ -193,7 +193,7 @@ def launch(
     interrupt = Interrupt()
     try:
         with interrupt.listening():
-            config = read_config(kind, options.configuration, _note, planning=options.dry_run, in_job=options.slurm)
+            config = read_config(kind, options.configuration, note, planning=options.dry_run, in_job=options.slurm)
             resume = read_resume(options.resume)
             job = read_job(config, Path(program).stem, options.configuration)
             if options.slurm and isinstance(resume, int):

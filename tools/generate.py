@@ -6,15 +6,14 @@ OUT gets a file for each step, as `rollout.dump` writes them, and a run with `ro
 answers of step 0 equal the answers of such a run, up to rounding; later steps differ, because its weights would have
 changed.
 
-    python tools/generate.py configs/run/gsm8k_32b.yaml rollout.num_engines=8 --steps 20 --out rollouts/qwen3_32b
-    python recipes/grpo.py configs/run/gsm8k_32b.yaml run.steps=20 data.eval=null rollout.replay=rollouts/qwen3_32b
+    megatron-rl generate configs/run/gsm8k_32b.yaml rollout.num_engines=8 --steps 20 --out rollouts/qwen3_32b
+    megatron-rl grpo configs/run/gsm8k_32b.yaml run.steps=20 data.eval=null rollout.replay=rollouts/qwen3_32b
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,9 +25,14 @@ from typing import Any
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import path_of
 from megatron_rl.loop.run_lock import run_lock
-from megatron_rl.ports import StopRequested
 from megatron_rl.processes import piped
-from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
+from megatron_rl.recipes.engines_alone import (
+    check_settings,
+    config_without_trainers,
+    engines_alone,
+    run_tool,
+    settings_of,
+)
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
 
 quiet_environment()
@@ -79,28 +83,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
     interrupt, out = Interrupt(), options.out.absolute()
-    try:
-        with interrupt.listening():
-            config = config_without_trainers(
-                [*options.configuration, f"run.steps={options.steps}", "data.eval=null", *IN_TURNS], out
-            )
-            with run_lock(out):
-                log_to_file(out / "logs")
-                own = {
-                    "prompts_per_step": config.rollout.prompts_per_step,
-                    "algorithm": config.algorithm.model_dump(mode="json"),
-                }
-                check_settings(out / "settings.json", settings_of(config) | own)
-                generate(config, out, interrupt)
+
+    def work() -> None:
+        config = config_without_trainers(
+            [*options.configuration, f"run.steps={options.steps}", "data.eval=null", *IN_TURNS], out
+        )
+        with run_lock(out):
+            log_to_file(out / "logs")
+            own = {
+                "prompts_per_step": config.rollout.prompts_per_step,
+                "algorithm": config.algorithm.model_dump(mode="json"),
+            }
+            results = [path_of(out, step) for step in range(options.steps)]
+            check_settings(out / "settings.json", settings_of(config) | own, results)
+            generate(config, out, interrupt)
         console.print(f"{out} has the rollouts of {options.steps} steps; rollout.replay={out} trains on them")
-        return 0
-    except (StopRequested, KeyboardInterrupt):
-        console.print(f"Stopped. {out} has the steps that are done; the same command goes on.", soft_wrap=True)
-        return 128 + (interrupt.signal or signal.SIGINT)
-    except (ValueError, OSError, RuntimeError) as error:
-        console.print("[bold red]error:[/]", end=" ")
-        console.print(str(error), markup=False, soft_wrap=True)
-        return 1
+
+    return run_tool(interrupt, work, lambda: f"{out} has the steps that are done")
 
 
 if __name__ == "__main__":

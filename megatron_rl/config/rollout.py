@@ -99,17 +99,18 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """The number of answers to each prompt, which form a group."""
     max_prompt_tokens: PositiveInt = 1024
-    """The largest length of a prompt, in tokens. `data.on_bad_row` decides what happens to a longer one."""
+    """The largest length of a prompt, in tokens. `data.on_bad_row` decides what happens to a longer one.
+    The default is at most half of the model's positions."""
     max_response_tokens: PositiveInt = 4096
-    """The largest number of tokens after the prompt: thought, delimiter and answer together."""
+    """The largest number of tokens after the prompt, thought and answer together. The default is at most what the
+    prompt leaves of the model's positions."""
     expected_tokens: ExpectedTokens | None = None
     """The lengths of answers for a second estimate of the dry run, next to the one where every answer has the
     longest length. null means the lengths in the metrics of `run.folder`, if it has a run."""
     max_lag: NonNegativeInt = 0
     """The largest number of training steps between the weights that sampled a token and the weights that train on it.
     0: the engines and the trainer work in turns. Otherwise they work at the same time: generation continues while new
-    weights arrive, and up to max_lag + 1 batches of prompts are in progress or wait for a step. Use it with
-    `algorithm.correction`."""
+    weights arrive, and up to max_lag + 1 batches are in progress or wait. Use it with `algorithm.correction`."""
     late: Literal["wait", "requeue", "drop"] = "wait"
     """What a step with a full batch does about groups that are still running and would be too old for the next step.
     `wait`: it waits for them. `requeue`: it begins, and their prompts are generated again from the start with the next

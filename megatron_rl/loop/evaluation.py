@@ -59,19 +59,31 @@ def _by_dataset(groups: Sequence[Group]) -> Metrics:
 
 
 def _describe_answers(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
-    decided = [decide(config, verdicts_of([group])) for group in groups]
+    num = config.eval.samples_per_prompt
+    sizes = [2**i for i in range(1, num.bit_length())]
+    return describe_decided([decide(config, verdicts_of([group])) for group in groups], num, sizes)
+
+
+def describe_decided(
+    decided: Sequence[Sequence[tuple[bool, str | None]]], num_answers: int, sizes: Sequence[int]
+) -> Metrics:
+    """`eval/accuracy`, `eval/pass@k` for each k of `sizes`, and `eval/maj@n`, each with its interval.
+
+    Args:
+        decided: for each prompt, whether each scored answer is right, and its final answer; see `decide`.
+        num_answers: n, the number of answers to each prompt.
+    """
     right = [[is_right for is_right, _ in answers] for answers in decided if answers]
     metrics: Metrics = {}
     if right:
         flat = [one for answers in right for one in answers]
         metrics |= _accuracy("eval/accuracy", fmean(flat), [fmean(answers) for answers in right], len(flat))
-    num = config.eval.samples_per_prompt
-    for k in [2**i for i in range(1, num.bit_length())]:
+    for k in sizes:
         if passed := [pass_at_k(len(answers), sum(answers), k) for answers in right if len(answers) >= k]:
-            metrics |= _accuracy(f"eval/pass@{k}", fmean(passed), passed, len(passed) * num)
-    if num > 1 and any(final is not None for answers in decided for _, final in answers):
+            metrics |= _accuracy(f"eval/pass@{k}", fmean(passed), passed, len(passed) * num_answers)
+    if num_answers > 1 and any(final is not None for answers in decided for _, final in answers):
         voted = [majority(answers) for answers in decided if answers]
-        metrics |= _accuracy(f"eval/maj@{num}", fmean(voted), voted, len(voted))
+        metrics |= _accuracy(f"eval/maj@{num_answers}", fmean(voted), voted, len(voted))
     return metrics
 
 

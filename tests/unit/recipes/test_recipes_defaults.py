@@ -142,6 +142,25 @@ def test_rows_of_supervised_training_are_no_longer_than_the_models_positions(tmp
     assert with_defaults(validate(SftRunConfig, merged)).sft.max_tokens == given.get("max_tokens", 4096)
 
 
+@pytest.mark.parametrize(
+    ("given", "prompt", "response"),
+    [
+        ({}, 64, 64),
+        ({"max_prompt_tokens": 100}, 100, 28),
+        ({"max_prompt_tokens": 128}, 128, 4096),  # no answer has room: the preflight refuses it
+        ({"max_response_tokens": 500}, 1024, 500),  # as given: the preflight refuses it
+        ({"thinking": {"thought_tokens": 8, "response_tokens": 8}}, 1024, 4096),
+    ],
+)
+def test_prompts_and_answers_fit_into_the_models_positions_unless_they_are_given(tmp_path, given, prompt, response):
+    told = []
+    merged = {"run": {"name": "x", "steps": 3}, "model": {"path": str(write_config(tmp_path, 128))}}
+    merged |= {"data": {"train": "rows"}, "rollout": given}
+    rollout = with_defaults(validate(GrpoRunConfig, merged), told.append).rollout
+    assert (rollout.max_prompt_tokens, rollout.max_response_tokens) == (prompt, response)
+    assert any("has 128 positions" in note for note in told) == (prompt + response == 128)
+
+
 def write_config(folder, positions):
     """The configuration of a small Qwen3; returns its folder."""
     sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -88,10 +88,14 @@ def test_a_line_that_a_kill_has_cut_is_asked_again(tmp_path):
 
 def test_other_settings_are_refused_and_other_engines_are_not(tmp_path):
     path = tmp_path / "settings.json"
-    check_settings(path, settings_of(config()))
-    check_settings(path, settings_of(config(num_engines=2, max_sequences=7)))
+    results = [tmp_path / "pass_rates.jsonl"]
+    check_settings(path, settings_of(config(max_response_tokens=8)), results)
+    results[0].write_text("")
+    check_settings(path, settings_of(config()), results)  # the start before left nothing
+    results[0].write_text("{}\n")
+    check_settings(path, settings_of(config(num_engines=2, max_sequences=7)), results)
     with pytest.raises(ValueError, match="answers of other settings: rollout changed"):
-        check_settings(path, settings_of(config(max_response_tokens=8)))
+        check_settings(path, settings_of(config(max_response_tokens=8)), results)
 
 
 def test_the_configuration_is_that_of_a_run(tmp_path):
@@ -102,7 +106,7 @@ def test_the_configuration_is_that_of_a_run(tmp_path):
         configured([*OVERRIDES, "model.weights=checkpoint"], tmp_path / "out", 8)
     with pytest.raises(ValueError, match=r"name the one that does with eval.verifier, one of \['brevity'\]"):
         configured([*OVERRIDES, "rewards=[{kind: function, path: 'my_rewards:brevity'}]"], tmp_path / "out", 8)
-    with pytest.raises(ValueError, match="filter its sources one by one"):
+    with pytest.raises(ValueError, match="give its sources one by one"):
         configured([*OVERRIDES, "data.train=[{path: a.jsonl, weight: 1}]"], tmp_path / "out", 8)
 
 
