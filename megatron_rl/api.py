@@ -115,7 +115,8 @@ def sft(
     files: Sequence[str | os.PathLike[str]] = (),
     **sections: Any,
 ) -> Run:
-    """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`."""
+    """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`.
+    `sft={"epochs": 3}` takes the place of `steps`."""
     return start("sft", Inputs(model, data), name, files, _with_steps(sections, steps))
 
 
@@ -315,6 +316,8 @@ def require_new(folder: Path) -> None:
 
 
 def _with_steps(sections: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    if isinstance(sft := sections.get("sft"), Mapping) and sft.get("epochs") is not None:
+        return dict(sections)
     return {**sections, "run": {"steps": steps, **sections.get("run", {})}}
 
 

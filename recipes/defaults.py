@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +12,7 @@ from megatron_rl.config.load import merge_arguments, validate
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.rewards import FormatReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.data.files import read_rows
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
@@ -37,6 +40,8 @@ def read_config(
         ValueError: the configuration is refused, or there is no Ray at `cluster.ray_address`.
     """
     given = merge_arguments(arguments)
+    if kind is SftRunConfig and _key(given, "sft", "epochs") is not None:
+        given = _with_steps(given, tell)
 
     def has_gpus() -> bool:
         if in_job and (per_node := _key(given, "slurm", "gpus_per_node")) is not None:
@@ -49,6 +54,26 @@ def read_config(
         return count_gpus_of_ray(address) > 0
 
     return with_defaults(validate(kind, given, has_gpus), tell)
+
+
+def _with_steps(given: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """The configuration of a supervised run with the number of steps of its epochs.
+
+    Raises:
+        ValueError: it gives the number of steps, too, or is refused, or its rows cannot be read.
+    """
+    if _key(given, "run", "steps") is not None:
+        raise ValueError("sft.epochs and run.steps are both given, and each says how long the run is; set one to null")
+    with_one = {**given, "run": {**(given.get("run") or {}), "steps": 1}}
+    sft = validate(SftRunConfig, with_one, lambda: False).sft
+    assert sft.epochs is not None, "the caller has looked"
+    if isinstance(sft.rows, Path) and not sft.rows.exists():
+        raise ValueError(f"sft.rows: there is no {sft.rows}, and sft.epochs counts its rows")
+    num_rows = sum(1 for _ in read_rows(sft.rows))
+    steps = max(1, ceil(Fraction(str(sft.epochs)) * num_rows / sft.rows_per_step))
+    tell(f"run.steps is {steps:,}: {sft.epochs:g} epochs of {num_rows:,} rows, {sft.rows_per_step} in a step")
+    # The run has the number alone, so that the configuration in its folder can be given again.
+    return {**with_one, "run": {**with_one["run"], "steps": steps}, "sft": {**given["sft"], "epochs": None}}
 
 
 def _key(given: Mapping[str, Any], section: str, key: str) -> Any:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
+    PositiveFloat,
     PositiveInt,
     model_validator,
 )
@@ -46,6 +47,9 @@ class SftConfig(Section):
     """Held-out rows, whose loss is reported as `eval/loss`; null means none."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between evaluations; 0 evaluates only before the first step and after the last one."""
+    epochs: PositiveFloat | None = None
+    """How often all rows are trained, in the place of `run.steps`, which is then rows x epochs / `rows_per_step`,
+    rounded up. Rows that `on_bad_row` skips are counted, too."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"
@@ -106,22 +110,24 @@ class CheckpointConfig(Section):
     """The checkpoints of steps that are multiples of this number are never deleted; 0 means none."""
     keep_best: str | None = None
     """The name of an evaluation metric, such as `eval/accuracy`: the evaluated checkpoint with the largest value is
-    kept. A checkpoint is evaluated if its step is a multiple of `eval.every`. null means that no checkpoint is kept for
-    its value."""
+    kept, or with the smallest `eval/loss`. A checkpoint is evaluated if its step is a multiple of `eval.every`
+    (`sft.eval_every`). null means that no checkpoint is kept for its value."""
     export_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`. All exports are
     kept. 0 exports only the final model, as `hf`. tools/export_checkpoint.py exports any checkpoint later."""
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
-        if self.keep_best is not None and not (isinstance(run, GrpoRunConfig) and run.data.eval):
-            yield (
-                f"checkpoint.keep_best is {self.keep_best}, but this run evaluates nothing; "
-                + ("give held-out rows in data.eval" if isinstance(run, GrpoRunConfig) else "remove it")
-            )
-        elif isinstance(run, GrpoRunConfig) and self.keep_best not in (None, *run.eval_metrics):
+        if self.keep_best is None or self.keep_best in run.eval_metrics:
+            return
+        if run.eval_metrics:
             yield (
                 f"checkpoint.keep_best is {self.keep_best}, which no evaluation of this run reports; choose one of "
                 f"{', '.join(run.eval_metrics)}"
+            )
+        else:
+            key = "sft.eval" if isinstance(run, SftRunConfig) else "data.eval"
+            yield (
+                f"checkpoint.keep_best is {self.keep_best}, but this run evaluates nothing; give held-out rows in {key}"
             )
 
 
@@ -158,6 +164,12 @@ class BaseConfig(Section):
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
 
+    @property
+    def eval_metrics(self) -> list[str]:
+        """The metrics of an evaluation by which checkpoints can be compared, without the bounds of their intervals;
+        empty if the run has no held-out rows."""
+        return []
+
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
         """Each section reports its conflicts with other sections. All are reported at once."""
@@ -172,6 +184,10 @@ class SftRunConfig(BaseConfig):
     """The configuration of recipes/sft.py."""
 
     sft: SftConfig
+
+    @property
+    def eval_metrics(self) -> list[str]:
+        return [] if self.sft.eval is None else ["eval/loss"]
 
 
 class GrpoRunConfig(BaseConfig):
@@ -197,7 +213,8 @@ class GrpoRunConfig(BaseConfig):
 
     @property
     def eval_metrics(self) -> list[str]:
-        """The metrics of an evaluation by which checkpoints can be compared, without the bounds of their intervals."""
+        if not self.data.eval:
+            return []
         names = ["eval/reward_mean"]
         if self.deciding_rewards:
             beams, num = self.rollout.beams, self.eval.samples_per_prompt

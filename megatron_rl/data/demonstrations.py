@@ -80,6 +80,14 @@ def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstratio
     return _Chat(turns, question.template, template).divided(first)
 
 
+def _weight(turn: Turn, i: int) -> int:
+    """Whether a turn is trained, by the key `weight` of OpenAI's form."""
+    weight = turn.get("weight", 1)
+    if weight not in (0, 1):
+        raise BadRow(f"turn {i + 1} has the `weight` {weight!r}; it is 1, which trains the turn, or 0, which does not")
+    return int(weight)
+
+
 def _ended(text: str, ends: tuple[str, ...]) -> str:
     """The text up to its last stop token; all of it if it has none. Of several stop tokens in a row, the first counts:
     the model samples nothing after it."""
@@ -103,6 +111,9 @@ class _Chat:
         trained = [i for i in range(first, len(self.turns)) if self.turns[i]["role"] == "assistant"]
         if self.template.turns == "last":
             trained = trained[-1:]
+        trained = [i for i in trained if _weight(self.turns[i], i)]
+        if not trained:
+            raise BadRow("the `weight` of every turn that would be trained is 0; remove the row, or one of the weights")
         require_turns(self.turns, whole, self._written, trained)
         parts: list[Exchange] = []
         done = 0

@@ -23,7 +23,7 @@ from megatron_rl.ports import Policy, PolicyLost, Sink, StopRequested
 
 PATTERN = re.compile(r"step_(\d{6,})")
 SCORES = "scores.json"
-"""The file with the values of `checkpoint.keep_best`, in the folder of the checkpoints."""
+"""The file with the scores by `checkpoint.keep_best`, in the folder of the checkpoints; the largest one is the best."""
 KEPT = "kept.json"
 """The file with the steps whose checkpoints are kept for `megatron-rl explain`, in the same form."""
 EXTRA = "extra.json"
@@ -103,7 +103,7 @@ class Checkpoints:
         self._is_writing = False
         """Whether the policy is writing a checkpoint."""
         self._scores: dict[int, float] = _read_scores(folder / SCORES)
-        """The value of `keep_best` by step."""
+        """The value of `keep_best` by step, negative if small values are good."""
         self._kept: set[int] = set(_read_scores(folder / KEPT))
         """The steps whose checkpoints are never deleted."""
         steps = self.steps()
@@ -198,7 +198,7 @@ class Checkpoints:
         """Note the value by which the best checkpoint is kept, if the weights of this step were evaluated."""
         name = self.kept.keep_best
         if name is not None and name in metrics and self.folder.is_dir():
-            self._scores[step] = metrics[name]
+            self._scores[step] = -metrics[name] if name == "eval/loss" else metrics[name]
             (self.folder / SCORES).write_text(json.dumps(self._scores))
 
     def keep(self, step: int) -> None:

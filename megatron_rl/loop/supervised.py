@@ -41,7 +41,9 @@ def train_supervised(
 
     def evaluated(step: int) -> Metrics:
         with sink.phase("evaluate"):
-            return heldout_loss(config, shape, policy, heldout, step)
+            losses = heldout_loss(config, shape, policy, heldout, step)
+        checkpoints.judge(step, losses)
+        return losses
 
     def train_from(step: int) -> None:
         while step < config.run.steps:

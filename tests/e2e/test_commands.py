@@ -19,13 +19,17 @@ from safetensors import safe_open
 
 def test_supervised_training_learns_though_nobody_reads_its_output_any_more(recipe, run_here, task):
     """As with `| head` and a lost connection: the reader of the output goes, and the terminal hangs up."""
-    lines = (task / "demonstrations.jsonl").read_text().splitlines()[:200]
+    lines = (task / "demonstrations.jsonl").read_text().splitlines()
+    (recipe.folder / "heldout.jsonl").write_text("\n".join(lines[200:240]) + "\n")
+    lines = lines[:200]
     (recipe.folder / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "1+1="}']) + "\n")
     arguments = ["recipes/sft.py", "configs/run/tiny_sft.yaml", f"model.path={task}/model", "sft.rows=rows.jsonl"]
     arguments += ["policy.parallel.tensor=1"]
     refused = run_here(*arguments)
     assert refused.returncode == 1 and "rows.jsonl:201" in refused.stdout
-    command = recipe.command(*arguments, "sft.on_bad_row=skip", "run.steps=12", "policy.optimizer.warmup_steps=2")
+    arguments += ["sft.on_bad_row=skip", "sft.epochs=3.8", "run.steps=null", "policy.optimizer.warmup_steps=2"]
+    arguments += ["sft.eval=heldout.jsonl", "sft.eval_every=4", "checkpoint={every: 4, keep: 1, keep_best: eval/loss}"]
+    command = recipe.command(*arguments)
     started = subprocess.Popen(
         command,
         cwd=recipe.folder,
@@ -47,13 +51,17 @@ def test_supervised_training_learns_though_nobody_reads_its_output_any_more(reci
     assert started.wait(recipe.deadline_s) == 0, (run / "logs" / "driver.log").read_text()
     assert "the output cannot be written any more" in (run / "logs" / "driver.log").read_text()
     assert (run / "report.html").exists()
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    *records, last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(record["perf/tokens_per_s"] > 0 and "perf/mfu" not in record for record in records)
     # An update of Adam changes a parameter by about its learning rate; a process with torch has some 100 MB.
     assert all(0 < record["update_ratio"] < 0.1 and record["memory/trainer_bytes/max"] > 1e8 for record in records)
     losses = [record["loss"] for record in records]
     assert losses[0] == pytest.approx(math.log(64), abs=0.1), "random weights: uniform over the vocabulary"
-    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5, "3.8 epochs of 201 rows, 64 in a step"
+    heldout = {record["step"]: record["eval/loss"] for record in [*records, last] if "eval/loss" in record}
+    assert sorted(heldout) == [0, 4, 8, 12] and heldout[0] == pytest.approx(losses[0], abs=0.05)
+    kept = {int(path.name.removeprefix("step_")) for path in (run / "checkpoints").glob("step_*")}
+    assert kept == {12, min((4, 8, 12), key=heldout.get)}
     assert (run / "hf" / "model.safetensors").exists()
 
 

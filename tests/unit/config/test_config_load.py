@@ -174,6 +174,16 @@ def test_a_checkpoint_is_best_by_a_metric_that_the_run_reports(name):
     assert told.endswith("choose one of eval/reward_mean")
 
 
+def test_supervised_training_is_best_by_its_loss():
+    row = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}}
+    for rows, name, message in (
+        ({"eval": "e.jsonl"}, "eval/accuracy", "choose one of eval/loss"),
+        ({}, "eval/loss", "evaluates nothing; give held-out rows in sft.eval"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            validate(SftRunConfig, row | {"sft": {"rows": "r.jsonl"} | rows, "checkpoint": {"keep_best": name}})
+
+
 def test_supervised_training_has_no_choices_of_an_engine():
     row = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}, "sft": {"rows": "r.jsonl"}}
     config = row | {"balance": {"max_tokens_per_microbatch": 4096}, "policy": {"routing_replay": True}}

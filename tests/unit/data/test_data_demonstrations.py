@@ -130,6 +130,17 @@ def test_only_turns_of_the_completion_are_trained(trained):
     assert trained(source, row, which="last")[0] == [answer]
 
 
+def test_turns_of_weight_0_are_read_and_not_trained(trained):
+    """OpenAI's form of rows has the key."""
+    wrong = {"role": "assistant", "content": "a mistake", "weight": 0}
+    texts, whole = trained(PLAIN, USER, wrong, USER, ANSWER | {"weight": 1})
+    assert texts == ["good day<end>"] and "a mistake<end>" in whole
+    with pytest.raises(ValueError, match="the `weight` of every turn that would be trained is 0"):
+        trained(PLAIN, USER, wrong)
+    with pytest.raises(ValueError, match="turn 2 has the `weight` 0.5; it is 1"):
+        trained(PLAIN, USER, ANSWER | {"weight": 0.5})
+
+
 def test_a_thought_that_is_left_out_later_is_trained_in_the_last_turn_alone(trained):
     turns = [USER, ANSWER | {"reasoning_content": "hm"}]
     assert trained(FORGETS, *turns)[0] == ["<think>hm</think>good day<end>"]

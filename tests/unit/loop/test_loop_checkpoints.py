@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from small_ports import config
 
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState, critic_path
 
 
@@ -66,6 +68,18 @@ def test_the_newest_every_nth_and_the_best_are_kept(tmp_path):
     assert again.steps() == [4, 6, 8, 12, 13], "a resumed run knows the earlier values"
     save_all(again, policy, (14,), {14: 0.0})
     assert again.steps() == [4, 8, 12, 13, 14]
+
+
+def test_the_best_loss_is_the_smallest(tmp_path):
+    given = {"run": {"name": "x", "steps": 9}, "model": {"path": "m"}, "sft": {"rows": "rows", "eval": "held out"}}
+    supervised = validate(SftRunConfig, given | {"checkpoint": {"keep": 1, "keep_best": "eval/loss"}})
+    checkpoints, policy = Checkpoints(tmp_path, supervised, resume=None), Policy()
+    save_all(checkpoints, policy, (1, 2, 3))
+    checkpoints.judge(3, {"eval/loss": 0.5})
+    save_all(checkpoints, policy, (4,))
+    checkpoints.judge(4, {"eval/loss": 0.7})
+    save_all(checkpoints, policy, (5,))
+    assert checkpoints.steps() == [3, 5]
 
 
 def test_a_step_that_was_not_evaluated_is_not_the_best(tmp_path):

@@ -142,6 +142,23 @@ def test_rows_of_supervised_training_are_no_longer_than_the_models_positions(tmp
     assert with_defaults(validate(SftRunConfig, merged)).sft.max_tokens == given.get("max_tokens", 4096)
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [("1", 3), ("2", 5), ("0.8", 2), ("0.1", 1)])
+def test_epochs_are_as_many_steps_as_train_all_their_rows(tmp_path, epochs, steps):
+    """Ten rows, four in a step: two epochs are 20 rows, which fill five steps."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 10)
+    told = []
+    words = ["run.name=x", "model.path=nowhere", f"sft.rows={tmp_path}/rows.jsonl", "sft.rows_per_step=4"]
+    config = read_config(SftRunConfig, [*words, f"sft.epochs={epochs}"], told.append)
+    assert config.run.steps == steps
+    assert f"run.steps is {steps}: {epochs} epochs of 10 rows, 4 in a step" in told
+    again = read_config(SftRunConfig, [*words, f"run.steps={config.run.steps}"])
+    assert config == again, "the number of steps is all that the run knows of them"
+    with pytest.raises(ValueError, match="sft.epochs and run.steps are both given"):
+        read_config(SftRunConfig, [*words, "sft.epochs=1", "run.steps=3"])
+    with pytest.raises(ValueError, match="there is no .*none.jsonl, and sft.epochs counts its rows"):
+        read_config(SftRunConfig, [*words, "sft.epochs=1", f"sft.rows={tmp_path}/none.jsonl"])
+
+
 @pytest.mark.parametrize(
     ("given", "prompt", "response"),
     [
