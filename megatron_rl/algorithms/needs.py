@@ -42,7 +42,7 @@ class Needs:
         selects = cfg.loss.chooses_tokens
         weight = cfg.correction.weight if cfg.correction else None
         return cls(
-            logp_old=cfg.loss.anchor != "engine" or cfg.kl_in_reward,
+            logp_old=not cfg.is_around_engine or cfg.kl_in_reward,
             logp_ref=cfg.kl is not None,
             entropy=True,
             first_pass=selects or cfg.top_entropy_share < 1,

@@ -126,7 +126,7 @@ class PolicyObjective:
             of the bound c.
         ppo_kl: KL(anchor || pi), estimated by k3 = r - 1 - log r, whose terms are never negative and cannot cancel.
         ratio/mean, ratio/max, ratio/min: the ratio of pi to the anchor, within exp(+-20). The anchor is pi_old, or the
-            engine's policy if the loss needs no pi_old.
+            engine's policy (`algorithm.anchor`, or a loss that has it there).
         entropy: the mean entropy of the policy, in nats.
         logp/mean: the mean log-prob of the actions. On policy its negative estimates the entropy.
         kl: the mean KL to the reference policy, in nats.
@@ -142,7 +142,7 @@ class PolicyObjective:
         self.cfg = cfg
         self._token_loss = LOSSES[type(cfg.loss)](cfg.loss)
         self._select = SELECTIONS.get(type(cfg.loss))
-        self._around_engine = cfg.loss.anchor == "engine"
+        self._around_engine = cfg.is_around_engine
         self.needs = Needs.of(cfg)
         self._kl = None if cfg.kl_in_reward else cfg.kl
 

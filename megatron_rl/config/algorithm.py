@@ -145,6 +145,12 @@ class AlgorithmConfig(Section):
     loss_agg_tokens: PositiveInt | None = None
     """The constant length L, in tokens, of seq-mean-token-sum-norm, for example rollout.max_response_tokens. null is
     right for every other aggregation."""
+    anchor: Literal["old", "engine"] = "old"
+    """The policy in the denominator of the ratio. `old`: the weights at the step's start; with `updates_per_step: 1`
+    these are the current ones, so the ratio is 1 and no clip acts. `engine`: the weights that sampled the token, so the
+    clip bounds how far the policy moves away from them; the ratio is then the importance weight, too, and `correction`
+    must be null. If `loss`, `anchor` and `correction` are not given, a run with `rollout.max_lag` above 1 has
+    `engine`."""
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none."""
     kl: KlConfig | None = None
@@ -175,6 +181,16 @@ class AlgorithmConfig(Section):
     @property
     def kl_in_reward(self) -> bool:
         return self.kl is not None and self.kl.place == "reward"
+
+    @property
+    def is_around_engine(self) -> bool:
+        """Whether the ratio has the engine's policy in its denominator, which needs no forward pass."""
+        return "engine" in (self.anchor, self.loss.anchor)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether something bounds how far the policy moves away from weights of earlier steps that sampled."""
+        return self.is_around_engine or (self.correction is not None and bool(self.correction.reject))
 
     @property
     def is_per_token(self) -> bool:
@@ -219,9 +235,15 @@ class AlgorithmConfig(Section):
                 f"kl.place: reward gives each token a reward, which adv_estimator {self.adv_estimator.kind} ignores; "
                 "choose reinforce_plus_plus or gae, or set kl.place to loss"
             )
-        if loss.corrects and correction:
+        if self.anchor == "engine" and not loss.clips_ratio:
             raise ValueError(
-                f"loss {loss.kind} contains the importance weight of the engine's policy, and a correction would apply "
+                f"anchor engine is for losses that clip the ratio to pi_old, and {loss.kind} does not, or has its own "
+                "policy there; remove anchor, or choose dual_clip, gspo, gmpo, cispo or sapo"
+            )
+        if (loss.corrects or self.anchor == "engine") and correction:
+            which = f"loss {loss.kind}" if loss.corrects else "the ratio of anchor engine"
+            raise ValueError(
+                f"{which} contains the importance weight of the engine's policy, and a correction would apply "
                 "it twice; set algorithm.correction to null"
             )
         return self

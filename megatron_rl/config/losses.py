@@ -32,6 +32,8 @@ class PolicyLoss(Method):
     chooses_tokens: ClassVar[bool] = False
     """Whether some tokens, chosen from the whole mini-batch, are treated differently (`algorithms.losses.SELECTIONS`).
     """
+    clips_ratio: ClassVar[bool] = False
+    """Whether the loss clips pi / pi_old and nothing else, so that `algorithm.anchor` may be the engine's policy."""
     corrects: ClassVar[bool] = False
     """Whether the loss contains the importance weight of the engine's policy, so that no correction may be added."""
 
@@ -49,6 +51,7 @@ class DualClipLoss(PolicyLoss):
     )
     source: ClassVar[str] = "arXiv:1707.06347, arXiv:1912.09729 eq. 5"
     aggregation: ClassVar[Aggregation] = "token-mean"
+    clips_ratio: ClassVar[bool] = True
 
     kind: Literal["dual_clip"] = "dual_clip"
     clip_ratio_low: LowerClip = 0.2
@@ -65,6 +68,7 @@ class GspoLoss(PolicyLoss):
     formula: ClassVar[str] = "max(-A q, -A clip(q, 1 - eps_low, 1 + eps_high)), q = sg(s) pi / sg(pi)"
     source: ClassVar[str] = "arXiv:2507.18071 (GSPO-token)"
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    clips_ratio: ClassVar[bool] = True
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     kind: Literal["gspo"] = "gspo"
@@ -83,6 +87,7 @@ class GmpoLoss(PolicyLoss):
     )
     source: ClassVar[str] = "arXiv:2507.20673"
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    clips_ratio: ClassVar[bool] = True
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     kind: Literal["gmpo"] = "gmpo"
@@ -98,6 +103,7 @@ class CispoLoss(PolicyLoss):
     formula: ClassVar[str] = "-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi"
     source: ClassVar[str] = "arXiv:2506.13585"
     aggregation: ClassVar[Aggregation] = "token-mean"
+    clips_ratio: ClassVar[bool] = True
 
     kind: Literal["cispo"] = "cispo"
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -112,6 +118,7 @@ class SapoLoss(PolicyLoss):
     formula: ClassVar[str] = "-A (4 / tau) sigmoid(tau (r - 1)), with tau = tau_pos for A > 0, else tau = tau_neg"
     source: ClassVar[str] = "arXiv:2511.20347"
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    clips_ratio: ClassVar[bool] = True
 
     kind: Literal["sapo"] = "sapo"
     tau_pos: PositiveFloat = 1.0

@@ -9,6 +9,7 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -61,6 +62,7 @@ class Heading:
     """The path of the section that has the same keys, and where they are described."""
 
 
+@cache
 def parts() -> list[Heading]:
     """All sections, each followed by the sections inside."""
     fields = {**GrpoRunConfig.model_fields, "sft": SftRunConfig.model_fields["sft"]}

@@ -44,7 +44,7 @@ class Health:
             self._max_lag = config.rollout.max_lag
             if not self._max_lag:  # engines must wait for the trainer, also with active sampling
                 del self._rules["idle_engines"]
-            if config.algorithm.loss.anchor == "engine":  # its ratio is the one to the engine's policy
+            if config.algorithm.is_around_engine:  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
         longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)
         self._history: deque[Metrics] = deque(sink.recorded(longest), maxlen=longest)
@@ -123,7 +123,23 @@ def entropy(history: History) -> str:
         )
     return (
         f"{fallen}, and the mean reward has not risen meanwhile: the policy has stopped to explore. Lower "
-        "policy.optimizer.lr, raise the upper clip (algorithm.loss.clip_high), or set algorithm.entropy"
+        "policy.optimizer.lr, raise the upper clip (algorithm.loss.clip_ratio_high), or set algorithm.entropy"
+    )
+
+
+def evaluation(history: History) -> str:
+    """The intervals of the newest accuracy and of the best one do not meet."""
+    name = "eval/accuracy"
+    if name not in history[-1]:
+        return ""
+    best = max((metrics for metrics in history if name in metrics), key=lambda metrics: metrics[f"{name}_low"])
+    if history[-1][f"{name}_high"] >= best[f"{name}_low"]:
+        return ""
+    since = f"{best[name]:.3f} at step {best['step']:.0f}" if "step" in best else f"{best[name]:.3f}"
+    return (
+        f"the held-out accuracy is {history[-1][name]:.3f}, and it was {since}: the policy gets worse, whatever the "
+        "training rewards say. Lower policy.optimizer.lr; with rollout.max_lag above 1, set algorithm.anchor to "
+        "engine. checkpoint.keep_best keeps the best checkpoint, and --resume STEP continues from an earlier one"
     )
 
 
@@ -261,6 +277,7 @@ def disk(history: History, kept: CheckpointConfig) -> str:
 
 RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "entropy": entropy,
+    "evaluation": evaluation,
     "length": length,
     "thoughts": thoughts,
     "one_reward": one_reward,

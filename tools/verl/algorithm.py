@@ -215,6 +215,8 @@ def correction(settings: Settings, key: str, value: Any) -> Meaning:
     """The keys of `algorithm.rollout_correction`."""
     name, prefix = key.rpartition(".")[2], "algorithm.rollout_correction."
     weight, rejection = settings[prefix + "rollout_is"], settings[prefix + "rollout_rs"]
+    if settings[prefix + "bypass_mode"]:
+        return _bypass(settings, name, rejection)
     if name == "rollout_is":
         if value in ("token", "sequence"):
             ours = {"level": "token", "normalise": bool(settings[prefix + "rollout_is_batch_normalize"])}
@@ -244,12 +246,21 @@ def correction(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning(
             "mapped", {"algorithm.correction.reject": rules}, "for k1 the bounds are those of verl, inverted"
         )
-    if name == "bypass_mode" and value:
-        why = "the ratio is taken to the trainer's policy here, not to the engine's; leave it False"
-        return Meaning("not expressible", {}, why)
     if name in ("bypass_mode", "loss_type"):
         return Meaning("implied", {}, "the ratio is taken to the trainer's policy")
     return Meaning("not expressible", {}, "not known")
+
+
+def _bypass(settings: Settings, name: str, rejection: Any) -> Meaning:
+    """verl's bypass mode: the engine's log-probs are pi_old, so that the ratio is the importance weight, too."""
+    if rejection:
+        return Meaning("not expressible", {}, "rules of rejection are not known with the ratio to the engine's policy")
+    if settings["algorithm.rollout_correction.loss_type"] != "ppo_clip":
+        return Meaning("not expressible", {}, "with bypass_mode only loss_type ppo_clip is known")
+    if name == "bypass_mode":
+        ours: dict[str, Any] = {"algorithm.anchor": "engine", "algorithm.correction": None}
+        return Meaning("mapped", ours, "the ratio is taken to the engine's policy")
+    return Meaning("implied", {}, "bypass_mode has the importance weight in its ratio")
 
 
 def _rejections(rules: str, thresholds: Any) -> list[dict[str, Any]] | None:

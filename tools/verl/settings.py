@@ -125,6 +125,7 @@ DEFAULTS: dict[str, Any] = {
     "algorithm.rollout_correction.rollout_is_threshold": 2.0,
     "algorithm.rollout_correction.rollout_is_batch_normalize": False,
     "algorithm.rollout_correction.bypass_mode": False,
+    "algorithm.rollout_correction.loss_type": "ppo_clip",
     "custom_reward_function.name": "compute_score",
     "reward_model.enable": False,
     "reward_model.reward_manager": "naive",

@@ -171,6 +171,21 @@ def test_a_loss_around_the_engine_needs_no_old_log_probs_and_reports_the_mismatc
     assert metrics["mismatch/k3"] == pytest.approx((math.exp(-0.1) - 0.9 + math.exp(0.3) - 1.3) / 2)
 
 
+@pytest.mark.parametrize("kind", ["dual_clip", "gspo", "gmpo", "cispo", "sapo"])
+def test_around_the_engine_a_loss_is_what_it_is_around_an_old_policy_that_sampled(kind):
+    """Ratios to the engine on both sides of all clips; pi_old, which has no effect, is somewhere else."""
+    engine, ratios = [-1.0, -2.0, -1.5, -3.0, -0.5], real([2.0, 1.1, 0.3, 0.9, 6.0])
+    columns = columns_of([1] * 5, [1.0, -1.0, -2.0, 0.5, -1.0], [-9.0] * 5, engine, sample=[0, 0, 1, 1, 2], weight=0.2)
+    logp, cfg = real(engine) + ratios.log(), AlgorithmConfig(loss={"kind": kind}, correction=None, anchor="engine")
+    around_engine = PolicyObjective(cfg)
+    assert not around_engine.needs.logp_old
+    found = evaluate(around_engine, logp, replace(columns, logp_old_T=None), Denominators(5, 3))
+    usual = PolicyObjective(AlgorithmConfig(loss={"kind": kind}, correction=None))
+    expected = evaluate(usual, logp, replace(columns, logp_old_T=real(engine)), Denominators(5, 3))
+    assert found[:2] == expected[:2] and found[2].items() >= expected[2].items()
+    assert evaluate(around_engine, logp, columns, Denominators(5, 3))[:2] == expected[:2]
+
+
 def test_only_tokens_of_the_steps_own_weights_are_judged():
     objective = PolicyObjective(AlgorithmConfig(loss=DppoTvLoss(), correction=None))
     columns = replace(columns_of([1] * 3, [1.0] * 3, [0.0] * 3, [-1.0, -2.0, -3.0]), logp_old_T=None)
@@ -219,6 +234,8 @@ def test_supervised_golden():
         ({"loss": {"kind": "gmpo"}, "top_entropy_share": 0.2}, "top_entropy_share masks single tokens"),
         ({"loss": {"kind": "decoupled"}}, "a correction would apply it twice"),
         ({"loss": {"kind": "dppo_kl"}}, "a correction would apply it twice"),
+        ({"anchor": "engine"}, "the ratio of anchor engine contains .* a correction would apply it twice"),
+        ({"anchor": "engine", "loss": {"kind": "reinforce"}, "correction": None}, "reinforce does not, or has its own"),
         ({"loss": {"kind": "clip_cov", "cov_low": 5.0}}, "must be below cov_high"),
         ({"kl": {"estimator": "k1"}}, "the expectation of its gradient.*is zero"),
         ({"kl": {"place": "reward", "straight_through": True}}, "a KL in the reward has none"),

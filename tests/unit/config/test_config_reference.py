@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,3 +82,34 @@ def test_the_sections_are_listed(capsys):
     assert tool.main([]) == 0
     listed = capsys.readouterr().out
     assert "- `rollout`" in listed and "- `rewards`" in listed and "- `policy.optimizer[adam]`" not in listed
+
+
+SECTIONS = "algorithm balance bridge checkpoint cluster critic data eval observe policy rewards rollout sft slurm"
+NAMED = re.compile(rf"(?<![\w/.-])(?:{SECTIONS.replace(' ', '|')})(?:\.[a-z_]+)+")
+FILES = (".json", ".jsonl", ".log", ".py", ".yaml")
+FREE = ("policy.megatron.", "rollout.vllm.", "rollout.environment.arguments.")
+"""Mappings whose keys are another project's, or the user's."""
+OTHERS = {"data.train_files", "balance.fit_cost", "policy.parallel.alignment"}
+OTHERS |= {"rollout.program", "rollout.start.slot_rank", "slurm.launch"}
+"""A key of verl; functions, a property and modules that docstrings name by their room."""
+
+
+def named_keys(source: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from NAMED.findall(node.value)
+
+
+def exists(key: str) -> bool:
+    try:
+        return bool(find(key))
+    except ValueError:
+        return key.startswith(FREE)
+
+
+def test_the_keys_that_messages_and_docstrings_name_exist():
+    sources = [path for room in ("megatron_rl", "recipes", "tools") for path in (ROOT / room).rglob("*.py")]
+    found = {(key, path.name) for path in sources if path.parent.name != "verl" for key in named_keys(path)}
+    assert len(found) > 300 and not exists("algorithm.loss.clip_high")
+    missing = [(key, name) for key, name in sorted(found) if not key.endswith(FILES) and not exists(key)]
+    assert [one for one in missing if one[0] not in OTHERS] == []

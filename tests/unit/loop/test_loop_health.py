@@ -113,6 +113,19 @@ def test_an_entropy_that_falls_without_a_gain():
     assert run(gains)[0] == []
 
 
+def test_a_held_out_accuracy_that_falls_below_its_interval():
+    """As in a run whose policy was destroyed while the rewards of its older answers looked well."""
+
+    def evaluated(accuracy, low, high):
+        return HEALTHY | {"eval/accuracy": accuracy, "eval/accuracy_low": low, "eval/accuracy_high": high}
+
+    good, fine, bad = evaluated(0.87, 0.84, 0.9), evaluated(0.82, 0.79, 0.85), evaluated(0.5, 0.46, 0.54)
+    assert run([*steps(9), good, *steps(9), fine, *steps(9)])[0] == [], "the intervals meet"
+    [(rule, message)] = run([*steps(9), good, *steps(9), fine, *steps(9), bad, *steps(2)])[0]
+    assert rule == "evaluation" and "the held-out accuracy is 0.500, and it was 0.870" in message
+    assert run([HEALTHY | {"eval/reward_mean": 0.2}] * 3)[0] == []
+
+
 def test_steps_that_are_done_again_count_once():
     """A policy that was lost goes on from an earlier step."""
     cut = [HEALTHY | {"length/response_cut": 0.62, "step": step} for step in (7, 8, 8, 8)]

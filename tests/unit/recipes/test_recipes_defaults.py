@@ -142,6 +142,28 @@ def test_rows_of_supervised_training_are_no_longer_than_the_models_positions(tmp
     assert with_defaults(validate(SftRunConfig, merged)).sft.max_tokens == given.get("max_tokens", 4096)
 
 
+@pytest.mark.parametrize(
+    ("lag", "algorithm", "anchor", "said"),
+    [
+        (4, {}, "engine", "the clip is around the weights that sampled"),
+        (4, {"updates_per_step": 2}, "engine", "the clip is around the weights that sampled"),
+        (1, {}, "old", ""),
+        (4, {"loss": {"kind": "dual_clip"}}, "old", "no clip of dual_clip acts"),
+        (4, {"loss": {"kind": "decoupled"}, "correction": None}, "old", "no clip of decoupled acts"),
+        (4, {"loss": {"kind": "gspo"}, "updates_per_step": 4}, "old", ""),
+        (4, {"loss": {"kind": "dppo_tv"}, "correction": None}, "old", ""),
+        (4, {"loss": {"kind": "decoupled", "proximal": "interpolated"}, "correction": None}, "old", ""),
+        (4, {"correction": {"reject": [{"level": "token", "statistic": "k1", "low": 0.5, "high": 2.0}]}}, "old", ""),
+    ],
+)
+def test_a_large_lag_has_a_clip_around_the_weights_that_sampled(tmp_path, lag, algorithm, anchor, said):
+    told = []
+    config = with_defaults(grpo(tmp_path / "elsewhere", rollout={"max_lag": lag}, algorithm=algorithm), told.append)
+    assert config.algorithm.anchor == anchor and (config.algorithm.correction is None) >= (anchor == "engine")
+    about = [note for note in told if "max_lag" in note]
+    assert (said in about[0]) if said else not about
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 3), ("2", 5), ("0.8", 2), ("0.1", 1)])
 def test_epochs_are_as_many_steps_as_train_all_their_rows(tmp_path, epochs, steps):
     """Ten rows, four in a step: two epochs are 20 rows, which fill five steps."""

@@ -205,6 +205,12 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
         "algorithm.correction.reject",
         [{"level": "sequence", "statistic": "k1", "over": "mean", "low": 0.25, "high": 2.0}],
     ),
+    (("algorithm.rollout_correction.bypass_mode=True",), "algorithm.anchor", "engine"),
+    (
+        ("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.rollout_is=token"),
+        "algorithm.correction",
+        None,
+    ),
     # DAPO
     (
         (
@@ -315,6 +321,11 @@ def test_the_numbers(overrides, key, expected):
         ("algorithm.use_kl_in_reward=True", "not expressible", "use_kl_loss"),
         ("algorithm.adv_estimator=optimal_token_baseline", "not expressible", "no such estimator"),
         ("algorithm.rollout_correction.rollout_is=sequence", "not expressible", "each token has its own weight"),
+        (
+            "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce",
+            "not expressible",
+            "only loss_type ppo_clip",
+        ),
         ("trainer.resume_mode=auto", "implied", "--resume auto"),
         ("trainer.logger=[console,swanlab]", "not expressible", "swanlab"),
         ("trainer.device=npu", "not expressible", "CUDA"),
