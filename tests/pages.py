@@ -35,16 +35,6 @@ class Block:
         """The file that the block is written to."""
         return self.mark.removeprefix("file: ") if self.mark.startswith("file: ") else None
 
-    @property
-    def commands(self) -> str:
-        """A script of bash: the lines after `$ `, with the lines that continue them."""
-        kept, continues = [], False
-        for line in self.text.splitlines():
-            if line.startswith("$ ") or continues:
-                kept.append(line.removeprefix("$ "))
-                continues = line.endswith("\\")
-        return "\n".join(kept)
-
 
 def blocks(page: Path) -> list[Block]:
     """The blocks of a page, in order."""

@@ -55,7 +55,7 @@ def test_what_a_page_tells_to_run_runs(reader, page):
             path.write_text(block.text)
         if block.mark != "run":
             continue
-        program = ["bash", "-euo", "pipefail", "-c", block.commands]
+        program = ["bash", "-euo", "pipefail", "-c", block.text]
         if block.language == "python":
             (folder / "block.py").write_text(block.text)
             program = [sys.executable, "block.py"]

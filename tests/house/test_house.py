@@ -346,7 +346,7 @@ def test_the_plans_on_the_page_of_sizes_are_what_the_commands_print(run_here):
     command, compared = "", 0
     for block in blocks(ROOT / "docs/sizing.md"):
         if block.mark == "run":
-            command = block.commands
+            command = block.text
         elif block.mark == "shows" and "│" in block.text:
             kind, *arguments = command.split()[1:]
             module = {"grpo": "recipes/grpo.py", "size-run": "tools/size_run.py"}[kind]
