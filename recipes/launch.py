@@ -25,7 +25,7 @@ from typing import Literal, TypeVar
 
 from rich.console import Console
 
-from megatron_rl.config.schema import BaseConfig
+from megatron_rl.config.schema import BaseConfig, SftRunConfig
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
@@ -167,7 +167,9 @@ def launch(
             that are done.
     """
     shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
-    parser = argparse.ArgumentParser(shown, description=f"Example: {shown} configs/run/tiny_grpo.yaml run.steps=10")
+    rows = "sft.rows" if kind is SftRunConfig else "data.train"
+    example = f"{shown} model.path=models/mine {rows}=rows.jsonl run.name=first run.steps=100"
+    parser = argparse.ArgumentParser(shown, description=f"Example: {example}")
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
     parser.add_argument(
         "--dry-run",

@@ -275,7 +275,7 @@ def commit() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a new folder for the record")
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_day"), help="a new folder (default: runs/gpu_day)")
     parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is the GPU if there is one")
     models = parser.add_mutually_exclusive_group()
     models.add_argument("--node", type=Path, metavar="MODEL", help="check the whole node, with this model's folder")
