@@ -38,6 +38,8 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
     label, heldout_name = heldout([record])
     formats = {
         "loss": ("loss", "{:.4f}"),
+        "critic loss": ("critic/loss", "{:.4f}"),
+        "held-out loss": ("eval/loss", "{:.4f}"),
         "reward": ("reward/mean", "{:.3f}"),
         label: (heldout_name, "{:.3f}"),
         "thought": ("length/thought_mean", "{:,.1f} tokens"),

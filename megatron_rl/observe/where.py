@@ -182,8 +182,8 @@ def _advice(step: _Step) -> str:
             )
         if fill < HALF_FILLED:
             return (
-                f"{is_part}, and its micro-batches are filled to {_percent(fill)}: more answers in a step, or fewer "
-                "trainer ranks, fill them"
+                f"{is_part}, and its micro-batches are filled to {_percent(fill)}: more answers in a step fill "
+                "them, or fewer trainer ranks, if there are several"
             )
         return f"{is_part}: more trainer ranks, or larger micro-batches (balance.max_tokens_per_microbatch)"
     if longest == "generate":

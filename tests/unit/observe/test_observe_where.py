@@ -65,8 +65,8 @@ def test_the_table_has_each_resource():
         ),
         (
             record(balance__fill=0.2),
-            "update is 50% of the step, and its micro-batches are filled to 20%: more answers in a step, or fewer "
-            "trainer ranks, fill them",
+            "update is 50% of the step, and its micro-batches are filled to 20%: more answers in a step fill them, or "
+            "fewer trainer ranks, if there are several",
         ),
         (
             record(generate=13.0),
