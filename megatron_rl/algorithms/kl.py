@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO
-from megatron_rl.config.algorithm import KlConfig
 
 
 def kl_estimate(
@@ -45,9 +44,3 @@ def kl_estimate(
         case _:
             raise ValueError(f"unknown KL estimator {estimator!r}; there are k1, k2, k3 and abs")
     return value_T.detach() + k2_T - k2_T.detach() if straight_through else value_T
-
-
-def kl_in_reward(reward_T: Tensor, logp_T: Tensor, logp_ref_T: Tensor, cfg: KlConfig, coefficient: float) -> Tensor:
-    """The rewards of the tokens minus the penalty, r - coefficient * KL (Ziegler et al. 2019, arXiv:1909.08593). The
-    penalty has no gradient."""
-    return reward_T - coefficient * kl_estimate(logp_T, logp_ref_T, cfg.estimator, cap=cfg.cap).detach()

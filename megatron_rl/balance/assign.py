@@ -16,10 +16,11 @@ import numpy as np
 
 from megatron_rl.balance.grid import Grid
 from megatron_rl.balance.karmarkar_karp import karmarkar_karp
+from megatron_rl.balance.metrics import lockstep
 from megatron_rl.balance.packing import Packing, pack_grid
 
 SWEEPS_OVER_THE_GRID = 6
-SWEEPS_BETWEEN_RANKS = 14
+SWEEPS_BETWEEN_RANKS = 18
 SWEEPS_WITHIN_RANKS = 4
 
 
@@ -41,10 +42,12 @@ def assign(
 
     The samples are packed into the fewest positions, where a position is one micro-batch of every rank (`pack_grid`).
     Exchanges bring the costs of a position's micro-batches closer together. Karmarkar-Karp distributes the
-    micro-batches of each position over the ranks, and further exchanges reduce the remaining differences. Distributing
-    samples over ranks before packing would need more micro-batches, because the rank with the most tokens would
-    determine their number. With groups this cannot be avoided: Karmarkar-Karp distributes the groups over the ranks,
-    each rank is packed separately, and samples are exchanged only within ranks.
+    micro-batches of each position over the ranks, and further exchanges reduce the remaining differences. Of several
+    packings the one is kept whose step takes least: the mean of the lockstep cost, if the ranks wait for each other
+    after each position, and of the costliest rank's cost, if they wait at the end alone. Distributing samples over
+    ranks before packing would need more micro-batches, because the rank with the most tokens would determine their
+    number. With groups this cannot be avoided: Karmarkar-Karp distributes the groups over the ranks, each rank is
+    packed separately, and samples are exchanged only within ranks.
 
     Args:
         sizes_S: padded tokens, int64. A sample above the cap gets a micro-batch of its own.
@@ -70,14 +73,16 @@ def assign(
 
 
 def _anywhere(sizes: np.ndarray, costs: np.ndarray, limits: AssignmentLimits) -> Grid:
-    packing = pack_grid(sizes, costs, limits.cap, limits.num_ranks, limits.multiple)
-    grid = Grid(packing, sizes, costs, limits.cap, limits.num_ranks)
-    if limits.num_ranks > 1:
+    packings = pack_grid(sizes, costs, limits.cap, limits.num_ranks, limits.multiple)
+    grids = [Grid(packing, sizes, costs, limits.cap, limits.num_ranks) for packing in packings]
+    if limits.num_ranks == 1:
+        return grids[0]
+    for grid in grids:
         grid.even_positions(SWEEPS_OVER_THE_GRID, within_ranks=False)
         grid.deal_ranks()
         grid.even_ranks(SWEEPS_BETWEEN_RANKS)
         grid.even_positions(SWEEPS_WITHIN_RANKS, within_ranks=True)
-    return grid
+    return min(grids, key=lambda grid: lockstep(grid.cost_PR) + float(grid.cost_PR.sum(0).max()))
 
 
 def _together(sizes: np.ndarray, costs: np.ndarray, limits: AssignmentLimits, group: np.ndarray) -> Grid:
@@ -88,11 +93,11 @@ def _together(sizes: np.ndarray, costs: np.ndarray, limits: AssignmentLimits, gr
         rank_of_group[members] = rank
     rank_S = rank_of_group[group]
     mine = [np.flatnonzero(rank_S == rank) for rank in range(limits.num_ranks)]
-    count = max(pack_grid(sizes[i], costs[i], limits.cap, 1, limits.multiple).count for i in mine if len(i))
+    count = max(pack_grid(sizes[i], costs[i], limits.cap, 1, limits.multiple)[0].count for i in mine if len(i))
     cell_S = np.empty(len(sizes), np.int64)
     for rank, i in enumerate(mine):
         if len(i):
-            packing = pack_grid(sizes[i], costs[i], limits.cap, 1, limits.multiple, at_least=count)
+            packing = pack_grid(sizes[i], costs[i], limits.cap, 1, limits.multiple, at_least=count)[0]
             cell_S[i] = packing.cell_S * limits.num_ranks + rank
     grid = Grid(Packing(cell_S, count), sizes, costs, limits.cap, limits.num_ranks)
     grid.even_positions(SWEEPS_OVER_THE_GRID, within_ranks=True)

@@ -23,6 +23,8 @@ EVEN_RANKS = 5e-5
 """The exchanges between ranks stop when (max - mean) / mean of the ranks' costs is at most this."""
 EVEN_POSITIONS = 5e-4
 """The exchanges within positions stop when the lockstep cost exceeds the mean rank's cost by at most this share."""
+SWEEPS_TO_THE_MEAN = 10
+"""The number of the first exchanges between ranks that raise the cost of one position alone."""
 MAX_SLOTS = 6
 """A sweep considers at most this number of slots of a cell, evenly spread, and the next sweep the slots next to them.
 The time of a sweep grows with the number of pairs of slots."""
@@ -95,12 +97,17 @@ class Grid:
 
     def even_ranks(self, num_sweeps: int) -> None:
         """Exchange samples between the most expensive and the cheapest rank, between the second ones of both, and so
-        on. The first three sweeps raise the most expensive cell of no position. Each later sweep may raise it, first by
-        half a percent of a mean cell and then by twice as much each time: a slow rank always delays all others, but a
-        slow cell does so only if the ranks wait for each other after each position."""
+        on. A slow rank always delays all others, but a slow cell does so only if the ranks wait for each other after
+        each position.
+
+        The first sweeps bring cheap ranks up to the mean, and raise only the position with the most room: when one
+        rank makes up there for a cheap cell in another position, the position costs more, but not more again when all
+        other ranks do the same. Each later sweep may raise the most expensive cell of any position, first by half a
+        percent of a mean cell and then by twice as much each time.
+        """
         num_positions, num_ranks, half = self.num_positions, self.num_ranks, self.num_ranks // 2
         first, positions = np.arange(half) * num_positions, np.arange(num_positions)
-        mean_cell = self.cost_C.mean()
+        mean_cell, roomiest = self.cost_C.mean(), int(self.room_C.reshape(-1, num_ranks).sum(1).argmax())
         for sweep in range(num_sweeps):
             cost_PR = self.cost_PR
             cost_R = cost_PR.sum(0)
@@ -108,12 +115,18 @@ class Grid:
                 return
             order_R = np.argsort(-cost_R, kind="stable")
             high, low = order_R[:half], order_R[-1 - _shifted(half, sweep if sweep % 3 == 2 else 0)]
+            above, below = cost_R[high] - cost_R.mean(), cost_R.mean() - cost_R[low]
+            if sweep < SWEEPS_TO_THE_MEAN:
+                to, wanted = np.full(num_positions, roomiest), np.minimum(above, below)
+            else:
+                to, wanted = _shifted(num_positions, sweep), (above + below) / 2
             high_N = (positions * num_ranks + high[:, None]).ravel()
-            low_N = (_shifted(num_positions, sweep) * num_ranks + low[:, None]).ravel()
-            wanted_N = ((cost_R[high] - cost_R[low]) / 2).repeat(num_positions)
-            allowed = mean_cell * 0.005 * 2 ** (sweep - 3) if sweep > 2 else 0.0
-            spare_C = (cost_PR.max(1)[:, None] - cost_PR).ravel() + allowed
-            error_N, high_slot_N, low_slot_N = self._best(high_N, low_N, wanted_N, spare_C[low_N], sweep)
+            low_N = (to * num_ranks + low[:, None]).ravel()
+            wanted_N = wanted.repeat(num_positions)
+            allowed = mean_cell * 0.005 * 2.0 ** (sweep - SWEEPS_TO_THE_MEAN)
+            spare_N = (cost_PR.max(1)[:, None] - cost_PR).ravel()[low_N]
+            most_N = np.maximum(spare_N, wanted_N) if sweep < SWEEPS_TO_THE_MEAN else spare_N + allowed
+            error_N, high_slot_N, low_slot_N = self._best(high_N, low_N, wanted_N, most_N, sweep)
             best = error_N.reshape(half, num_positions).argmin(1) + first
             best = best[error_N[best] < wanted_N[best] * LESS]
             self._exchange(high_N[best], low_N[best], high_slot_N[best], low_slot_N[best])

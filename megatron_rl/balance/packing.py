@@ -34,14 +34,14 @@ def padded(lengths: np.ndarray, alignment: int) -> np.ndarray:
 
 def pack_grid(
     sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks: int, multiple: int = 1, at_least: int = 0
-) -> Packing:
+) -> list[Packing]:
     """Pack the samples into the fewest positions that several heuristics find, with similar costs in each position.
 
     The heuristics are `pack_levels` with the number of positions of a lower bound, `pack_rows`, and, if both need more
-    positions than that, `first_fit_decreasing`, and `pack_levels` with the number found so far. Of the packings with
-    the fewest positions the one with the lowest lockstep cost is taken. Its cells are sorted by cost, so that the cells
-    of a position are neighbours in cost. All positions together then lose at most (most expensive cell - cheapest cell)
-    to differences within positions.
+    positions than that, `first_fit_decreasing`, and `pack_levels` with the number found so far. The packings with the
+    fewest positions are returned, the one with the lowest lockstep cost first. Their cells are sorted by cost, so that
+    the cells of a position are neighbours in cost. All positions together then lose at most (most expensive cell -
+    cheapest cell) to differences within positions.
 
     Args:
         sizes_S: padded tokens, descending, none above the cap.
@@ -68,8 +68,8 @@ def pack_grid(
     count = min(count for count, cells in found if cells is not None)
     packings = [sorted_by_cost(np.array(cells, np.int64), costs_S, count * num_ranks)
                 for each, cells in found if cells is not None and each == count]  # fmt: skip
-    _, cell_S = min(packings, key=lambda packing: packing[0][::num_ranks].sum())
-    return Packing(cell_S, count)
+    packings.sort(key=lambda packing: float(packing[0][::num_ranks].sum()))
+    return [Packing(cell_S, count) for _, cell_S in packings]
 
 
 def sorted_by_cost(cell_S: np.ndarray, costs_S: np.ndarray, num_cells: int) -> tuple[np.ndarray, np.ndarray]:

@@ -73,12 +73,9 @@ three mixtures whose routers are away from ties; qwen2 has one embedding for bot
 linear attention and one with gated attention; with tp4 two ranks share each KV head."""
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 ESSENTIAL = [
-    *(("qwen3", layout) for layout in ("tp2-pp2", "tp2-cp2", "pp2-vpp2-cp2")),
-    *(("qwen3_moe", layout) for layout in ("tp2-dp2-ep2", "cp2-ep2")),
-    *(("deepseek_v3", layout) for layout in ("tp2-cp2", "pp2-vpp2")),
-    *(("qwen3_next", layout) for layout in ("tp2-cp2", "pp2")),
-    *(("glm4_moe", "tp2-dp2-ep2-etp1"), ("gpt_oss", "tp2-cp2"), ("qwen2", "pp2"), ("qwen2_windows", "cp2")),
-    ("olmo2", "tp2"),
+    *(("qwen3", layout) for layout in ("tp2-pp2", "pp2-vpp2-cp2")),
+    *(("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "pp2-vpp2"), ("qwen3_next", "tp2-cp2")),
+    *(("glm4_moe", "tp2-dp2-ep2-etp1"), ("gpt_oss", "tp2-cp2"), ("qwen2_windows", "cp2"), ("olmo2", "tp2")),
 ]
 RECOMPUTED = [
     ("llama", "tp2"),

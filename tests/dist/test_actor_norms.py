@@ -129,7 +129,7 @@ CLIPPED = {
     "qwen3_moe_tp2_dp2_ep2_whole_offload": ("qwen3_moe", EXPERTS_WHOLE, OFFLOAD),
     "deepseek_v3_pp2_dp2_ep2": ("deepseek_v3", Layout(Mesh(pipeline=2, data=2, expert=2)), {}),
 }
-ESSENTIAL = ("qwen3_critic_tp2_dp2", "tied_tp2_pp2", "qwen3_moe_tp2_dp2_ep2_whole_offload")
+ESSENTIAL = ("tied_tp2_pp2", "qwen3_moe_tp2_dp2_ep2_whole_offload")
 
 
 @pytest.mark.parametrize("name", cover.essential(CLIPPED, *ESSENTIAL))

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from pages import ROOT
+from pages import PAGES, ROOT
 from patience import deadline
+
+from megatron_rl.layout import FAMILIES, Links
+from megatron_rl.recipes.tiny.model import write_random_qwen3
+from megatron_rl.tools.bench import against_trl, rollout, sync
+from megatron_rl.tools.bench.run_process import IS_STEP
+
+ELSEWHERE = {
+    "gpu_day": "tests/unit/tools/test_tools_gpu_day.py",
+    "logprobs": "tests/unit/algorithms/test_algorithms_logprobs.py",
+    "own_trainer": "tests/dist/test_own_trainer.py",
+    "simulate_balance": "tests/unit/balance/test_balance_simulation.py",
+    "step": "tests/unit/tools/test_tools_bench_step.py",
+}
+"""The other files that run a benchmark of a page."""
 
 
 def numbers(name: str, *options: str) -> dict:
     command = [sys.executable, str(ROOT / "tools" / "bench" / f"{name}.py"), "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=deadline(180), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_benchmark_of_a_page_runs_in_some_test():
+    pages = [*PAGES, *ROOT.glob("recipes/*/RECORD.md"), *ROOT.glob("megatron_rl/*/README.md")]
+    named = {name for page in pages for name in re.findall(r"tools/bench/(\w+)\.py", page.read_text())}
+    here = set(re.findall(r'(?:numbers\("|bench/|    assert )(\w+)(?:"|\.py"|\.main\()', Path(__file__).read_text()))
+    assert named >= {"against_trl", "chaos", "step"}, "the pages are read"
+    assert named <= here | ELSEWHERE.keys()
+    for name, file in ELSEWHERE.items():
+        assert name in (ROOT / file).read_text(), file
 
 
 @pytest.mark.deep
@@ -23,8 +51,9 @@ def test_rollouts_of_static_and_continuous_batches():
     """Both answer the same in each step, so their rates are as their seconds; a static batch wastes slots."""
     found = numbers("rollout", "--steps", "1", "--modes", "static", "continuous", "--trainer-seconds", "0.1")
     static, continuous = (found["modes"][name] for name in ("static", "continuous"))
-    tokens = [one["tokens_per_s"] * one["seconds_per_step"] for one in (static, continuous)]
-    assert tokens[0] == pytest.approx(tokens[1], rel=1e-6)
+    measured = slice(*(step * rollout.PROMPTS * rollout.SAMPLES for step in (rollout.WARM_UP, rollout.WARM_UP + 1)))
+    for one in (static, continuous):
+        assert one["tokens_per_s"] * one["seconds_per_step"] == pytest.approx(rollout.LENGTHS[measured].sum(), rel=1e-9)
     assert 0 < static["occupancy"] < continuous["occupancy"] <= 1
 
 
@@ -35,3 +64,77 @@ def test_a_stream_of_stubs_carries_a_step_of_32_gpus():
     assert found["rate"]["answers_per_s"] > 50
     step = found["step"]
     assert step["answers"] == 256 and step["fetched_gb_of_all_replicas"] >= step["stored_gb"] > 0
+
+
+@pytest.mark.deep
+def test_a_push_moves_the_bytes_of_the_model():
+    found = numbers("sync", "--layouts", "pipeline-small", "--gigabytes", "0.01", "--repeats", "1")
+    row = found["layouts"]["pipeline-small"]
+    size = sync.Size(sync.HERE.hidden, 0.01, sync.HERE.bucket_bytes)
+    shape = sync.make_setup(sync.LAYOUTS["pipeline-small"], size, Links()).shape
+    held = 2 * FAMILIES[shape.family].num_parameters(shape)  # in bf16; both engine ranks have the few numbers of norms
+    assert held < sum(row["held_bytes"]) < held * 1.001
+    assert row["received_bytes"] == row["held_bytes"]
+    for way, seconds in row["seconds"].items():
+        assert row["gigabytes_per_s"][way] * seconds * 1e9 == pytest.approx(sum(row["received_bytes"])), way
+
+
+@pytest.mark.deep
+def test_watching_a_run_costs_nothing_where_nothing_watches():
+    found = numbers("observing", "--rounds", "1", "--steps", "3")
+    assert found["off"] == found["off"] | {"watching": 0.0, "ratios": [1.0]}
+    for mode in ("default", "all"):
+        one = found[mode]
+        assert 0 < one["watching"] < 1
+        assert one["ratios"] == [pytest.approx(one["seconds_of_a_step"] / found["off"]["seconds_of_a_step"])]
+
+
+@pytest.mark.deep
+def test_a_random_model_has_one_loss_in_every_layout(tmp_path):
+    write_random_qwen3(tmp_path / "model", 0, vocab_size=64, max_position_embeddings=16)
+    command = [sys.executable, "tools/bench/compare_layouts.py", tmp_path / "model", "--layouts", "pp2", "--json"]
+    sizes = ["--rows", "6", "--longest", "16"]
+    done = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=deadline(180), cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, pp2 = json.loads(done.stdout.splitlines()[-1])
+    assert (one["layout"], pp2["layout"]) == ("one process", "pp2")
+    assert one["loss"] == pytest.approx(math.log(64), rel=0.1) and pp2["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    for found in (one, pp2):
+        assert 0 < found["gradient_difference"] < 1e-4, "float32 differs from float64, by rounding alone"
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(600)
+def test_killed_processes_change_no_number():
+    # This seed kills a trainer rank first, and then, if the run lasts so long, the verifier.
+    found = numbers("chaos", "--steps", "5", "--every", "12", "--seed", "18")
+    assert len(found["checks"]) == 6 and all(found["checks"].values())
+    first, *_ = found["disturbances"]
+    assert (first["kind"], first["signal"]) == ("trainer rank", "SIGKILL") and first["recovered_s"] > 0
+    assert 1 <= first["at_step"] < found["steps"] == 5
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(600)
+@pytest.mark.skipif(not (against_trl.TRL / "trl").is_dir(), reason="TRL is not here: make test-trl installs it")
+def test_a_step_against_trl(monkeypatch, capfd):
+    """Without --jobs: both jobs, with fewer and shorter answers, and one of the two ways to run here."""
+    prepare, ours, seconds = against_trl.prepare, against_trl.ours, []
+
+    def small(folder, names):
+        return {name: replace(job, num_prompts=2, max_tokens=16) for name, job in prepare(folder, names).items()}
+
+    def seen(job, steps, folder, options):
+        found = ours(job, steps, folder, options)
+        records = [json.loads(line) for line in (folder / "ours/metrics.jsonl").read_text().splitlines()]
+        assert [one[IS_STEP] for one in records[:steps]] == [2 * against_trl.SAMPLES] * steps
+        seconds.append(records[steps - 1]["time/total_s"])
+        return found
+
+    monkeypatch.setattr(against_trl, "prepare", small)
+    monkeypatch.setattr(against_trl, "ours", seen)
+    monkeypatch.setattr(against_trl, "MODES", {"max_lag 1": against_trl.MODES["max_lag 1"]})
+    assert against_trl.main(["--rounds", "1", "--steps", str(against_trl.WARM_UP + 1), "--json"]) == 0
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [found[job]["max_lag 1"] for job in ("demo", "long")] == [[one] for one in seconds]
+    assert all(found[job]["TRL"][0] > 0 for job in ("demo", "long"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import cover
 import pytest
 from answering import answered
 
@@ -100,14 +101,14 @@ def test_a_script_of_trl_trains_is_interrupted_and_goes_on(recipe):
     assert (recipe.folder / "saved" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("project", "column", "deciding", "other"),
-    [
-        ("trl", "solution", "accuracy", {"digits"}),
-        ("verl", "ground_truth", "compute_score", set()),
-        ("open_instruct", "ground_truth", "mathematics", {"digits_in_answer"}),
-    ],
-)
+PROJECTS = [
+    ("trl", "solution", "accuracy", {"digits"}),
+    ("verl", "ground_truth", "compute_score", set()),
+    ("open_instruct", "ground_truth", "mathematics", {"digits_in_answer"}),
+]
+
+
+@pytest.mark.parametrize(("project", "column", "deciding", "other"), cover.essential(PROJECTS, PROJECTS[0]))
 def test_rows_and_rewards_of_another_project_score_answers_without_an_edit(
     recipe, monkeypatch, project, column, deciding, other
 ):

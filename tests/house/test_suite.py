@@ -200,9 +200,10 @@ def test_costly():
 """
 
 
-@pytest.mark.parametrize(
-    ("options", "status"), [(["-n0"], 0), (["-n2", "--bound=1000"], 0), (["-n2", "--bound=0.1"], 1)]
-)
+BOUNDS = [(["-n0"], 0), (["-n2", "--bound=1000"], 0), (["-n2", "--bound=0.1"], 1)]
+
+
+@pytest.mark.parametrize(("options", "status"), cover.essential(BOUNDS, BOUNDS[-1]))
 def test_seconds_decide_the_exit_status_only_for_who_gives_a_bound(tmp_path, options, status):
     (tmp_path / "test_costly.py").write_text(COSTLY)
     (tmp_path / "test_cheap.py").write_text("def test_cheap(): pass\n")
@@ -300,6 +301,7 @@ def test_ends_badly(ends_badly): pass
 """
 
 
+@pytest.mark.deep
 def test_results_are_of_what_ran_and_of_files_that_are_there(tmp_path):
     known = {"tests/gone.py": {"turn": 1}, "tests/cover.py": {"turn": 1, "passed": 5}}
     (tmp_path / "deep.json").write_text(json.dumps(known))

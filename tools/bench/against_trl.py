@@ -9,11 +9,12 @@ of `make demo-real`, which must have run: 4 prompts of 34 tokens x 8 answers of 
 engine (Hugging Face) and uses as many threads as there are cores, or `--threads`; here two engines generate, and one or
 two trainer ranks train. For `sums` one engine and one rank take turns with all threads.
 
-TRL is not among this project's packages, so it needs a Python of its own (`pip install trl==1.16.0 accelerate`):
+TRL is not among this project's packages. `make test-trl` installs it into .venv-trl; or name another Python that has it
+(`pip install trl==1.16.0 accelerate`):
 
-    python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python
+    python tools/bench/against_trl.py
     python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python --jobs long --rounds 1 --json
-    python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python --jobs sums --steps 9 --threads 1
+    python tools/bench/against_trl.py --jobs sums --steps 9 --threads 1
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+TRL = ROOT / ".venv-trl"
 SAMPLES, WARM_UP = 8, 5
 """The number of answers to a prompt, and of steps before the measurement."""
 TWO_ENGINES = ["rollout.num_engines=2", "policy.parallel.tensor=1"]
@@ -41,6 +43,8 @@ MODES = {
 }
 """In turns, both cores generate and then both train. Otherwise one rank trains while the engines answer."""
 SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+WARM_START = ROOT / "recipes/tiny/data/warm_start"
+"""The model that the demo begins with."""
 REAL_MODEL = ROOT / "runs/smollm2/SmolLM2-135M-Instruct"
 
 
@@ -70,17 +74,13 @@ def share_of_digits(prompts: list[Any], completions: list[Any], **columns: Any) 
 
 
 def prepare(folder: Path, names: Sequence[str]) -> dict[str, ComparedJob]:
-    """Write the task, train the warm start, and write the model of the long answers."""
-    task, run = folder / "task", [sys.executable, str(ROOT / "recipes/sft.py")]
-    subprocess.run([sys.executable, "-m", "megatron_rl.recipes.tiny.task", str(task)], check=True, cwd=ROOT)
+    """Write the task and the model of the long answers."""
+    task = folder / "task"
+    make_task = [sys.executable, "-m", "megatron_rl.recipes.tiny.task", str(task)]
+    subprocess.run(make_task, check=True, cwd=ROOT, stdout=sys.stderr)  # stdout is for the result
     jobs = {}
     if "demo" in names:
-        rows, model = f"sft.rows={task}/demonstrations.jsonl", f"model.path={task}/model"
-        warm_start = [str(ROOT / "configs/run/tiny_sft.yaml"), rows, model, f"run.folder={folder}/runs"]
-        subprocess.run([*run, *warm_start], check=True, stdout=subprocess.DEVNULL, cwd=folder)
-        # Each checkpoint has a folder of this name, too.
-        [exported] = (path for path in (folder / "runs").rglob("hf") if "checkpoints" not in path.parts)
-        jobs["demo"] = ComparedJob(exported, task / "train.jsonl", 64, "right_answer")
+        jobs["demo"] = ComparedJob(WARM_START, task / "train.jsonl", 64, "right_answer")
     if "long" in names:
         config = json.loads((task / "model/config.json").read_text()) | {"max_position_embeddings": 1024}
         (task / "model/config.json").write_text(json.dumps(config))
@@ -99,10 +99,11 @@ def ours(job: ComparedJob, steps: int, folder: Path, options: Sequence[str]) -> 
         *(sys.executable, str(ROOT / "recipes/grpo.py"), str(ROOT / job.recipe)),
         *("run.name=ours", f"run.folder={folder}", f"run.steps={steps}", "checkpoint.every=0", "data.eval=null"),
         *(f"model.path={job.model}", f"data.train={job.train}", f"rollout.max_response_tokens={job.max_tokens}"),
+        *(f"rollout.prompts_per_step={job.num_prompts}", f"rollout.samples_per_prompt={SAMPLES}"),
         *options,
         f"rewards=[{{kind: function, path: 'megatron_rl.tools.bench.against_trl:{job.reward}'}}]",
     ]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
     records = [json.loads(line) for line in (folder / "ours/metrics.jsonl").read_text().splitlines()]
     return [record["time/total_s"] for record in records[WARM_UP:steps]]
 
@@ -110,7 +111,8 @@ def ours(job: ComparedJob, steps: int, folder: Path, options: Sequence[str]) -> 
 def trl(job: ComparedJob, steps: int, folder: Path, python: str) -> list[float]:
     """The seconds of each step after the first ones."""
     command = [python, __file__, "--trl-job", json.dumps(asdict(job), default=str), "--steps", str(steps)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
+    environment = os.environ if python != sys.executable else os.environ | {"PYTHONPATH": str(TRL)}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=folder, env=environment)
     seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
     return seconds[WARM_UP:]
 
@@ -175,7 +177,7 @@ def measure(python: str, names: Sequence[str], rounds: int, steps: int) -> dict[
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trl-python", help="a Python that can import trl")
+    parser.add_argument("--trl-python", help="a Python that can import trl (default: this one, with .venv-trl)")
     parser.add_argument("--jobs", nargs="+", default=["demo", "long"], choices=["demo", "long", "sums"])
     parser.add_argument("--rounds", type=int, default=3, help="how often each of them runs, in turn")
     parser.add_argument("--steps", type=int, default=25, help=f"of each run; the first {WARM_UP} are not measured")
@@ -186,11 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.trl_job:
         run_trl(ComparedJob(**json.loads(args.trl_job)), args.steps)
         return 0
-    if args.trl_python is None:
-        parser.error("give --trl-python, a Python that can import trl")
+    if args.trl_python is None and not (TRL / "trl").is_dir():
+        parser.error("TRL is not here: run `make test-trl`, or give --trl-python, a Python that can import trl")
+    if "sums" in args.jobs and not REAL_MODEL.is_dir():
+        parser.error(f"--jobs sums trains {REAL_MODEL}, which is not here: run `make demo-real` first")
+    if args.steps <= WARM_UP:
+        parser.error(f"--steps must be above {WARM_UP}, the number of steps that are not measured")
     if args.threads:
         os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    results = measure(args.trl_python, args.jobs, args.rounds, args.steps)
+    results = measure(args.trl_python or sys.executable, args.jobs, args.rounds, args.steps)
     if args.json:
         print(json.dumps(results))
         return 0

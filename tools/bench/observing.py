@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             mode: {"seconds_of_a_step": seconds[mode], "watching": watching[mode], "ratios": ratios[mode]}
             for mode in MODES
         }
-        print(json.dumps(told, indent=2))
+        print(json.dumps(told))
     else:
         for mode, own in ratios.items():
             spread = f"{own[0]:.4f} to {own[-1]:.4f}"

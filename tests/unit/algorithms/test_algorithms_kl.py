@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.coefficients import Coefficients, adapted_entropy, adapted_kl
-from megatron_rl.algorithms.kl import kl_estimate, kl_in_reward
+from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.config.algorithm import (
     AdaptiveEntropyCoefficient,
     AdaptiveKlCoefficient,
@@ -107,14 +107,6 @@ def test_the_configured_cap_is_that_of_k3_alone():
     assert KlConfig().cap == 10.0 and KlConfig(cap=None).cap is None
     with pytest.raises(ValueError, match="the estimator is k2; leave cap out"):
         KlConfig(estimator="k2", cap=5.0)
-
-
-def test_in_the_reward():
-    reward_T = torch.tensor([0.0, 1.0])
-    got = kl_in_reward(
-        reward_T, HALF.expand(2).float(), QUARTER.expand(2).float(), KlConfig(place="reward", estimator="k1"), 0.1
-    )
-    assert got.tolist() == pytest.approx([-0.1 * math.log(2), 1 - 0.1 * math.log(2)])
 
 
 def test_adaptive_kl():

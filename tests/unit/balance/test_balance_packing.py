@@ -109,11 +109,11 @@ def test_sizes_above_half_the_cap_need_a_bin_each():
 def test_pack_covers_and_holds_the_cap(sizes, cap, num_ranks, multiple, more):
     sizes = np.sort(np.array(sizes))[::-1]
     costs = (sizes**2 + 100 * sizes).astype(float)
-    packing = pack_grid(sizes, costs, cap, num_ranks, multiple)
+    packing = pack_grid(sizes, costs, cap, num_ranks, multiple)[0]
     needed = -(-(max(first_fit(sizes.tolist(), cap)) + 1) // (num_ranks * multiple)) * multiple
     assert least_bins(sizes, cap) <= packing.count * num_ranks and packing.count <= needed
     at_least = packing.count + more * multiple
-    for result in (packing, pack_grid(sizes, costs, cap, num_ranks, multiple, at_least)):
+    for result in (packing, pack_grid(sizes, costs, cap, num_ranks, multiple, at_least)[0]):
         assert result.count % multiple == 0
         assert len(result.cell_S) == len(sizes) and max(result.cell_S) < result.count * num_ranks
         assert max(totals(result.cell_S, sizes)) <= cap
@@ -129,7 +129,7 @@ def test_pack_covers_and_holds_the_cap(sizes, cap, num_ranks, multiple, more):
 def test_a_packing_that_only_first_fit_finds():
     """Here `pack_levels` and `pack_rows` both need 3 positions."""
     sizes = next(s for s in tight_cases() if not fits_evenly(s) and max(pack_rows(s.tolist(), 100, 2)) // 2 + 1 > 2)
-    packing = pack_grid(sizes, sizes.astype(float), 100, 2)
+    packing = pack_grid(sizes, sizes.astype(float), 100, 2)[0]
     assert packing.count == 2 and max(totals(packing.cell_S, sizes)) <= 100
 
 
@@ -151,5 +151,5 @@ def fits_evenly(sizes) -> bool:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_pack_spreads_over_positions_that_a_multiple_adds(num_ranks):
     sizes = np.full(24 * num_ranks, 10)
-    packing = pack_grid(sizes, sizes.astype(float), 60, num_ranks, multiple=3)  # 4 would be enough
+    packing = pack_grid(sizes, sizes.astype(float), 60, num_ranks, multiple=3)[0]  # 4 would be enough
     assert packing.count == 6 and totals(packing.cell_S, sizes) == [40] * 6 * num_ranks

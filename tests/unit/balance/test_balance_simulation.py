@@ -33,6 +33,14 @@ def test_the_usual_strategies_fall_short(report):
             assert row["microbatches_mean"] > 1, name
 
 
+def test_full_micro_batches_lose_less_than_by_balancing_ranks_first(report):
+    assert len(report["tails"]) == 5
+    for row in report["tails"]:
+        assert row["ours_lockstep"] < row["LPT_lockstep"] and row["ours_imbalance"] < 1e-3, row
+        assert row["ours_microbatches"] == 1, row
+    assert report["tails"][0]["ours_lockstep"] < 1.022, "only the fullest micro-batches lose more than a percent"
+
+
 def test_planning_times_are_reported(report):
     [times] = report["planning"].values()
     assert 0 < times["plan_s_mean"] <= times["plan_s_worst"] and times["times_of_a_sort_mean"] > 1

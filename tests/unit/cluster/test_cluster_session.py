@@ -122,6 +122,12 @@ def pair(start) -> list[Process]:
     return processes
 
 
+@pytest.fixture(scope="module")
+def waiting_for_ever(start) -> Process:
+    """A process for the tests in which one never answers."""
+    return start(1)[0]
+
+
 def wait(processes: list[Process], *methods: str, timeout_s: float = 600) -> list:
     calls = [getattr(process.actor, method).remote() for process, method in zip(processes, methods, strict=True)]
     return gather(calls, processes, "to answer", timeout_s)
@@ -153,9 +159,9 @@ def test_ray_has_the_processes_that_it_needs_and_no_idle_ones(pair):
         assert not any(name in line for line in lines), name
 
 
-def test_a_refusal_keeps_its_type_and_does_not_wait_for_the_others(ranks):
+def test_a_refusal_keeps_its_type_and_does_not_wait_for_the_others(pair, waiting_for_ever):
     with pytest.raises(ValueError, match="^rank 1: the disk is full$"):
-        wait(ranks(2), "wait_for_ever", "refuse")
+        wait([waiting_for_ever, pair[1]], "wait_for_ever", "refuse")
 
 
 def test_a_subclass_with_other_arguments_is_reported_too(pair):
@@ -227,7 +233,7 @@ def test_the_error_of_a_process_without_a_place_says_what_is_free(ranks):
         locate_all(ranks(1, num_gpus=4), 1, "4 GPU")
 
 
-def test_what_a_tick_raises_ends_a_wait(ranks, monkeypatch):
+def test_what_a_tick_raises_ends_a_wait(waiting_for_ever, monkeypatch):
     ticks = iter(range(3))
 
     def stop():
@@ -236,7 +242,7 @@ def test_what_a_tick_raises_ends_a_wait(ranks, monkeypatch):
 
     monkeypatch.setattr(waiting, "on_tick", stop)
     with pytest.raises(StopRequested):
-        wait(ranks(1), "wait_for_ever")
+        wait([waiting_for_ever], "wait_for_ever")
 
 
 def test_rays_handlers_do_not_stay(ranks):
