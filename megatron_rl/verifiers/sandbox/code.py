@@ -11,10 +11,12 @@ by a name that only the program defines or imports (`isclose`) asks the program,
 If the tested function has the name of a builtin, other builtins can be replaced too.
 
 Tests use the program's own objects with all operators, with `with` and with `await`, except: a value of the test is
-compared by `==` alone, and equals none; it is an operand (`a * 2`) only of an object that the test has made by a class
-with a name like `Vector`; `in` goes through the items, and never asks `__contains__`, which would judge itself; no
-object ends an error in a `with`; what is awaited runs to its end, so that no time limit of the test cuts it. A test
-that needs more fails, and is refused where reading it shows that. Third-party packages are not available.
+compared by `==` alone, and equals none; it is an operand (`a * 2`), or an argument of `startswith`, `issubset` and
+other methods that judge, only of an object that the test has made by a name like `Vector`, which it uses as a class: by
+an attribute of an object, or by two objects (`classes.py`); `in` goes through the items, and never asks `__contains__`,
+which would judge itself; no object ends an error in a `with`; what is awaited runs to its end, so that no time limit of
+the test cuts it. A test that needs more fails, and is refused where reading it shows that. Third-party packages are not
+available.
 """
 
 from __future__ import annotations

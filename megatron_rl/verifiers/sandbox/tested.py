@@ -182,8 +182,9 @@ class TestedProgram:
                 return f"the program could not be loaded: {reason[:MAX_REASON_CHARACTERS]}"
         raise self._ended("it sent no answer")
 
-    def globals_for(self, code: CodeType) -> dict[str, Any]:
-        """The names that a test uses and the program defines.
+    def globals_for(self, code: CodeType, classes: set[str]) -> dict[str, Any]:
+        """The names that a test uses and the program defines. `classes` are names that the test uses as
+        classes.
 
         A builtin and a module of the standard library are the tests' own. Otherwise a program could define an `abs`
         that always returns 0. Only if the program defines none of the other names, its `sum` must be what is tested.
@@ -196,7 +197,7 @@ class TestedProgram:
         modules = {name: __import__(name) for name in found if name in sys.stdlib_module_names}
         values = Names(self, {name: found[name] for name in own})
         for name, value in values.items():
-            if type(value) is Remote and name[0].isupper() and not name.isupper():
+            if type(value) is Remote and name in classes:
                 object.__setattr__(value, "_remote_kind", "class")
         values.update(modules)
         return dict(values) if sets_globals(code) else values
@@ -315,15 +316,15 @@ def run_tests(tests: str, receive: int, send: int, results: int) -> None:
     program's process has ended, so no other test can run) or `broken` (the test cannot be run on any program).
 
     Args:
-        tests: a list of Python texts, as JSON.
+        tests: as JSON, a list of pairs: a Python text, and the names that it uses as classes (`classes.py`).
         receive, send: the numbers of two pipes, from and to the program.
         results: the number of the pipe for the verdicts.
     """
     with os.fdopen(results, "w") as report:
         codes = []
-        for test in json.loads(tests):
+        for test, classes in json.loads(tests):
             try:
-                codes.append(compiled(test, "test"))
+                codes.append((compiled(test, "test"), set(classes)))
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 print(json.dumps(["broken", f"{test.strip()[:80]!r} is no Python: {reason_of(error)}"]), file=report)
                 return
@@ -333,17 +334,17 @@ def run_tests(tests: str, receive: int, send: int, results: int) -> None:
         except ProgramEnded as error:
             print(json.dumps(["ended", str(error)]), file=report)
             return
-        for code in codes:
-            verdict, reason = ("failed", fault) if fault else run_test(program, code)
+        for code, classes in codes:
+            verdict, reason = ("failed", fault) if fault else run_test(program, code, classes)
             print(json.dumps([verdict, reason]), file=report, flush=True)
             if verdict == "ended":
                 return
 
 
-def run_test(program: TestedProgram, code: CodeType) -> tuple[str, str]:
+def run_test(program: TestedProgram, code: CodeType, classes: set[str]) -> tuple[str, str]:
     failure, before = "", program.num_requests
     try:
-        found = program.globals_for(code)
+        found = program.globals_for(code, classes)
         found["__name__"] = "__main__"
         exec(code, found)
     except BaseException as error:
