@@ -75,7 +75,7 @@ def _is_class(tree: ast.Module, name: str) -> bool:
 
 
 def _flow(tree: ast.Module, is_source: Rule) -> Rule:
-    """Whether an expression has a source in it, or a variable or an attribute to which one was given somewhere."""
+    """Whether an expression has a source in it, or a variable or an attribute that holds one somewhere."""
     holders: set[str] = set()
 
     def holds(node: ast.AST) -> bool:

@@ -233,6 +233,22 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits, imports: bool 
         return TestRun(verdicts, f"the process of the tests ended: {judge.reason() or 'exit status 0'}")
 
 
+def run_idle(rows: Sequence[Sequence[str]], limits: Limits) -> list[str | None]:
+    """For each row of tests, the result that lets all pass if every function that they call returns it (`idle.py`), or
+    None; for as many rows as the limits allow.
+
+    Raises:
+        SandboxError: the tests could not be run.
+    """
+    with ExitStack() as stack:
+        report, results = stack.enter_context(pipe())
+        process = stack.enter_context(_confined(isolation(), limits, "idle.run_idle", json.dumps(rows), results))
+        results.close()
+        process.wait_until_ready()
+        [said] = read([report], [MAX_REPORT_BYTES], time.monotonic() + limits.wall_s)
+        return [json.loads(line) for line in said.decode().splitlines()]
+
+
 class _Process:
     """A confined process that has been started."""
 
@@ -360,7 +376,11 @@ def _visible() -> list[str]:
     return [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
 
 
-MODULES = {"confined": "confinement confined", "tested": "confinement messages confined operations remote tested"}
+MODULES = {
+    "confined": "confinement confined",
+    "idle": "confinement messages confined operations remote tested idle",
+    "tested": "confinement messages confined operations remote tested",
+}
 """For the module of a role, the modules to load, in order."""
 
 START = """
