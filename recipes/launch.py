@@ -32,7 +32,7 @@ from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.checks import check_before_start
 from megatron_rl.processes import STACKS, log_to, open_text
 from megatron_rl.recipes.defaults import read_config
-from megatron_rl.recipes.screen import open_closed, screen
+from megatron_rl.recipes.screen import never_wait, open_closed, screen
 from megatron_rl.recipes.slurm import read_job, render, submit
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -213,6 +213,7 @@ def launch(
             with run_lock(config.run_folder):
                 has_begun = True
                 log_to_file(config.run_folder / "logs")
+                never_wait()
                 interrupt.on_loss = partial(tell_loss, config, again)
                 interrupt.check()  # from here on libraries are imported
                 checkpoints, can_continue = open_checkpoints(config, resume), True
