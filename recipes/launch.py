@@ -170,9 +170,7 @@ def launch(
     parser = argparse.ArgumentParser(shown, description=f"Example: {shown} configs/run/tiny_grpo.yaml run.steps=10")
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the configuration and print sizes and plans without starting a run",
+        "--dry-run", action="store_true", help="check the configuration, print sizes and plans, and start nothing"
     )
     parser.add_argument(
         "--resume",
