@@ -9,10 +9,11 @@ Invariants: a program's process ends with its run, and leaves no process, file, 
 may be called from any thread and from many processes at once; a sandbox that does not work raises SandboxError. A
 program can cause this error only by using memory that its limits grant and that the machine does not have.
 
-What remains possible: a program sees the inputs of its tests, uses the CPU until a limit ends it, notices how busy the
-machine is, which another program could vary, and sees which files exist (not their contents) where `isolation().means`
-is `landlock`. A fault of the kernel is not contained: use virtual machines against attackers. This sandbox is made
-against what a model learns to try.
+What remains possible: a program sees the inputs of its tests, uses the CPU until a limit ends it, may add the base
+interpreter's site-packages to its path and import what is there, may write in all of its own file system with `user`,
+notices how busy the machine is, which another program could vary, and sees which files exist (not their contents) where
+`isolation().means` is `landlock`. A fault of the kernel is not contained: use virtual machines against attackers. This
+sandbox is made against what a model learns to try.
 """
 
 from __future__ import annotations

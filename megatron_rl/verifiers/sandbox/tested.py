@@ -136,13 +136,18 @@ def serve_solution(program: str, receive: int, send: int) -> None:
 
 
 class Callback:
-    """A function of the tests, in the program's process."""
+    """A function of the tests, or the next item of an iterator, in the program's process."""
 
     def __init__(self, served: Served, number: int) -> None:
         self.served, self.number = served, number
 
     def __call__(self, *arguments: Any) -> Any:
         return self.served.call_back(self.number, arguments)
+
+    def __iter__(self) -> Callback:
+        return self
+
+    __next__ = __call__
 
 
 # --- the tests' side ---
@@ -239,7 +244,9 @@ class TestedProgram:
     def _call_back(self, function: Callable[..., Any], arguments: Any) -> None:
         try:
             self._send("returned", self._encode(function(*arguments)))
-        except Exception as error:
+        except (Exception, CannotCarry) as error:  # a program must not choose by a call that its row is broken
+            if isinstance(self.fault, CannotCarry):
+                self.fault = None
             self._send("callback raised", *sent_error(error))
 
     def _exception(self, kind: Any) -> Any:
@@ -278,6 +285,7 @@ class TestedProgram:
             return ["object", object.__getattribute__(value, "_number")]
         if id(value) in self._coroutines:
             return ["object", self._coroutines[id(value)][1]]
+        value = getattr(value, "__next__", value)
         if callable(value):
             self._callbacks.append(value)
             return ["callback", len(self._callbacks) - 1]

@@ -484,6 +484,11 @@ SEEN = {
         "assert f(g, [1, 2]) == [2, 4] and seen == [1, 2]\n"
         "try:\n    f(g, [3])\nexcept KeyError:\n    pass\nelse:\n    assert False",
     ),
+    "iterators of the test": (
+        "def f(g, xs): return [x for i in xs for x in g(i)]\ndef first(xs): return next(iter(xs))",
+        "def g(n):\n    for i in range(n): yield i\nassert f(g, [1, 2]) == [0, 0, 1] and f(g, g(3)) == [0, 0, 1]\n"
+        "import itertools\nassert first(itertools.count(5)) == 5 and f(iter, iter([[1], (2,)])) == [1, 2]",
+    ),
     "functions of the program": ("def f(n):\n    return lambda m: n * m", "assert f(3)(4) == 12"),
     "classes with a method": (
         "class Solution:\n    def add(self, a, b): return a + b",
@@ -723,6 +728,13 @@ def test_a_value_of_the_standard_library_is_itself_on_the_other_side(value):
         program = f"{imports}def f():\n    return {text}\ndef g(x):\n    return type(x).__name__, x == f(), repr(x)"
         test = f"{imports}assert f() == {text} and g({text}) == ({type(value).__name__!r}, True, {repr(value)!r})"
         assert judge(program, [test]) == Verdict(1.0)
+
+
+def test_no_program_chooses_by_a_call_that_the_row_is_broken():
+    test = "class Own: pass\ndef g(x): return Own() if x else 1\nassert f(g) == 1"
+    assert judge("def f(g): return g(0)", [test]) == Verdict(1.0)
+    verdict = judge("def f(g): return g(1)", [test])
+    assert verdict.score == 0.0 and "gives the program an object of type Own" in verdict.reason
 
 
 def test_a_comparison_with_what_cannot_travel_is_a_fault_of_the_row():
