@@ -2,7 +2,8 @@
 
 Ctrl-C, SIGTERM and SIGUSR1 stop a run with a checkpoint. However a run ends, it writes its report; if it is not
 finished, it prints the command that continues it. The exit status is 0 after a finished run, 1 after an error, and
-128 + the signal's number after a stop (130 for Ctrl-C, 143 for SIGTERM). A run whose terminal hangs up, or whose
+128 + the signal's number after a stop (130 for Ctrl-C, 143 for SIGTERM), or 75 if SIGUSR1, by which a job tells that
+its time ends, came before the first step of this start. A run whose terminal hangs up, or whose
 output nobody reads any more, goes on.
 """
 
@@ -219,10 +220,10 @@ def launch(
         if done == config.run.steps:
             return 0
         console.print(f"Stopped after {done} of {config.run.steps} steps." if done else NOTHING_SAVED, soft_wrap=True)
-        status = 128 + (interrupt.signal or signal.SIGINT)
+        status = _status(interrupt, done > checkpoints.first_step)
     except StopRequested:
         console.print(f"Stopped while starting. {NOTHING_SAVED}")
-        status = 128 + (interrupt.signal or signal.SIGINT)
+        status = _status(interrupt, False)
     except KeyboardInterrupt:
         console.print("[red]Stopped at once[/], without a checkpoint of this step.")
         status = 128 + signal.SIGINT
@@ -232,6 +233,12 @@ def launch(
     if config is not None and can_continue:
         tell_continuation(config.run_folder, again)
     return status
+
+
+def _status(interrupt: Interrupt, has_advanced: bool) -> int:
+    """The exit status of a stopped run. A job that is asked to stop before each first step must not start for ever."""
+    number = interrupt.signal or signal.SIGINT
+    return 75 if number == signal.SIGUSR1 and not has_advanced else 128 + number
 
 
 NOTHING_SAVED = "No step was done, so there was nothing to save."
