@@ -10,6 +10,7 @@ output nobody reads any more, goes on.
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import logging
 import os
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from shutil import which
+from tempfile import gettempdir
 from typing import Literal, TypeVar
 
 from rich.console import Console
@@ -333,10 +335,22 @@ def log_to_file(folder: Path) -> None:
     early.clear()
 
 
+def full(folders: Sequence[Path]) -> list[Path]:
+    """The folders in a file system that has less than 1 MiB left, or no room for another file."""
+    found = [(folder, os.statvfs(folder)) for folder in folders if folder.exists()]
+    return [
+        folder for folder, has in found if has.f_bavail * has.f_frsize < 1 << 20 or has.f_files and not has.f_favail
+    ]
+
+
 def _tell(error: Exception, config: BaseConfig | None) -> None:
     """Print the message of the error, and write the traceback to a file."""
     known = isinstance(error, ValueError | OSError | RuntimeError)
     text = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+    if os.strerror(errno.ENOSPC) in text:  # of a write, or of another process: it has no path
+        folders = [Path.cwd() if config is None else config.run_folder, Path(gettempdir()), Path("/dev/shm")]
+        text += f" (full: {', '.join(map(str, full(folders))) or 'none of these any more'}; looked at: "
+        text += f"{', '.join(map(str, folders))})"
     console.print("[bold red]error:[/]", end=" ")
     console.print("\n".join([text, *getattr(error, "__notes__", [])]), markup=False, soft_wrap=True)
     if config is None:

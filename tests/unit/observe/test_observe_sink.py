@@ -114,6 +114,17 @@ def test_the_first_answers_of_a_step_are_recorded_and_only_their_tokens_are_fetc
     assert (third["uid"], third["index"]) == ("r:2", 0) and "datasets" not in third
 
 
+def test_a_file_that_is_removed_in_a_run_is_told_and_begins_again(tmp_path):
+    sink, _ = sink_of(tmp_path)
+    for step in range(3):
+        sink.log(step, {"loss": 1.0})
+        if step == 1:
+            (tmp_path / "metrics.jsonl").unlink()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [2]
+    [told] = (tmp_path / "logs" / "warnings.log").read_text().splitlines()
+    assert told.startswith("step 2: ") and "metrics.jsonl was removed while the run writes it" in told
+
+
 def test_no_answer_is_recorded_and_nothing_fetched_if_none_is_asked_for(tmp_path):
     sink, _ = sink_of(tmp_path)
     group = Group(Prompt("r:1", (1,), "q"), [Rollout(2, 1, 1, 0, "stop")], None, 0)

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.processes import piped
-from megatron_rl.recipes.launch import Interrupt, command_of
+from megatron_rl.recipes.launch import Interrupt, command_of, full
 from megatron_rl.recipes.screen import Output, waiting
 
 WRITES = """
@@ -181,6 +181,18 @@ def test_a_command_whose_output_is_read_in_part_ends_without_a_word(command):
     done = subprocess.run([sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, cwd=root, env=environment)
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_ctrl_c_before_a_command_listens_ends_it_without_a_traceback(tmp_path):
+    (tmp_path / "slow_import.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = "import sys\nfrom megatron_rl.processes import piped\nsys.exit(piped(lambda: __import__('slow_import')))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "stopped by Ctrl-C\n")
+
+
+def test_a_full_disk_is_named(tmp_path):
+    assert full([Path("/proc"), tmp_path, tmp_path / "none"]) == [Path("/proc")], "/proc has no room"
 
 
 def test_another_broken_pipe_is_an_error():
