@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from errno import ENOENT
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -238,6 +239,9 @@ class RunSink:
     def _append(self, name: str, record: Mapping[str, object]) -> None:
         path = self.run_folder / name
         if name in self._begun and not path.exists():
+            if not (self.run_folder / WARNINGS).parent.exists():
+                what = "the run's folder was moved or removed while the run goes on; put it back, and continue the run"
+                raise FileNotFoundError(ENOENT, what, str(self.run_folder))
             self.warn(f"{path} was removed while the run writes it: what it had is lost, and it begins again here")
         self._begun.add(name)
         with open_text(path, "a") as file:
