@@ -48,6 +48,9 @@ def piped(command: Callable[[], int]) -> int:
         finally:
             if sys.stdout is not None:  # it was closed when Python started
                 sys.stdout.flush()
+    except KeyboardInterrupt:  # before a command listens to signals itself, as while it imports libraries
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         lost = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _is_unread(stream)]
         if not lost:  # another pipe, or a connection

@@ -2,13 +2,15 @@
 
 Ctrl-C, SIGTERM and SIGUSR1 stop a run with a checkpoint. However a run ends, it writes its report; if it is not
 finished, it prints the command that continues it. The exit status is 0 after a finished run, 1 after an error, and
-128 + the signal's number after a stop (130 for Ctrl-C, 143 for SIGTERM). A run whose terminal hangs up, or whose
+128 + the signal's number after a stop (130 for Ctrl-C, 143 for SIGTERM), or 75 if SIGUSR1, by which a job tells that
+its time ends, came before the first step of this start. A run whose terminal hangs up, or whose
 output nobody reads any more, goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import faulthandler
 import logging
 import os
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from shutil import which
+from tempfile import gettempdir
 from typing import Literal, TypeVar
 
 from rich.console import Console
@@ -32,7 +35,7 @@ from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.checks import check_before_start
 from megatron_rl.processes import STACKS, log_to, open_text
 from megatron_rl.recipes.defaults import read_config
-from megatron_rl.recipes.screen import open_closed, screen
+from megatron_rl.recipes.screen import never_wait, open_closed, screen
 from megatron_rl.recipes.slurm import read_job, render, submit
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -172,9 +175,7 @@ def launch(
     parser = argparse.ArgumentParser(shown, description=f"Example: {example}")
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
     parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the configuration and print sizes and plans without starting a run",
+        "--dry-run", action="store_true", help="check the configuration, print sizes and plans, and start nothing"
     )
     parser.add_argument(
         "--resume",
@@ -215,6 +216,7 @@ def launch(
             with run_lock(config.run_folder):
                 has_begun = True
                 log_to_file(config.run_folder / "logs")
+                never_wait()
                 interrupt.on_loss = partial(tell_loss, config, again)
                 interrupt.check()  # from here on libraries are imported
                 checkpoints, can_continue = open_checkpoints(config, resume), True
@@ -222,10 +224,10 @@ def launch(
         if done == config.run.steps:
             return 0
         console.print(f"Stopped after {done} of {config.run.steps} steps." if done else NOTHING_SAVED, soft_wrap=True)
-        status = 128 + (interrupt.signal or signal.SIGINT)
+        status = _status(interrupt, done > checkpoints.first_step)
     except StopRequested:
         console.print(f"Stopped while starting. {NOTHING_SAVED}")
-        status = 128 + (interrupt.signal or signal.SIGINT)
+        status = _status(interrupt, False)
     except KeyboardInterrupt:
         console.print("[red]Stopped at once[/], without a checkpoint of this step.")
         status = 128 + signal.SIGINT
@@ -235,6 +237,12 @@ def launch(
     if config is not None and can_continue:
         tell_continuation(config.run_folder, again)
     return status
+
+
+def _status(interrupt: Interrupt, has_advanced: bool) -> int:
+    """The exit status of a stopped run. A job that is asked to stop before each first step must not start for ever."""
+    number = interrupt.signal or signal.SIGINT
+    return 75 if number == signal.SIGUSR1 and not has_advanced else 128 + number
 
 
 NOTHING_SAVED = "No step was done, so there was nothing to save."
@@ -329,10 +337,22 @@ def log_to_file(folder: Path) -> None:
     early.clear()
 
 
+def full(folders: Sequence[Path]) -> list[Path]:
+    """The folders in a file system that has less than 1 MiB left, or no room for another file."""
+    found = [(folder, os.statvfs(folder)) for folder in folders if folder.exists()]
+    return [
+        folder for folder, has in found if has.f_bavail * has.f_frsize < 1 << 20 or has.f_files and not has.f_favail
+    ]
+
+
 def _tell(error: Exception, config: BaseConfig | None) -> None:
     """Print the message of the error, and write the traceback to a file."""
     known = isinstance(error, ValueError | OSError | RuntimeError)
     text = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+    if os.strerror(errno.ENOSPC) in text:  # of a write, or of another process: it has no path
+        folders = [Path.cwd() if config is None else config.run_folder, Path(gettempdir()), Path("/dev/shm")]
+        text += f" (full: {', '.join(map(str, full(folders))) or 'none of these any more'}; looked at: "
+        text += f"{', '.join(map(str, folders))})"
     console.print("[bold red]error:[/]", end=" ")
     console.print("\n".join([text, *getattr(error, "__notes__", [])]), markup=False, soft_wrap=True)
     if config is None:

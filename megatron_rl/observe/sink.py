@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from errno import ENOENT
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -94,6 +95,7 @@ class RunSink:
         self._step = self._num_fed = resume_at or 0
         self._warned = ""
         self._told: set[str] = set()
+        self._begun: set[str] = set()
         self._pieces, self._delimiter, self._stop_on = Pieces(tokenizer), delimiter, run.stop_on
         self._view = LiveView(console, run.steps)
         self._seconds: dict[str, float] = {}
@@ -235,5 +237,12 @@ class RunSink:
             self._append(SAMPLES, {"step": step} | record | advantage_of(place, shares))
 
     def _append(self, name: str, record: Mapping[str, object]) -> None:
-        with open_text(self.run_folder / name, "a") as file:
+        path = self.run_folder / name
+        if name in self._begun and not path.exists():
+            if not (self.run_folder / WARNINGS).parent.exists():
+                what = "the run's folder was moved or removed while the run goes on; put it back, and continue the run"
+                raise FileNotFoundError(ENOENT, what, str(self.run_folder))
+            self.warn(f"{path} was removed while the run writes it: what it had is lost, and it begins again here")
+        self._begun.add(name)
+        with open_text(path, "a") as file:
             write_line(file, record)

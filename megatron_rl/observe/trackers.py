@@ -17,6 +17,8 @@ import uuid
 import zlib
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 from megatron_rl.config.observe import (
@@ -80,13 +82,13 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[TrackerFeed
         resume_at: the next step of a resumed run, which continues the tracker's run. None means a new run.
 
     Raises:
-        ValueError: a package is not installed, or a tracker does not start (no login, no server).
+        ValueError: a package is not installed, a tracker does not start (no login, no server), or the file with the
+            runs' ids is damaged.
     """
     if missing := missing_packages(config):
         raise ValueError("\n".join(missing))
     path = config.run_folder / IDENTITIES
-    goes_on = resume_at is not None and path.exists()
-    identities: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if goes_on else {}
+    identities = _read_identities(path) if resume_at is not None and path.exists() else {}
     feeds: list[TrackerFeed] = []
     for section in tracker_sections(config):
         try:
@@ -101,8 +103,24 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[TrackerFeed
                 f"remove it from `observe`"
             ) from error
         feeds.append(TrackerFeed(section.kind, tracker))
-        path.write_text(json.dumps(identities, indent=2) + "\n", encoding="utf-8")
+        partial = path.with_suffix(".tmp")
+        partial.write_text(json.dumps(identities, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
     return feeds
+
+
+def _read_identities(path: Path) -> dict[str, str]:
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(read, dict) and all(isinstance(value, str) for value in read.values()):
+            return read
+        reason = "it is no mapping of texts"
+    except ValueError as error:  # no JSON, or no UTF-8
+        reason = str(error)
+    raise ValueError(
+        f"{path} is damaged ({reason}): it has the ids of this run at the trackers; write them again, such as "
+        f'{{"wandb": "ID"}}, or remove the file, and the trackers begin new runs'
+    )
 
 
 class TrackerFeed:
@@ -173,7 +191,7 @@ class _Wandb:
         )
         # wandb drops records whose step goes back, as after a resume. With `step` as the axis it keeps all of them.
         self._run.define_metric("*", step_metric="step")
-        offline = f"offline; send it with: wandb sync {config.run_folder}/wandb/offline-run-*"
+        offline = f"offline; send it with: wandb sync {quote(str(config.run_folder))}/wandb/offline-run-*"
         self.where = offline if section.mode == "offline" else str(self._run.url)
 
     def log(self, record: Record) -> None:
@@ -194,7 +212,7 @@ class _Tensorboard:
         if not resume_at:
             text = json.dumps(provenance(config), indent=2).replace("\n", "\n    ")  # Markdown shows it as code
             self._writer.add_text("config", f"    {text}", 0)
-        self.where = f"tensorboard --logdir {folder}"
+        self.where = f"tensorboard --logdir {quote(str(folder))}"
 
     def log(self, record: Record) -> None:
         step = int(record["step"])

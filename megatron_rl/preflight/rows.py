@@ -28,10 +28,13 @@ from megatron_rl.preflight.reward_source import fault_of_function, fault_of_rewa
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.verifiers.compose import fault_of_row, required_columns
+from megatron_rl.verifiers.sandbox.code import idle
 from megatron_rl.verifiers.sandbox.process import SandboxError, isolation
 
 ROWS_S = 2.5
 """The time limit, in seconds, for checking the rows of all files. A note says which rows are left out."""
+IDLE_ROWS = 200
+"""How many rows of the code reward are tried with functions that do nothing."""
 ROWS_AT_LEAST = 100
 """The number of rows that are checked in each file even if the time is over."""
 
@@ -165,6 +168,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         unscored: list[str] = []
         forms: Counter[Form] = Counter()
         named: set[Any] = set()
+        tests: list[Any] = []
 
         def check_prompt(row: Row, reading: Reading) -> None:
             question = question_of(row, required, reading)
@@ -178,6 +182,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
                 unscored.append(f"no reward has the row's `dataset`, {given.get('dataset')!r}, in its `datasets`")
             for reward in config.rewards:
                 if (fault := fault_of_row(reward, given)) is None:
+                    if isinstance(reward, CodeReward) and reward.scores(given) and len(tests) < IDLE_ROWS:
+                        tests.append(reward.ground_truth(given))
                     continue
                 if reward.on_error == "stop":
                     raise ValueError(fault)
@@ -202,7 +208,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         known = frozenset(columns) if forms else None
         if heldout:
             faults += check_source(heldout)
-        faults += _faults_of_functions(config, known, tell)
+        faults += _faults_of_functions(config, known, tests, tell)
     if lengths.fault:
         faults.append(lengths.fault)
     elif lengths.without_template:
@@ -215,17 +221,26 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     return faults
 
 
-def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str] | None, tell: Tell) -> list[str]:
+def _faults_of_functions(
+    config: GrpoRunConfig, columns: frozenset[str] | None, tests: Sequence[Any], tell: Tell
+) -> list[str]:
     """Check what judges and trains: the sandbox, and the functions that the configuration names.
 
     Args:
         columns: of the training rows that were checked, without the question; None if no good row was.
+        tests: ground truths of the code reward.
     """
     faults: list[str] = []
     if any(isinstance(reward, CodeReward) for reward in config.rewards):
         try:
             for missing in isolation().missing:
                 tell(f"the code reward's sandbox on this machine: {missing}")
+            num_tried, found = idle(tests, ROWS_S)
+            if found:
+                tell(
+                    f"the code reward: the tests of {len(found)} of the {num_tried} rows that were tried pass if all "
+                    f"functions return the same: {found[0]}; any program that does nothing may score 1"
+                )
         except SandboxError as error:
             faults.append(f"the code reward has no sandbox on this machine: {error}")
     for reward in config.rewards:

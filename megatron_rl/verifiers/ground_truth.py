@@ -78,7 +78,7 @@ escape the score 0 by it. The pattern of a `TextReward` is the row's."""
 
 EXAMPLES: dict[type[GroundTruthReward], tuple[str, Any]] = {
     MathematicsReward: (r"\boxed{\frac{x}{2} + 1}", r"\frac{x + 2}{2}"),
-    CodeReward: ("```python\nprint()\n```", [{"input": "", "output": ""}]),
+    CodeReward: ("```python\nprint(1)\n```", [{"input": "", "output": "1"}]),
     InstructionsReward: ("a text", {"instruction_id": ["punctuation:no_comma"], "kwargs": [None]}),
     ReasoningGymReward: ("0", {"task": "leg_counting", "answer": "0", "metadata": {}, "config": {}}),
 }

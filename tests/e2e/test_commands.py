@@ -112,7 +112,7 @@ def test_a_shell_sees_a_refusal_as_status_1_and_no_traceback(recipe, task):
     assert "Traceback" not in done.stdout and done.stderr == ""
 
 
-STOPS = [(signal.SIGUSR1, 138, "driver.log"), (signal.SIGTERM, 143, "trainer_0.log")]
+STOPS = [(signal.SIGUSR1, 75, "driver.log"), (signal.SIGTERM, 143, "trainer_0.log")]
 
 
 @pytest.mark.parametrize(("number", "status", "when"), cover.essential(STOPS, STOPS[0]))

@@ -11,10 +11,12 @@ by a name that only the program defines or imports (`isclose`) asks the program,
 If the tested function has the name of a builtin, other builtins can be replaced too.
 
 Tests use the program's own objects with all operators, with `with` and with `await`, except: a value of the test is
-compared by `==` alone, and equals none; it is an operand (`a * 2`) only of an object that the test has made by a class
-with a name like `Vector`; `in` goes through the items, and never asks `__contains__`, which would judge itself; no
-object ends an error in a `with`; what is awaited runs to its end, so that no time limit of the test cuts it. A test
-that needs more fails, and is refused where reading it shows that. Third-party packages are not available.
+compared by `==` alone, and equals none; it is an operand (`a * 2`), or an argument of `startswith`, `issubset` and
+other methods that judge, only of an object that the test has made by a name like `Vector`, which it uses as a class: by
+an attribute of an object, or by two objects (`classes.py`); `in` goes through the items, and never asks `__contains__`,
+which would judge itself; no object ends an error in a `with`; what is awaited runs to its end, so that no time limit of
+the test cuts it. A test that needs more fails, and is refused where reading it shows that. Third-party packages are not
+available.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any, Literal
 
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox.code_tests import Case, FunctionTest, cases_of
-from megatron_rl.verifiers.sandbox.process import Limits, SandboxError, run_script, run_tests
+from megatron_rl.verifiers.sandbox.process import Limits, SandboxError, run_idle, run_script, run_tests
 from megatron_rl.verifiers.sandbox.unfit_tests import suspicion
 
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
@@ -87,6 +89,24 @@ def verify(text: str, truth: Any, limits: Limits, score: Score, within_s: float 
     except OSError as error:  # no memory, no file descriptor or no disk for the sandbox itself
         return Verdict(None, f"the sandbox could not be set up: {error}", failed=True)
     return Verdict(num_passed / len(cases), first_reason)
+
+
+def idle(truths: Sequence[Any], within_s: float) -> tuple[int, list[str]]:
+    """Rows whose tests pass for functions that do nothing: the number of rows tried, and for each row
+    found what these functions return and how its first test begins.
+
+    Args:
+        truths: ground truths that `cases_of` reads without a fault. A program that reads and prints is not tried.
+        within_s: the time for all.
+
+    Raises:
+        SandboxError: the sandbox does not work.
+    """
+    rows = [[case for case in cases_of(truth) if isinstance(case, str)] for truth in truths]
+    rows = [tests for tests in rows if tests]
+    results = run_idle(rows, Limits(wall_s=within_s)) if rows else []
+    found = [(tests[0], result) for tests, result in zip(rows, results, strict=False) if result]
+    return len(results), [f"{result}, as in {test.strip()[:80]!r}" for test, result in found]
 
 
 class BrokenCase(ValueError):

@@ -91,7 +91,10 @@ def cases_of(truth: Any) -> list[Case]:
     kinds = {"text" if isinstance(case, str) else "mapping" for case in truth}
     if len(kinds) > 1:
         raise ValueError("they are partly Python texts and partly mappings")
-    return [_case(case, f"case {number}") for number, case in enumerate(truth, 1)]
+    cases = [_case(case, f"case {number}") for number, case in enumerate(truth, 1)]
+    if not any(isinstance(case, str) or case["output"].strip() for case in cases):
+        raise ValueError("every `output` is empty, so a program that does nothing would pass; give one with text")
+    return cases
 
 
 def _of_mapping(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:

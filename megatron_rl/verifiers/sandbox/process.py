@@ -9,10 +9,11 @@ Invariants: a program's process ends with its run, and leaves no process, file, 
 may be called from any thread and from many processes at once; a sandbox that does not work raises SandboxError. A
 program can cause this error only by using memory that its limits grant and that the machine does not have.
 
-What remains possible: a program sees the inputs of its tests, uses the CPU until a limit ends it, notices how busy the
-machine is, which another program could vary, and sees which files exist (not their contents) where `isolation().means`
-is `landlock`. A fault of the kernel is not contained: use virtual machines against attackers. This sandbox is made
-against what a model learns to try.
+What remains possible: a program sees the inputs of its tests, uses the CPU until a limit ends it, may add the base
+interpreter's site-packages to its path and import what is there, may write in all of its own file system with `user`,
+notices how busy the machine is, which another program could vary, and sees which files exist (not their contents) where
+`isolation().means` is `landlock`. A fault of the kernel is not contained: use virtual machines against attackers. This
+sandbox is made against what a model learns to try.
 """
 
 from __future__ import annotations
@@ -23,22 +24,21 @@ import logging
 import os
 import platform
 import re
-import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.processes import signal_name
+from megatron_rl.verifiers.sandbox.classes import classes_of
 from megatron_rl.verifiers.sandbox.confinement import ARCHITECTURES, WORK, Confinement
+from megatron_rl.verifiers.sandbox.pipes import file_of, pipe, read, temporary_directory
 
 log = logging.getLogger(__name__)
 
@@ -176,16 +176,16 @@ def run_script(program: str, text: str, limits: Limits) -> Ended:
 
 def _run_script(means: Isolation, program: str, text: str, limits: Limits) -> Ended:
     with ExitStack() as stack:
-        stdin = stack.enter_context(_file_of(text.encode(errors="replace")))
-        output, stdout = stack.enter_context(_pipe())
-        errors, stderr = stack.enter_context(_pipe())
+        stdin = stack.enter_context(file_of(text.encode(errors="replace")))
+        output, stdout = stack.enter_context(pipe())
+        errors, stderr = stack.enter_context(pipe())
         confined = _confined(means, limits, "confined.run_script", program, stdin=stdin, stdout=stdout, stderr=stderr)
         process = stack.enter_context(confined)
         stdout.close()
         stderr.close()
         process.wait_until_ready()
         deadline = time.monotonic() + limits.wall_s
-        printed, last = _read([output, errors], [limits.output_bytes, MAX_ERROR_BYTES], deadline)
+        printed, last = read([output, errors], [limits.output_bytes, MAX_ERROR_BYTES], deadline)
         if len(printed) > limits.output_bytes:
             return Ended(b"", f"the output is longer than {limits.output_bytes} bytes")
         if not process.ends_before(deadline):
@@ -207,10 +207,11 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits, imports: bool 
     """
     means = isolation()
     with ExitStack() as stack:
-        requests, ask = stack.enter_context(_pipe())
-        replies, reply = stack.enter_context(_pipe())
-        report, results = stack.enter_context(_pipe())
-        role, text = f"tested.serve_{'solution' if imports else 'program'}", json.dumps(list(tests))
+        requests, ask = stack.enter_context(pipe())
+        replies, reply = stack.enter_context(pipe())
+        report, results = stack.enter_context(pipe())
+        texts = [[test, sorted(classes_of(test))] for test in tests]
+        role, text = f"tested.serve_{'solution' if imports else 'program'}", json.dumps(texts)
         runner = stack.enter_context(_confined(means, limits, role, program, requests, reply))
         judge = stack.enter_context(_confined(means, limits, "tested.run_tests", text, replies, ask, results))
         for end in (requests, ask, replies, reply, results):
@@ -218,7 +219,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits, imports: bool 
         runner.wait_until_ready()
         judge.wait_until_ready()
         deadline = time.monotonic() + limits.wall_s
-        [said] = _read([report], [MAX_REPORT_BYTES], deadline)
+        [said] = read([report], [MAX_REPORT_BYTES], deadline)
         # A reason has what the program raised. A half of a surrogate pair in it could be written to no log.
         lines = map(json.loads, said.decode().splitlines())
         verdicts = [(str(verdict), str(reason).encode(errors="replace").decode()) for verdict, reason in lines]
@@ -233,6 +234,22 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits, imports: bool 
         return TestRun(verdicts, f"the process of the tests ended: {judge.reason() or 'exit status 0'}")
 
 
+def run_idle(rows: Sequence[Sequence[str]], limits: Limits) -> list[str | None]:
+    """For each row of tests, the result that lets all pass if every function that they call returns it (`idle.py`), or
+    None; for as many rows as the limits allow.
+
+    Raises:
+        SandboxError: the tests could not be run.
+    """
+    with ExitStack() as stack:
+        report, results = stack.enter_context(pipe())
+        process = stack.enter_context(_confined(isolation(), limits, "idle.run_idle", json.dumps(rows), results))
+        results.close()
+        process.wait_until_ready()
+        [said] = read([report], [MAX_REPORT_BYTES], time.monotonic() + limits.wall_s)
+        return [json.loads(line) for line in said.decode().splitlines()]
+
+
 class _Process:
     """A confined process that has been started."""
 
@@ -242,7 +259,7 @@ class _Process:
 
     def wait_until_ready(self) -> None:
         """Raises SandboxError if the process could not confine itself."""
-        [status] = _read([self._status], [MAX_ERROR_BYTES], time.monotonic() + START_S)
+        [status] = read([self._status], [MAX_ERROR_BYTES], time.monotonic() + START_S)
         if status != b"ready":
             said = status.decode(errors="replace") or "it ended, or was not ready in time"
             raise SandboxError(f"the process of a program could not be confined: {said}")
@@ -303,7 +320,7 @@ def _confined(
         role: the module and the name of a function, which gets the text and the numbers of the files.
     """
     with ExitStack() as stack:
-        directory = stack.enter_context(_temporary_directory()) if means.means == "landlock" else None
+        directory = stack.enter_context(temporary_directory()) if means.means == "landlock" else None
         confinement = Confinement(
             means=means.means,
             parent=os.getpid(),
@@ -316,8 +333,8 @@ def _confined(
             num_files=limits.num_files,
             num_threads=limits.num_threads if _counts_threads(means.means) else None,
         )
-        file = stack.enter_context(_file_of(text.encode(errors="surrogatepass")))
-        status, ready = stack.enter_context(_pipe())
+        file = stack.enter_context(file_of(text.encode(errors="surrogatepass")))
+        status, ready = stack.enter_context(pipe())
         numbers = [end.fileno() for end in (file, ready, *files)]
         role_module, _ = role.split(".")
         start = START.format(
@@ -360,70 +377,11 @@ def _visible() -> list[str]:
     return [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
 
 
-def _pipe() -> AbstractContextManager[tuple[io.FileIO, io.FileIO]]:
-    """The two ends of a pipe: what is written to the second is read from the first."""
-    return _closing(*(io.FileIO(end, mode) for end, mode in zip(os.pipe(), "rw", strict=True)))
-
-
-@contextmanager
-def _closing(*files: io.FileIO) -> Iterator[Any]:
-    try:
-        yield files
-    finally:
-        for file in files:
-            file.close()
-
-
-@contextmanager
-def _file_of(content: bytes) -> Iterator[io.FileIO]:
-    """A file without a name, open for reading alone."""
-    with tempfile.TemporaryFile() as written:
-        written.write(content)
-        written.flush()
-        with io.FileIO(f"/proc/self/fd/{written.fileno()}") as file:
-            yield file
-
-
-@contextmanager
-def _temporary_directory() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="megatron-rl-program-")
-    try:
-        yield path
-    finally:
-        # A program can nest directories deeper than shutil.rmtree can follow, and make some that nobody may read.
-        remove = ["rm", "-rf", "--", path]
-        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode:
-            subprocess.run(["chmod", "-R", "u+rwx", "--", path], stderr=subprocess.DEVNULL)
-            subprocess.run(remove, check=True)
-
-
-def _read(files: Sequence[io.FileIO], limits: Sequence[int], deadline: float) -> list[bytes]:
-    """Read pipes until all are closed, the first has more bytes than its limit, or the deadline has passed.
-
-    Args:
-        limits: of the first file at most one byte more than its limit is kept, of each other file its last bytes.
-        deadline: in seconds of time.monotonic().
-    """
-    texts = {file.fileno(): b"" for file in files}
-    limit_of = dict(zip(texts, limits, strict=True))
-    first = files[0].fileno()
-    poll = select.poll()
-    for number in texts:
-        poll.register(number, select.POLLIN)
-    num_open = len(files)
-    # The clock is asked each time: a pipe that is written without end is always ready.
-    while num_open and len(texts[first]) <= limit_of[first] and (rest_s := deadline - time.monotonic()) > 0:
-        for number, _ in poll.poll(rest_s * 1000):
-            part = os.read(number, 1 << 16)
-            if not part:
-                poll.unregister(number)
-                num_open -= 1
-            whole, limit = texts[number] + part, limit_of[number]
-            texts[number] = whole[: limit + 1] if number == first else whole[-limit:]
-    return list(texts.values())
-
-
-MODULES = {"confined": "confinement confined", "tested": "confinement messages confined operations remote tested"}
+MODULES = {
+    "confined": "confinement confined",
+    "idle": "confinement messages confined operations remote tested idle",
+    "tested": "confinement messages confined operations remote tested",
+}
 """For the module of a role, the modules to load, in order."""
 
 START = """

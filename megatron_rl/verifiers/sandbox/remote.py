@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from megatron_rl.verifiers.sandbox.tested import TestedProgram
 
 
+JUDGES = frozenset(
+    "startswith endswith issubset issuperset isdisjoint difference symmetric_difference equals __contains__".split()
+)
+"""Methods that tell whether an object is as their argument says. A result may only be judged by the methods of the
+builtin types, which are in the process of the tests."""
+
+
 class Names(dict[str, Any] if TYPE_CHECKING else dict):  # type: ignore[misc]  # the module typing is not there
     """The global names of a test. A value of the program that the test has not set is asked for again after the program
     has run, because it may be another one by then."""
@@ -47,7 +54,7 @@ class Remote:
 
     __slots__ = ("_remote_kind", "_number", "_program")
     _remote_kind: str
-    """`class` if the test has it under a name like `Node`; `made` if the test has made it by calling one; or empty."""
+    """`class` if the test uses it as one (`classes.py`); `made` if the test has made it by calling one; or empty."""
     _number: int
     _program: TestedProgram
 
@@ -60,6 +67,8 @@ class Remote:
         return made(self._program.ask("call", self, list(arguments), options), self._remote_kind == "class")
 
     def __getattr__(self, name: str) -> Any:
+        if name in JUDGES and self._remote_kind != "made":
+            raise AttributeError(f"an object of the program's own class is in the place of one with `{name}`")
         return self._program.ask("getattr", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

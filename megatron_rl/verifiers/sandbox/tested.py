@@ -136,13 +136,18 @@ def serve_solution(program: str, receive: int, send: int) -> None:
 
 
 class Callback:
-    """A function of the tests, in the program's process."""
+    """A function of the tests, or the next item of an iterator, in the program's process."""
 
     def __init__(self, served: Served, number: int) -> None:
         self.served, self.number = served, number
 
     def __call__(self, *arguments: Any) -> Any:
         return self.served.call_back(self.number, arguments)
+
+    def __iter__(self) -> Callback:
+        return self
+
+    __next__ = __call__
 
 
 # --- the tests' side ---
@@ -182,8 +187,9 @@ class TestedProgram:
                 return f"the program could not be loaded: {reason[:MAX_REASON_CHARACTERS]}"
         raise self._ended("it sent no answer")
 
-    def globals_for(self, code: CodeType) -> dict[str, Any]:
-        """The names that a test uses and the program defines.
+    def globals_for(self, code: CodeType, classes: set[str]) -> dict[str, Any]:
+        """The names that a test uses and the program defines. `classes` are names that the test uses as
+        classes.
 
         A builtin and a module of the standard library are the tests' own. Otherwise a program could define an `abs`
         that always returns 0. Only if the program defines none of the other names, its `sum` must be what is tested.
@@ -196,7 +202,7 @@ class TestedProgram:
         modules = {name: __import__(name) for name in found if name in sys.stdlib_module_names}
         values = Names(self, {name: found[name] for name in own})
         for name, value in values.items():
-            if type(value) is Remote and name[0].isupper() and not name.isupper():
+            if type(value) is Remote and name in classes:
                 object.__setattr__(value, "_remote_kind", "class")
         values.update(modules)
         return dict(values) if sets_globals(code) else values
@@ -238,7 +244,9 @@ class TestedProgram:
     def _call_back(self, function: Callable[..., Any], arguments: Any) -> None:
         try:
             self._send("returned", self._encode(function(*arguments)))
-        except Exception as error:
+        except (Exception, CannotCarry) as error:  # a program must not choose by a call that its row is broken
+            if isinstance(self.fault, CannotCarry):
+                self.fault = None
             self._send("callback raised", *sent_error(error))
 
     def _exception(self, kind: Any) -> Any:
@@ -277,6 +285,7 @@ class TestedProgram:
             return ["object", object.__getattribute__(value, "_number")]
         if id(value) in self._coroutines:
             return ["object", self._coroutines[id(value)][1]]
+        value = getattr(value, "__next__", value)
         if callable(value):
             self._callbacks.append(value)
             return ["callback", len(self._callbacks) - 1]
@@ -315,15 +324,15 @@ def run_tests(tests: str, receive: int, send: int, results: int) -> None:
     program's process has ended, so no other test can run) or `broken` (the test cannot be run on any program).
 
     Args:
-        tests: a list of Python texts, as JSON.
+        tests: as JSON, a list of pairs: a Python text, and the names that it uses as classes (`classes.py`).
         receive, send: the numbers of two pipes, from and to the program.
         results: the number of the pipe for the verdicts.
     """
     with os.fdopen(results, "w") as report:
         codes = []
-        for test in json.loads(tests):
+        for test, classes in json.loads(tests):
             try:
-                codes.append(compiled(test, "test"))
+                codes.append((compiled(test, "test"), set(classes)))
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 print(json.dumps(["broken", f"{test.strip()[:80]!r} is no Python: {reason_of(error)}"]), file=report)
                 return
@@ -333,17 +342,17 @@ def run_tests(tests: str, receive: int, send: int, results: int) -> None:
         except ProgramEnded as error:
             print(json.dumps(["ended", str(error)]), file=report)
             return
-        for code in codes:
-            verdict, reason = ("failed", fault) if fault else run_test(program, code)
+        for code, classes in codes:
+            verdict, reason = ("failed", fault) if fault else run_test(program, code, classes)
             print(json.dumps([verdict, reason]), file=report, flush=True)
             if verdict == "ended":
                 return
 
 
-def run_test(program: TestedProgram, code: CodeType) -> tuple[str, str]:
+def run_test(program: TestedProgram, code: CodeType, classes: set[str]) -> tuple[str, str]:
     failure, before = "", program.num_requests
     try:
-        found = program.globals_for(code)
+        found = program.globals_for(code, classes)
         found["__name__"] = "__main__"
         exec(code, found)
     except BaseException as error:
@@ -375,9 +384,15 @@ def calls_the_program(code: CodeType) -> bool:
             uses.append(name)
             raise ProgramError("used")
 
+    passes_with(code, lambda name: Named())
+    return bool(uses)
+
+
+def passes_with(code: CodeType, value_of: Callable[[str], Any]) -> bool:
+    """Whether a test passes without a program, if each name that a program must define has this value."""
     names = {name for name in names_of(code) if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
     try:
-        exec(code, {"__name__": "__main__", **{name: Named() for name in names}})
+        exec(code, {"__name__": "__main__", **{name: value_of(name) for name in names}})
     except BaseException:  # as in the test itself
-        pass
-    return bool(uses)
+        return False
+    return True

@@ -126,7 +126,7 @@ def _fault_of_asserts(tree: ast.Module) -> str | None:
     asserts = list(_all(tree, ast.Assert))
     judges = any(_can_fail(node.test) for node in asserts) or any(_all(tree, ast.Raise))
     for call in _all(tree, ast.Call):
-        if _path(call.func) == "unittest.main":  # it looks in the module `__main__`, and then ends the process
+        if path_of(call.func) == "unittest.main":  # it looks in the module `__main__`, and then ends the process
             return "it calls unittest.main, which finds no tests here; write asserts that call the program's functions"
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         known = isinstance(call.func, ast.Attribute) or name in imported or hasattr(builtins, name)
@@ -161,7 +161,7 @@ def _fault_of_setting(tree: ast.Module) -> str | None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
             targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-            for path in (_path(target) for target in targets if isinstance(target, ast.Attribute | ast.Subscript)):
+            for path in (path_of(target) for target in targets if isinstance(target, ast.Attribute | ast.Subscript)):
                 if any(path == one or path.startswith(one + ".") for one in SETS):
                     return f"it sets {path}, {ELSEWHERE}; give its surroundings as arguments or as an `input`"
                 if path in ("sys.stdout", "sys.stderr") and reads_output:
@@ -169,7 +169,7 @@ def _fault_of_setting(tree: ast.Module) -> str | None:
         if isinstance(node, ast.arg) and node.arg in FIXTURES:
             return f"it needs {node.arg} of pytest, {ELSEWHERE}; write an `input` and an `output`"
         if isinstance(node, ast.Call):
-            path, first = _path(node.func), node.args[0] if node.args else None
+            path, first = path_of(node.func), node.args[0] if node.args else None
             if path.rpartition(".")[2] in ("redirect_stdout", "redirect_stderr") and reads_output:
                 return f"it reads what the program prints by {path}, {ELSEWHERE}; write an `output`"
             if path in ("os.environ.update", "os.environ.setdefault", "os.putenv"):
@@ -195,7 +195,7 @@ def _fault_of_objects(tree: ast.Module) -> str | None:
         return isinstance(node, ast.Name) and node.id not in bound and not hasattr(builtins, node.id)
 
     for node in _all(tree, ast.Call):
-        name = _path(node.func).rpartition(".")[2]
+        name = path_of(node.func).rpartition(".")[2]
         if name in INSPECTS and node.args and is_own(node.args[0]):
             return f"it looks at an object of the program by {name}, {ELSEWHERE}; judge what it returns"
     for block in _outside(tree, ast.Try):
@@ -205,19 +205,19 @@ def _fault_of_objects(tree: ast.Module) -> str | None:
     return None
 
 
-def _path(node: ast.expr) -> str:
+def path_of(node: ast.AST) -> str:
     """`a.b` for `a.b`, and for an item of it; empty for what is no name with attributes."""
     while isinstance(node, ast.Subscript):
         node = node.value
     if isinstance(node, ast.Attribute):
-        owner = _path(node.value)
+        owner = path_of(node.value)
         return f"{owner}.{node.attr}" if owner else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def _only_seeds(tree: ast.Module) -> bool:
     """Whether a test gives the module `random` a seed, and draws no random numbers itself."""
-    used = {path for node in _all(tree, ast.Attribute) if (path := _path(node)).startswith("random.")}
+    used = {path for node in _all(tree, ast.Attribute) if (path := path_of(node)).startswith("random.")}
     named = {alias.name for node in _all(tree, ast.ImportFrom) if node.module == "random" for alias in node.names}
     return used | {f"random.{name}" for name in named} == {"random.seed"}
 

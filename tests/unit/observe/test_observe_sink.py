@@ -114,6 +114,29 @@ def test_the_first_answers_of_a_step_are_recorded_and_only_their_tokens_are_fetc
     assert (third["uid"], third["index"]) == ("r:2", 0) and "datasets" not in third
 
 
+def test_a_file_that_is_removed_in_a_run_is_told_and_begins_again(tmp_path):
+    sink, _ = sink_of(tmp_path)
+    (tmp_path / "logs").mkdir()
+    for step in range(3):
+        sink.log(step, {"loss": 1.0})
+        if step == 1:
+            (tmp_path / "metrics.jsonl").unlink()
+    assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [2]
+    [told] = (tmp_path / "logs" / "warnings.log").read_text().splitlines()
+    assert told.startswith("step 2: ") and "metrics.jsonl was removed while the run writes it" in told
+
+
+def test_a_folder_that_is_moved_in_a_run_is_an_error_that_says_so(tmp_path):
+    folder = tmp_path / "run"
+    sink, _ = sink_of(folder)
+    (folder / "logs").mkdir()
+    sink.log(0, {"loss": 1.0})
+    folder.rename(tmp_path / "moved")
+    (folder / "checkpoints").mkdir(parents=True)  # as a trainer rank makes it again
+    with pytest.raises(FileNotFoundError, match="was moved or removed while the run goes on; put it back"):
+        sink.log(1, {"loss": 1.0})
+
+
 def test_no_answer_is_recorded_and_nothing_fetched_if_none_is_asked_for(tmp_path):
     sink, _ = sink_of(tmp_path)
     group = Group(Prompt("r:1", (1,), "q"), [Rollout(2, 1, 1, 0, "stop")], None, 0)

@@ -6,6 +6,7 @@ import io
 import json
 import posixpath
 import re
+import shlex
 import sqlite3
 import struct
 import threading
@@ -256,6 +257,26 @@ def test_an_mlflow_database_that_breaks_does_not_end_the_run(tmp_path):
         sink.log(0, {"loss": 1.0})
     assert feed.num_lost == 1 and "mlflow lost 1 records" in screen.getvalue()
     assert len(read_lines(config.run_folder / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 16, b'{"wandb": "a1', b"\xff", b'["a1"]', b'{"wandb": 3}'])
+def test_a_damaged_file_of_ids_is_named_with_what_to_do(tmp_path, content):
+    config = config_of(tmp_path)
+    config.run_folder.mkdir()
+    path = config.run_folder / "trackers.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path} is damaged .*remove the file, and the trackers begin new runs"):
+        open_trackers(config, 3)
+    assert open_trackers(config, None) == [], "a new run does not read it"
+
+
+def test_a_printed_command_works_with_a_space_in_the_folder(tmp_path):
+    pytest.importorskip("tensorboard")
+    config = config_of(tmp_path / "a b", {"kind": "tensorboard"})
+    config.run_folder.mkdir(parents=True)
+    [feed] = open_trackers(config, None)
+    feed.close(finished=True)
+    assert shlex.split(feed.where)[-1] == str(config.run_folder / "tensorboard")
 
 
 def test_wandb_offline_keeps_records_and_the_runs_id(tmp_path):

@@ -705,6 +705,18 @@ def test_a_reward_cannot_ask_for_columns_of_rows_that_have_only_a_question(home)
     assert "bad.jsonl:1" in fault, "the columns of rows that cannot be read are not known"
 
 
+def test_rows_whose_tests_pass_for_a_program_that_does_nothing_are_told(home):
+    right = {"prompt": "1", "ground_truth": ["assert f(1) == 2"]}
+    weak = {"prompt": "1", "ground_truth": ["assert all(a == b for a, b in zip(f(1), [2]))"]}
+    empty = {"prompt": "1", "ground_truth": [{"input": "1\n", "output": ""}]}
+    rows("train.jsonl", right, weak, empty)
+    notes: list[str] = []
+    assert preflight(grpo(rewards=[{"kind": "code"}], data={"train": "train.jsonl"}), notes.append) == []
+    assert "rewards will abstain on 1 of the rows" in notes[0] and "every `output` is empty" in notes[0]
+    [note] = [note for note in notes if "functions return the same" in note]
+    assert "the tests of 1 of the 2 rows that were tried" in note and "[], as in 'assert all(" in note
+
+
 def test_rows_that_compute_score_could_not_score_are_told(home):
     (home / "mine.py").write_text("def f(solution_str, ground_truth): ...")
     rows("train.jsonl", {"prompt": "1"}, {"prompt": "1", "reward_model": {"ground_truth": "2"}})

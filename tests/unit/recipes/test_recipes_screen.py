@@ -13,12 +13,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cover
 import pytest
 from rich.console import Console
 
 from megatron_rl.processes import piped
-from megatron_rl.recipes.launch import Interrupt, command_of
-from megatron_rl.recipes.screen import waiting
+from megatron_rl.recipes.launch import Interrupt, command_of, full
+from megatron_rl.recipes.screen import Output, waiting
 
 WRITES = """
 import logging, os, sys
@@ -46,6 +47,75 @@ def test_who_prints_on_goes_on_when_nobody_reads(tmp_path):
     _, said = writer.communicate()
     assert writer.returncode == 0 and said == ""
     assert log.read_text().count("the output cannot be written any more ([Errno 32] Broken pipe)") == 1
+
+
+SHOWS = """
+import logging, os, sys
+logging.basicConfig(filename=sys.argv[1])
+from megatron_rl.observe.live import LiveView
+from megatron_rl.recipes.screen import never_wait, screen
+console = screen()
+never_wait()
+view = LiveView(console, 100)
+for step in range(1 if sys.argv[2] == "hung up" else 100):
+    view.update({"step": step, "loss": 1.0, "time/total_s": 1.0})
+    view.tell("a line " * 100)
+    print("what others print " * 100)
+    print("and where errors are printed " * 100, file=sys.stderr)
+if sys.argv[2] == "hung up":
+    os.read(int(sys.argv[3]), 1)
+    view.tell("to nobody")
+    print("to nobody")
+view.stop()
+console.print("the end")
+print("the end", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "reader", cover.essential(["stopped", "away", "stopped pipe", "hung up"], "stopped", "hung up")
+)
+def test_who_shows_a_run_goes_on_when_nobody_reads_the_terminal(tmp_path, reader):
+    log = tmp_path / "log.txt"
+    ours, its = os.pipe() if "pipe" in reader else os.openpty()
+    told, tell = os.pipe()
+    if reader == "stopped":
+        os.write(ours, b"\x13")  # Ctrl-S
+    writer = subprocess.Popen(
+        [sys.executable, "-c", SHOWS, log, reader, str(told)],
+        stdin=its if "pipe" not in reader else None,
+        stdout=its,
+        stderr=its,
+        pass_fds=[told],
+        env=os.environ | {"TERM": "xterm-256color"},
+        start_new_session=True,
+    )
+    os.close(its)
+    if reader == "hung up":
+        os.read(ours, 1)  # the live view runs
+        os.close(ours)
+        os.write(tell, b"1")
+    assert writer.wait(60) == 0
+    words = "the output cannot be written any more" if reader == "hung up" else "nobody reads the output"
+    assert log.read_text().count(words) == 2, "once for each stream"
+    if reader != "hung up":
+        os.close(ours)
+    os.close(told)
+    os.close(tell)
+
+
+def test_a_reader_who_comes_back_is_shown_what_follows(caplog):
+    reading, writing = os.pipe()
+    with open(writing, "w") as stream:
+        output = Output()
+        assert output.never_wait(stream)
+        for _ in range(3):
+            output.write("x" * (1 << 17))
+        taken = os.read(reading, 1 << 18)
+        output.write("é\ud800")
+        assert os.read(reading, 99).decode() == "é\\ud800" and set(taken) == {ord("x")} and len(taken) < 1 << 17
+    os.close(reading)
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("nobody reads the output")
 
 
 HUNG_UP = "the terminal has hung up (SIGHUP): the run goes on without it"
@@ -111,6 +181,18 @@ def test_a_command_whose_output_is_read_in_part_ends_without_a_word(command):
     done = subprocess.run([sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, cwd=root, env=environment)
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_ctrl_c_before_a_command_listens_ends_it_without_a_traceback(tmp_path):
+    (tmp_path / "slow_import.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    command = "import sys\nfrom megatron_rl.processes import piped\nsys.exit(piped(lambda: __import__('slow_import')))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])])}
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "stopped by Ctrl-C\n")
+
+
+def test_a_full_disk_is_named(tmp_path):
+    assert full([Path("/proc"), tmp_path, tmp_path / "none"]) == [Path("/proc")], "/proc has no room"
 
 
 def test_another_broken_pipe_is_an_error():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -173,6 +176,24 @@ def play(agent, *answers: str, stopped: bool = True, template: str = KEEPS, max_
 
 def client(url: str) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=url, api_key="any", max_retries=0)
+
+
+def test_hundreds_may_connect_while_the_server_does_something_else():
+    """Nothing is accepted here, because the event loop stands."""
+    if int(Path("/proc/sys/net/core/somaxconn").read_text()) < 400:
+        pytest.skip("this system keeps fewer connections waiting")
+
+    async def connect() -> None:
+        endpoint = Endpoint("127.0.0.1", text_of, 500, {})
+        await endpoint.start()
+        _, url = endpoint.open(conversations(), None)
+        with ExitStack() as stack:
+            for _ in range(400):
+                address = "127.0.0.1", httpx.URL(url).port
+                stack.enter_context(socket.create_connection(address, timeout=deadline(5)))
+        await endpoint.close()
+
+    asyncio.run(connect())
 
 
 def test_openais_client_has_a_conversation():

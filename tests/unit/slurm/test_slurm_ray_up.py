@@ -340,6 +340,18 @@ def test_a_lost_node_is_worth_another_start_ten_times_if_the_nodes_have_ever_bee
     assert (job.record / "requeued").read_text() == "7\n7\n"
 
 
+def test_a_start_that_was_stopped_before_a_step_is_repeated_three_times_in_turn(job):
+    def requeues(status: int) -> int:
+        done = job.run("a.yaml", script="train.sbatch", STATUS=str(status))
+        assert done.returncode == 75 and ("raise the time limit" in done.stderr) == (status == 75 and stopped == 4)
+        return len((job.record / "requeued").read_text().splitlines())
+
+    stopped = 0
+    for status, number in ((75, 1), (75, 2), (138, 3), (75, 4), (75, 5), (75, 6), (75, 6)):
+        stopped = stopped + 1 if status == 75 else 0
+        assert requeues(status) == number
+
+
 @pytest.mark.parametrize("status", [1, 64])
 def test_other_statuses_pass_and_nothing_is_requeued(job, status):
     assert job.run("a.yaml", script="train.sbatch", STATUS=str(status)).returncode == status

@@ -105,6 +105,7 @@ def test_an_answer_without_a_block_scores_0():
         ({"input": [[1]], "output": [[1]], "fn_name": "f"}, "`input` and `output` may be one case or many"),
         ({"input": [], "output": []}, "they must be a list with at least one test, but they are '[]'"),
         ({"inputs": ["1", "2"], "outputs": ["1"]}, "`inputs` and `outputs` must be lists of the same length"),
+        ([{"input": "1\n", "output": " \n"}, {"input": "2\n", "output": ""}], "every `output` is empty, so a program"),
         ({"inputs": [], "outputs": []}, "they must be a list with at least one test, but they are '[]'"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "case 1 is functional, and names no function"),
         ([{"input": "1", "output": "2", "testtype": "graph"}], "case 1 has the testtype 'graph', which is neither"),
@@ -116,6 +117,12 @@ def test_an_answer_without_a_block_scores_0():
 def test_a_broken_row_is_an_abstention_that_names_its_fault(cases, message):
     verdict = judge("def f(): return 1", cases)
     assert verdict.score is None and verdict.failed and f"the row's tests are broken: {message}" in verdict.reason
+
+
+def test_a_case_without_output_among_others_is_judged():
+    assert (
+        judge("print(input().strip('1'))", [{"input": "1", "output": ""}, {"input": "2", "output": "2"}]).score == 1.0
+    )
 
 
 ADDS = "def add(a, b): return a + b"
@@ -330,7 +337,7 @@ def test_a_sandbox_that_does_not_work_is_an_abstention(monkeypatch, tmp_path):
         verdict = judge("def f(): return 1", ["assert f() == 1"])
         assert verdict.score is None and verdict.failed and "the sandbox could not be set up: " in verdict.reason
     monkeypatch.setattr(sandbox, "COMMAND", (sys.executable, "-c", ""))
-    for case in ("assert f() == 1", {"input": "", "output": ""}):
+    for case in ("assert f() == 1", {"input": "", "output": "1"}):
         verdict = judge("def f(): return 1", [case])
         assert verdict.score is None and verdict.failed and "could not be confined" in verdict.reason
 
@@ -431,7 +438,7 @@ def test_standard_input_and_output_are_compared_token_by_token():
     cases = [{"input": text, "output": output} for text, output in pairs]
     verdict = judge(program, cases)
     assert verdict == Verdict(0.4, "case 3 of 5: other output")
-    last = judge(program, cases[-1:])
+    last = judge(program, [{"input": "1", "output": "1"}])
     assert last.score == 0 and "exit status 1: ValueError: not enough values to unpack" in last.reason
     assert judge("import sys\nprint(5)\nsys.exit(1)", [{"input": "", "output": "5"}]).score == 0
 
@@ -476,6 +483,11 @@ SEEN = {
         "seen = []\ndef g(x):\n    seen.append(x)\n    if x > 2: raise KeyError('big')\n    return 2 * x\n"
         "assert f(g, [1, 2]) == [2, 4] and seen == [1, 2]\n"
         "try:\n    f(g, [3])\nexcept KeyError:\n    pass\nelse:\n    assert False",
+    ),
+    "iterators of the test": (
+        "def f(g, xs): return [x for i in xs for x in g(i)]\ndef first(xs): return next(iter(xs))",
+        "def g(n):\n    for i in range(n): yield i\nassert f(g, [1, 2]) == [0, 0, 1] and f(g, g(3)) == [0, 0, 1]\n"
+        "import itertools\nassert first(itertools.count(5)) == 5 and f(iter, iter([[1], (2,)])) == [1, 2]",
     ),
     "functions of the program": ("def f(n):\n    return lambda m: n * m", "assert f(3)(4) == 12"),
     "classes with a method": (
@@ -716,6 +728,13 @@ def test_a_value_of_the_standard_library_is_itself_on_the_other_side(value):
         program = f"{imports}def f():\n    return {text}\ndef g(x):\n    return type(x).__name__, x == f(), repr(x)"
         test = f"{imports}assert f() == {text} and g({text}) == ({type(value).__name__!r}, True, {repr(value)!r})"
         assert judge(program, [test]) == Verdict(1.0)
+
+
+def test_no_program_chooses_by_a_call_that_the_row_is_broken():
+    test = "class Own: pass\ndef g(x): return Own() if x else 1\nassert f(g) == 1"
+    assert judge("def f(g): return g(0)", [test]) == Verdict(1.0)
+    verdict = judge("def f(g): return g(1)", [test])
+    assert verdict.score == 0.0 and "gives the program an object of type Own" in verdict.reason
 
 
 def test_a_comparison_with_what_cannot_travel_is_a_fault_of_the_row():
