@@ -56,7 +56,9 @@ def expert_loads(folder: Path, samples: list[TrainSample]) -> np.ndarray:
     return loads
 
 
-@pytest.mark.parametrize("name, layout_name", cover.essential(CASES, ("qwen3_moe", "pp2_dp2_ep2")))
+@pytest.mark.parametrize(
+    "name, layout_name", cover.essential(CASES, ("qwen3_moe", "pp2_dp2_ep2"), ("deepseek_v3", "one"))
+)
 def test_the_load_of_the_experts_is_reported(trainers, folders, long_samples, name, layout_name):
     layout, samples = BALANCED[layout_name], long_samples[:4]
     results = trainers.run(
@@ -298,7 +300,7 @@ def replayed(numbers, folders, rows):
     return of
 
 
-@pytest.mark.parametrize("name", cover.essential(REPLAYED, *list(REPLAYED)[:2]))
+@pytest.mark.parametrize("name", cover.essential(REPLAYED, *list(REPLAYED)[:3]))
 def test_replayed_choices_have_the_gradient_of_plain_pytorch(numbers, folders, rows, replayed, name):
     routed, (loss, _, gradient) = replayed(name)
     expected_loss, expected = replayed_gradient(folders[name], routed)

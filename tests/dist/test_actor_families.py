@@ -243,7 +243,7 @@ def test_every_parameter_is_gathered_before_it_is_used(trainers, folders, long_s
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", cover.essential(MODELS, "olmo3", "deepseek_v3", "gpt_oss"))
+@pytest.mark.parametrize("name", cover.essential(MODELS, "llama", "olmo3", "deepseek_v3", "gpt_oss", "glm4_moe"))
 def test_logits_equal_those_of_transformers(trainers, folders, long_samples, name):
     mesh = Mesh(data=2, expert=2) if name == "mixtral" else Mesh(tensor=2)
     model = open_model(folders[name])

@@ -52,7 +52,7 @@ def check_allocated(results, folder, layout: Layout, lora: LoraConfig | None = N
         assert state == pytest.approx(expected_states[stage], rel=1e-12)  # sums of thirds and halves in float64
 
 
-@pytest.mark.parametrize("name", cover.essential(ALL, "tp2_dp2_empty_microbatch_bf16"))
+@pytest.mark.parametrize("name", cover.essential(ALL, "pp2_uneven", "tp2_dp2_empty_microbatch_bf16"))
 def test_weights_gradients_and_state_are_those_that_the_actor_allocates(trainers, model_folder, samples, name):
     layout = ALL[name]
     results = trainers.run(
@@ -186,7 +186,9 @@ def check_saved(results, folder, layout: Layout) -> None:
 SAVED = [(name, recompute) for name in ACTIVATIONS for recompute in ("none", "full")]
 
 
-@pytest.mark.parametrize("name, recompute", cover.essential(SAVED, ("tp2", "none"), ("pp2_uneven", "full")))
+@pytest.mark.parametrize(
+    "name, recompute", cover.essential(SAVED, ("one_bf16", "full"), ("tp2", "none"), ("pp2_uneven", "full"))
+)
 def test_activations_of_a_dense_model_are_what_autograd_saves(trainers, model_folder, equal_samples, name, recompute):
     layout = ACTIVATIONS[name]
     layout = Layout(layout.mesh, layout.sequence, dtype=layout.dtype, recompute=recompute)

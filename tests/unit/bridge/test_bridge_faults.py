@@ -190,7 +190,9 @@ def large_ranks():
 KILLED = [(victim, way) for victim in ("engine rank 0", "trainer rank 1") for way in ("shared memory", "gloo")]
 
 
-@pytest.mark.parametrize(("name", "way"), cover.essential(KILLED, ("trainer rank 1", "gloo")))
+@pytest.mark.parametrize(
+    ("name", "way"), cover.essential(KILLED, ("engine rank 0", "shared memory"), ("trainer rank 1", "gloo"))
+)
 def test_a_rank_killed_in_a_push_ends_it_at_once_and_a_new_one_takes_its_place(ranks, name, way):
     """At its third message. Who speaks with it names it; the others end with that one, long before the deadline."""
     victim, share_memory = {"engine rank 0": 2, "trainer rank 1": 1}[name], way == "shared memory"
