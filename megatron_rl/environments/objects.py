@@ -1,0 +1,133 @@
+"""Objects whose public methods are tools: each answer has its own, which keeps what the calls have done.
+
+Invariants (tests/unit/environments): an object is of one answer alone; what its own methods raise at the beginning or
+at the end is an `EnvironmentFault` with the place where it came from, and never a reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from pydantic import validate_call
+
+from megatron_rl.config.function import load_function, short_path
+from megatron_rl.config.raised import place, said
+from megatron_rl.environments.calls import Calls
+from megatron_rl.environments.environment import Closing, UserCode, fault_of_reward
+from megatron_rl.environments.tools import Tool, tool_of
+
+NO_TOOLS = ("reset", "get_reward")
+CHOOSES = "environment"
+"""The column of the rows that names one of several kinds of objects."""
+MAX_CHARACTERS = 2**16
+"""The longest text of an attribute that reward functions get."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """The objects that one path makes."""
+
+    path: str
+    make: Callable[[], Any]
+    tools: Mapping[str, Tool]
+    """The methods of the first object, for their schemas."""
+    owns_reward: bool
+
+
+@cache
+def kind_of(path: str) -> Kind:
+    """
+    Raises:
+        ValueError: an object cannot be made, has no `reset`, or has a method that cannot be offered as a tool.
+    """
+    make, where = load_function(path), f"rollout.environment.objects: {short_path(path)}"
+    try:
+        first = make()
+    except Exception as error:  # a user's class may raise anything
+        raise ValueError(f"{where} raised {said(error)}{place(error)}") from error
+    # Of the class: to ask an object for its members would compute its properties.
+    names = [name for name, _ in inspect.getmembers(type(first), inspect.isfunction)]
+    if "reset" not in names:
+        raise ValueError(f"{where} makes a {type(first).__name__}, which has no method reset; it begins an answer")
+    offered = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
+    tools = {name: tool_of(getattr(first, name), f"{where}, the method {name},") for name in offered}
+    return Kind(path, make, tools, "get_reward" in names)
+
+
+def kinds_of(objects: str | Mapping[str, str] | None) -> dict[str | None, Kind]:
+    """The kinds of `rollout.environment.objects`, by what the rows' column names; None if there is only one."""
+    if objects is None:
+        return {}
+    named = objects if isinstance(objects, Mapping) else {None: objects}
+    return {name: kind_of(path) for name, path in named.items()}
+
+
+class AnswerObject:
+    """The object of one answer."""
+
+    def __init__(self, kinds: Mapping[str | None, Kind], calls: Calls) -> None:
+        self._kinds, self._calls = kinds, calls
+        self._kind: Kind | None = None
+        self._made: Any = None
+
+    @property
+    def tools(self) -> Mapping[str, Tool]:
+        """Its tools with their schemas."""
+        return {} if self._kind is None else self._kind.tools
+
+    def tool(self, name: str) -> Callable[..., Any]:
+        """The method with this name, which checks its arguments."""
+        return validate_call(getattr(self._made, name))  # type: ignore[no-any-return]
+
+    async def begin(self, row: Mapping[str, Any]) -> str:
+        """Make the object and reset it. Returns what it appends to the prompt.
+
+        Raises:
+            EnvironmentFault: it has failed, or there is no such kind.
+        """
+        name = None if None in self._kinds else row.get(CHOOSES)
+        self._kind = self._kinds.get(name)
+        if self._kind is None:
+            raise UserCode("rollout.environment.objects", self._calls).fault(
+                f"the row's column {CHOOSES}",
+                f"is {name!r}, which is not among the environments {', '.join(map(str, self._kinds))}",
+            )
+        self._code = UserCode(self._kind.path, self._calls)
+        self._made = await self._code.call("__init__", self._kind.make)
+        given = {key: value for key, value in row.items() if name is None or key != CHOOSES}
+        wanted = inspect.signature(self._made.reset).parameters
+        if not any(one.kind is one.VAR_KEYWORD for one in wanted.values()):
+            given = {key: value for key, value in given.items() if key in wanted}
+        text = await self._code.call("reset", self._made.reset, **given)
+        if text is not None and not isinstance(text, str):
+            raise self._code.fault("reset", f"returned {text!r}, but it must return a text or None")
+        return text or ""
+
+    async def closing(self) -> Closing:
+        """
+        Raises:
+            EnvironmentFault: it has failed.
+        """
+        if self._kind is None:
+            return Closing()
+        reward = None
+        if self._kind.owns_reward:
+            reward = await self._code.call("get_reward", self._made.get_reward)
+            if fault := fault_of_reward(reward):
+                raise self._code.fault("get_reward", f"returned {reward!r}, {fault}")
+        own = getattr(self._made, "__dict__", {})
+        state = {name: value for name, value in own.items() if _is_plain(value) and len(repr(value)) <= MAX_CHARACTERS}
+        return Closing(None if reward is None else float(reward), state)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has it."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    return value is None or type(value) in (bool, int, float, str)
