@@ -29,22 +29,22 @@ MAX_CHARACTERS = 2**16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """The objects that one path makes."""
+    """The objects that one callable makes."""
 
-    path: str
+    where: str
+    """Names it in a fault."""
     make: Callable[[], Any]
+    type_name: str
     tools: Mapping[str, Tool]
     """The methods of the first object, for their schemas."""
     owns_reward: bool
 
 
-@cache
-def kind_of(path: str) -> Kind:
+def kind_from(make: Callable[[], Any], where: str) -> Kind:
     """
     Raises:
         ValueError: an object cannot be made, has no `reset`, or has a method that cannot be offered as a tool.
     """
-    make, where = load_function(path), f"rollout.environment.objects: {short_path(path)}"
     try:
         first = make()
     except Exception as error:  # a user's class may raise anything
@@ -55,7 +55,12 @@ def kind_of(path: str) -> Kind:
         raise ValueError(f"{where} makes a {type(first).__name__}, which has no method reset; it begins an answer")
     offered = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
     tools = {name: tool_of(getattr(first, name), f"{where}, the method {name},") for name in offered}
-    return Kind(path, make, tools, "get_reward" in names)
+    return Kind(where, make, type(first).__name__, tools, "get_reward" in names)
+
+
+@cache
+def _kind_of(path: str) -> Kind:
+    return kind_from(load_function(path), f"rollout.environment.objects: {short_path(path)}")
 
 
 def kinds_of(objects: str | Mapping[str, str] | None) -> dict[str | None, Kind]:
@@ -63,7 +68,7 @@ def kinds_of(objects: str | Mapping[str, str] | None) -> dict[str | None, Kind]:
     if objects is None:
         return {}
     named = objects if isinstance(objects, Mapping) else {None: objects}
-    return {name: kind_of(path) for name, path in named.items()}
+    return {name: _kind_of(path) for name, path in named.items()}
 
 
 class AnswerObject:
@@ -96,7 +101,7 @@ class AnswerObject:
                 f"the row's column {CHOOSES}",
                 f"is {name!r}, which is not among the environments {', '.join(map(str, self._kinds))}",
             )
-        self._code = UserCode(self._kind.path, self._calls)
+        self._code = UserCode(self._kind.where, self._calls)
         self._made = await self._code.call("__init__", self._kind.make)
         given = {key: value for key, value in row.items() if name is None or key != CHOOSES}
         wanted = inspect.signature(self._made.reset).parameters
