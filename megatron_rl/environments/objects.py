@@ -7,7 +7,9 @@ at the end is an `EnvironmentFault` with the place where it came from, and never
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -124,15 +126,23 @@ class AnswerObject:
             reward = await self._code.call("get_reward", self._made.get_reward)
             if fault := fault_of_reward(reward):
                 raise self._code.fault("get_reward", f"returned {reward!r}, {fault}")
-        own = getattr(self._made, "__dict__", {})
-        state = {name: value for name, value in own.items() if _is_plain(value) and len(repr(value)) <= MAX_CHARACTERS}
-        return Closing(None if reward is None else float(reward), state)
+        return Closing(None if reward is None else float(reward), _state_of(self._made))
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether JSON has it."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+def _state_of(made: Any) -> dict[str, Any]:
+    """The attributes that JSON has, as it reads them back; arrays and tensors are lists."""
+    found: dict[str, Any] = {}
+    for name, value in list(getattr(made, "__dict__", {}).items()):
+        # Neither a set nor a circle, and nothing that a thread goes on changing, which was given up.
+        with suppress(TypeError, ValueError, AttributeError, RuntimeError):
+            text = json.dumps(value, default=lambda one: one.tolist())
+            if len(text) <= MAX_CHARACTERS and _has_text_keys(value):
+                found[name] = json.loads(text)
+    return found
+
+
+def _has_text_keys(value: Any) -> bool:
+    """JSON has no other keys of a mapping, and would change them."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
-    return value is None or type(value) in (bool, int, float, str)
+        return all(isinstance(key, str) and _has_text_keys(one) for key, one in value.items())
+    return all(map(_has_text_keys, value)) if isinstance(value, list | tuple) else True

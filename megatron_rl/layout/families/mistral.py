@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from megatron_rl.layout.families.llama import LLAMA
 from megatron_rl.layout.families.windows import all_layers
-from megatron_rl.layout.family import DESCRIBED
 
 MISTRAL = replace(
     LLAMA,
@@ -14,5 +13,6 @@ MISTRAL = replace(
     absent={"num_key_value_heads": 8},
     vllm_model="MistralForCausalLM",
     read_config=lambda config: all_layers({"sliding_window": 4096, **config}),  # transformers' default
-    known=DESCRIBED,
+    known={name: value for name, value in LLAMA.known.items() if name != "sliding_window"}
+    | {"llama_4_scaling": None, "ada_rms_norm_t_cond": False},  # vLLM's class reads them
 )

@@ -91,8 +91,8 @@ class Turns:
             ask: samples the later turns, and the first one if it has not begun.
         """
         played = _Played(self._new_session(), Transcript(), prompt)
-        row = {"prompt": prompt.messages, **prompt.columns} if self.has_objects else prompt.columns
-        beginning = asyncio.ensure_future(played.session.begin(row))
+        own = {"prompt": list(prompt.messages)} if self.has_objects else {}
+        beginning = asyncio.ensure_future(played.session.begin({**own, **prompt.columns}))
         try:
             if first is None:
                 played.prompt, played.opening = self._opened(prompt, await beginning)

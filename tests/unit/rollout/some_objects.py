@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 
 class Counter:
     def reset(self, start: int = 0, prompt: Any = None) -> str:
         self.total, self.begun_with = start, prompt[-1]["content"]
-        self.lock, self.seen = object(), {1}  # JSON has neither
+        self.lock, self.seen, self.numbers, self.long = object(), {1}, {1: 2}, "x" * 100_000  # JSON has none of them
+        self.circle = [self.lock]
+        self.circle[0] = self.circle
+        self.pair, self.best = (1, [np.int64(2)]), np.float32(0.5)
         return f" from {start}"
 
     def add(self, step: int) -> int:

@@ -160,7 +160,7 @@ def test_an_object_opens_the_prompt_keeps_its_state_and_gives_the_reward(folder)
     said = [turn["content"] for turn in tokens.conversation.turns if turn["role"] == "tool"]
     assert said[:2] == ["7", "-7"] and said[2].startswith("Error: wrong arguments of add: step: Input should be a va")
     assert tokens.conversation.opening == " from 4"
-    assert tokens.conversation.state == {"total": -7, "begun_with": "count"}
+    assert tokens.conversation.state == {"total": -7, "begun_with": "count", "pair": [1, [2]], "best": 0.5}
     assert sample.token_rewards == (TokenReward(len(tokens.ids) - 1, "environment", -3.5),)
     assert sample.episode.last_turn == len(tokens.ids) - len("done") - 1
     second, tokens, _ = play(folder, COUNTER, "done")
