@@ -104,7 +104,9 @@ def test_a_rule_speaks_once_and_not_before_its_steps(rule, changes, num_steps, s
 
 
 def test_only_a_run_with_tools_must_call_them():
-    assert run(steps(20, **{"environment/tool_calls": 0.0}), rollout={})[0] == []
+    game = TOOLS | {"environment": {"kind": "class", "path": "my_games.py:Guess"}}
+    for rollout in ({}, game):
+        assert run(steps(20, **{"environment/tool_calls": 0.0}), rollout=rollout)[0] == []
 
 
 def test_an_entropy_that_falls_without_a_gain():
