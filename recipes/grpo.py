@@ -210,7 +210,8 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
         table = read(source)
         rates = np.array([prompt.columns["pass_rate"] for prompt in table]) if source.reading.rated else None
         sources[source.name] = ItemSource(table, table.tally.digest, source.share, rates)
-    stream = ShuffledStream(sources, rollout.prompts_per_step, config.run.seed, data.easy_first_epochs)
+    seed, easy = config.run.seed, data.easy_first_epochs
+    stream = ShuffledStream(sources, rollout.prompts_per_step, seed, easy, data.shuffle)
     heldout = heldout_source(data, rollout.environment)
     return Prompts(stream, read(heldout)[: config.eval.num_prompts] if heldout else [])
 

@@ -39,7 +39,7 @@ from megatron_rl.processes import starting
 from megatron_rl.rollout.backend import EngineBackend, EngineSpec
 from megatron_rl.rollout.programs.agents import Agents
 from megatron_rl.rollout.programs.episodes import Episodes, MakeAnswers
-from megatron_rl.rollout.programs.turns import chat_template, open_turns
+from megatron_rl.rollout.programs.turns import Turns, chat_template
 from megatron_rl.rollout.progress import remove_records
 from megatron_rl.types import Group, GroupRequest, Metrics, ModelShape, Phase, Tokens
 
@@ -116,7 +116,7 @@ class EngineRank(TracedProcess):
         sessions: Sessions | RemoteSessions = Sessions(rollout.environment, rollout.delimiter)
         if rollout.environment.processes:
             sessions = RemoteSessions(rollout.environment, rollout.delimiter, self.logs, self.name)
-        return partial(Episodes, open_turns(config.model.path, rollout, render, sessions.new))
+        return partial(Episodes, Turns(config.model.path, rollout, render, sessions.new))
 
     async def alive(self) -> bool | str:
         """Whether the engine works; if not, its failure, as far as it is known."""

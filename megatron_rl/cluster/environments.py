@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.process import begin_process
 from megatron_rl.config.environment import TurnsEnvironment
-from megatron_rl.environments import EnvironmentFault, Reaction, Session, Sessions
+from megatron_rl.environments import Closing, EnvironmentFault, Reaction, Session, Sessions
 
 MAX_CALLS = 2**20
 """The number of calls of a process that Ray runs at once; threads limit how many work (`environments.calls`)."""
@@ -40,12 +40,15 @@ class EnvironmentRank:
         self._sessions = Sessions(cfg, delimiter)
         self._playing: dict[int, Session] = {}
 
-    async def begin(self, key: int, row: Mapping[str, Any]) -> None:
+    async def begin(self, key: int, row: Mapping[str, Any]) -> str:
         self._playing[key] = self._sessions.new()
-        await self._playing[key].begin(row)
+        return await self._playing[key].begin(row)
 
     async def react(self, key: int, text: str) -> Reaction:
         return await self._playing[key].react(text)
+
+    async def closing(self, key: int) -> Closing:
+        return await self._playing[key].closing()
 
     async def end(self, key: int) -> None:
         await self._playing.pop(key).end()
@@ -98,12 +101,16 @@ class _RemoteSession:
         self._sessions, self._index, self._actor = sessions, index, actor
         self._key, self._limit_s = key, limit_s
 
-    async def begin(self, row: Mapping[str, Any]) -> None:
-        await self._result(self._actor.begin.remote(self._key, row))
+    async def begin(self, row: Mapping[str, Any]) -> str:
+        return str(await self._result(self._actor.begin.remote(self._key, row)))
 
     async def react(self, text: str) -> Reaction:
         reaction: Reaction = await self._result(self._actor.react.remote(self._key, text))
         return reaction
+
+    async def closing(self) -> Closing:
+        closing: Closing = await self._result(self._actor.closing.remote(self._key))
+        return closing
 
     async def end(self) -> None:
         with suppress(EnvironmentFault):  # the process has died, and the environment with it

@@ -252,7 +252,9 @@ class AlgorithmConfig(Section):
         estimator, rollout = self.adv_estimator, run.rollout
         if "group" in estimator.needs and rollout.samples_per_prompt == 1:
             yield f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
-        gives_rewards = rollout.prefix_values or (rollout.environment and rollout.environment.kind != "tools")
+        environment = rollout.environment
+        has_rewards = environment and (environment.kind != "tools" or environment.objects)
+        gives_rewards = rollout.prefix_values or has_rewards
         if "token_rewards" in estimator.needs and not gives_rewards:
             yield (
                 f"algorithm.adv_estimator {estimator.kind} needs rewards at single tokens, which "

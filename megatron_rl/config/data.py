@@ -136,6 +136,8 @@ class DataConfig(_Questions):
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""
+    shuffle: bool = True
+    """Whether each epoch of a source has an order of its own. false takes the rows as they are."""
     easy_first_epochs: NonNegativeInt = 0
     """The number of first epochs of each source that take its prompts in the order of falling `pass_rate`. Prompts with
     the same rate are in random order. Every row then needs this column, a number from 0 to 1, which

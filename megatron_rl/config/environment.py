@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Section
@@ -44,9 +44,29 @@ class ToolsEnvironment(_Turns):
     ends the answer."""
 
     kind: Literal["tools"] = "tools"
-    paths: Annotated[tuple[FunctionPath, ...], Field(min_length=1)]
+    paths: tuple[FunctionPath, ...] = ()
     """Where the functions are: `package.module:function`, or `folder/file.py:function`. Each needs type hints for all
     arguments, and a docstring that describes the function and, under `Args:`, each argument. It may be asynchronous."""
+    objects: FunctionPath | dict[str, FunctionPath] | None = None
+    """Where a class is. Every answer gets its own object: the public methods are tools, `reset` gets the row's
+    columns that it names, and may return a text, which is appended to the last turn of the prompt, and `get_reward`, if
+    there is one, gives the reward `environment`. Of several classes, by names, the row's column `environment` chooses
+    one."""
+    ends_at_malformed_calls: bool = False
+    """Whether a turn with a call that is no JSON calls nothing and ends the answer. If not, the model reads what is
+    wrong, and may try again."""
+
+    @property
+    def object_paths(self) -> tuple[str, ...]:
+        if isinstance(self.objects, dict):
+            return tuple(self.objects.values())
+        return () if self.objects is None else (self.objects,)
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> Self:
+        if not self.paths and not self.objects:
+            raise ValueError("paths is empty; name a function that the model may call, or objects whose methods it may")
+        return self
 
 
 class AgentEnvironment(Section):

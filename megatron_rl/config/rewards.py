@@ -194,10 +194,10 @@ class EnvironmentReward(Reward):
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         environment = run.rollout.environment
-        if environment is None or environment.kind == "tools":
+        if environment is None or (environment.kind == "tools" and environment.objects is None):
             yield (
                 f"rewards: {self.label} needs the rewards of rollout.environment with kind class, which is "
-                + ("null" if environment is None else "of kind tools, and tools give none")
+                + ("null" if environment is None else "of kind tools, and functions give none")
                 + "; remove one of the two"
             )
 
@@ -222,7 +222,7 @@ class FunctionReward(ImportedReward):
     """A function with TRL's signature, which scores all answers of a step in one call: f(prompts, completions,
     completion_ids, trainer_state, log_metric, log_extra, **columns) -> list[float | None]. It may be asynchronous."""
 
-    given = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+    given = ("prompts", "completions", "completion_ids", "environments", "trainer_state", "log_metric", "log_extra")
     needs_all_answers = True
     kind: Literal["function"] = "function"
 

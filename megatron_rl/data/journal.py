@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from megatron_rl.types import Episode, Group, Prompt, Rollout, TokenReward, Tokens, Verdict
+from megatron_rl.types import Conversation, Episode, Group, Prompt, Rollout, TokenReward, Tokens, Verdict
 
 HEAD = struct.Struct("<QQ")
 NAME = re.compile(r"(\d{6,})_\w+\.groups")
@@ -114,6 +114,7 @@ def encode(number: int, group: Group) -> bytes:
         "samples": [asdict(rollout) for rollout in group.rollouts],
         "lengths": [len(tokens.ids) for tokens in payload],
         "routed": routed,
+        "conversations": [tokens.conversation and asdict(tokens.conversation) for tokens in payload],
     }
     blob: bytes = save(columns, metadata={"group": json.dumps(rest)})
     return blob
@@ -125,8 +126,9 @@ def decode(blob: bytes) -> tuple[int, Group]:
     rest: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["group"])
     columns = load(blob)
     cuts = np.cumsum(rest["lengths"])[:-1]
-    routes = _split_routes(columns, rest["routed"])
-    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, strict=True)
+    routes = list(_split_routes(columns, rest["routed"]))
+    said = map(_conversation, rest.get("conversations") or [None] * len(routes))  # older files have none
+    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, said, strict=True)
     rollouts, payload = [_rollout(values) for values in rest["samples"]], [Tokens(*row) for row in rows]
     ids = payload[0].ids[: rollouts[0].num_prompt_tokens].tolist() if rollouts else ()
     prompt, engines = Prompt(rest["uid"], tuple(ids), ""), rest.get("engines", ())  # older files have none
@@ -139,6 +141,10 @@ def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None
     for length in routed:
         yield None if length is None else columns["routes"][start : start + length]
         start += length or 0
+
+
+def _conversation(values: dict[str, Any] | None) -> Conversation | None:
+    return None if values is None else Conversation(**values | {"turns": tuple(values["turns"])})
 
 
 def _rollout(values: dict[str, Any]) -> Rollout:

@@ -60,6 +60,7 @@ class ShuffledStream(Generic[T]):
         items_per_step: the number of items that `next` returns. It may exceed the number of all items.
         seed: the order of a source's epoch e is a function of the seed, e, and the place of the source.
         easy_first_epochs: the number of first epochs of each source that order its items by falling pass rate.
+        shuffle: whether the other epochs are shuffled.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class ShuffledStream(Generic[T]):
         items_per_step: int,
         seed: int,
         easy_first_epochs: int = 0,
+        shuffle: bool = True,
     ) -> None:
         given = items if isinstance(items, Mapping) else {ALL: ItemSource(items)}
         empty = [name for name, source in given.items() if not source.items]
@@ -78,6 +80,7 @@ class ShuffledStream(Generic[T]):
             )
         self._names, self._sources = list(given), list(given.values())
         self._items_per_step, self._seed, self._easy_first_epochs = items_per_step, seed, easy_first_epochs
+        self._shuffle = shuffle
         self._turns, self._before = turns_of([source.share for source in self._sources])
         self.position = 0
         """The number of the next item. Items are numbered through the whole stream."""
@@ -153,7 +156,8 @@ class ShuffledStream(Generic[T]):
             # The first source has the order that it would have alone.
             seed = [self._seed, epoch, index] if index else [self._seed, epoch]
             source = self._sources[index]
-            orders[epoch] = np.random.default_rng(seed).permutation(len(source.items))
+            size = len(source.items)
+            orders[epoch] = np.random.default_rng(seed).permutation(size) if self._shuffle else np.arange(size)
             if epoch < self._easy_first_epochs:
                 assert source.pass_rates is not None
                 orders[epoch] = orders[epoch][np.argsort(-source.pass_rates[orders[epoch]], kind="stable")]

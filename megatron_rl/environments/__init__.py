@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from megatron_rl.environments.environment import EnvironmentFault, Reaction, Session, Step, fault_of_reward
+from megatron_rl.environments.environment import Closing, EnvironmentFault, Reaction, Session, Step, fault_of_reward
+from megatron_rl.environments.hermes import as_turn, calls_of
+from megatron_rl.environments.objects import CHOOSES, Kind, kind_from
 from megatron_rl.environments.observations import Continuation, Observations, Render, require_offered
 from megatron_rl.environments.sessions import Sessions, schemas_of
 from megatron_rl.environments.tools import asked_form
 
 __all__ = [
+    "CHOOSES",
     "Continuation",
     "EnvironmentFault",
+    "Kind",
     "Observations",
+    "Closing",
     "Reaction",
     "Render",
     "Session",
     "Sessions",
     "Step",
+    "as_turn",
     "asked_form",
+    "calls_of",
     "fault_of_reward",
+    "kind_from",
     "require_offered",
     "schemas_of",
 ]

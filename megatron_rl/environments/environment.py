@@ -70,16 +70,30 @@ class Reaction:
     done: bool = False
     num_errors: int = 0
     """The number of calls of tools that gave an error."""
+    num_calls: int = 0
+    """The number of calls of tools."""
+
+
+class Closing(NamedTuple):
+    """What an environment says when its answer is complete."""
+
+    reward: float | None = None
+    state: Mapping[str, Any] | None = None
+    """See `types.Conversation`."""
 
 
 class Session(Protocol):
     """The environment of one answer. `begin` comes first, and `end` last, exactly once."""
 
-    async def begin(self, row: Mapping[str, Any]) -> None:
+    async def begin(self, row: Mapping[str, Any]) -> str:
         """
+        Returns:
+            What is appended to the last turn of the prompt.
+
         Raises:
             EnvironmentFault: the environment has failed.
         """
+        ...
 
     async def react(self, text: str) -> Reaction:
         """
@@ -88,7 +102,37 @@ class Session(Protocol):
         """
         ...
 
+    async def closing(self) -> Closing:
+        """Comes after the last turn, unless the environment has failed.
+
+        Raises:
+            EnvironmentFault: the environment has failed.
+        """
+        ...
+
     async def end(self) -> None: ...
+
+
+class UserCode:
+    """Calls of a user's class, whose errors are faults.
+
+    Args:
+        path: names it in a fault.
+    """
+
+    def __init__(self, path: str, calls: Calls) -> None:
+        self._path, self._calls = path, calls
+
+    async def call(self, method: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        try:
+            return await self._calls.call(function, *arguments, **named)
+        except OutOfTime as error:
+            raise self.fault(method, f"raised OutOfTime: {error}") from error
+        except Exception as error:  # a user's class may raise anything
+            raise self.fault(method, f"raised {said(error)}{place(error)}") from error
+
+    def fault(self, method: str, what: str) -> EnvironmentFault:
+        return EnvironmentFault(f"{short_path(self._path)}, {method} {printable(what)}"[:MAX_REASON])
 
 
 class ClassSession:
@@ -99,56 +143,49 @@ class ClassSession:
     """
 
     def __init__(self, made: Callable[..., Any], cfg: ClassEnvironment, calls: Calls) -> None:
-        self._class, self._cfg, self._calls = made, cfg, calls
+        self._class, self._arguments, self._code = made, cfg.arguments, UserCode(cfg.path, calls)
         self._environment: Any = None
 
-    async def begin(self, row: Mapping[str, Any]) -> None:
-        self._environment = await self._call("__init__", self._class, **self._cfg.arguments)
-        given = await self._call("reset", self._environment.reset, dict(row))
+    async def begin(self, row: Mapping[str, Any]) -> str:
+        self._environment = await self._code.call("__init__", self._class, **self._arguments)
+        given = await self._code.call("reset", self._environment.reset, dict(row))
         if given is not None:
-            raise self._fault("reset", f"returned {given!r}, but the first observation is the row's prompt")
+            raise self._code.fault("reset", f"returned {given!r}, but the first observation is the row's prompt")
+        return ""
 
     async def react(self, text: str) -> Reaction:
-        given = await self._call("step", self._environment.step, text)
+        given = await self._code.call("step", self._environment.step, text)
         try:
             return self._reaction(given)
         except EnvironmentFault:
             raise
         except BaseException as error:  # a value's own methods may raise anything
-            raise self._fault("step", f"returned a value that raised {said(error)}{place(error)}") from error
+            raise self._code.fault("step", f"returned a value that raised {said(error)}{place(error)}") from error
 
     def _reaction(self, given: Any) -> Reaction:
-        wanted = "but it must return (observation, reward, done)"
+        wanted, fault = "but it must return (observation, reward, done)", self._code.fault
         if not isinstance(given, tuple) or not 1 <= len(given) <= 3:
-            raise self._fault("step", f"returned {given!r}, {wanted}")
+            raise fault("step", f"returned {given!r}, {wanted}")
         step = Step(*given)
         if not isinstance(step.observation, str):
-            raise self._fault("step", f"returned the observation {step.observation!r}, {wanted}, the first as text")
+            raise fault("step", f"returned the observation {step.observation!r}, {wanted}, the first as text")
         reward = step.reward
-        if fault := fault_of_reward(reward):
-            raise self._fault("step", f"returned the reward {reward!r}, {fault}")
+        if no_reward := fault_of_reward(reward):
+            raise fault("step", f"returned the reward {reward!r}, {no_reward}")
         message = {"role": "user", "content": step.observation}
         return Reaction((message,), None if reward is None else float(reward), bool(step.done))
+
+    async def closing(self) -> Closing:
+        return Closing()
 
     async def end(self) -> None:
         close = getattr(self._environment, "close", None)
         if close is None:
             return
         try:
-            await self._call("close", close)
+            await self._code.call("close", close)
         except EnvironmentFault as fault:  # the answer is complete
             log.warning("%s", fault)
-
-    async def _call(self, method: str, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-        try:
-            return await self._calls.call(function, *arguments, **named)
-        except OutOfTime as error:
-            raise self._fault(method, f"raised OutOfTime: {error}") from error
-        except Exception as error:  # a user's class may raise anything
-            raise self._fault(method, f"raised {said(error)}{place(error)}") from error
-
-    def _fault(self, method: str, what: str) -> EnvironmentFault:
-        return EnvironmentFault(f"{short_path(self._cfg.path)}, {method} {printable(what)}"[:MAX_REASON])
 
 
 def fault_of_reward(given: Any) -> str | None:

@@ -109,16 +109,19 @@ class Observations:
         self._marks = sorted({end, *marks}, key=len, reverse=True)
         self._longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
+    def read(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+        """The observations as the model reads them."""
+        return [{**message, "content": self._short(message["content"])} for message in messages]
+
     def ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens between a turn of the model, which has its end, and the next one.
 
         Args:
-            messages: the observations.
+            messages: the observations, of `read`.
         """
-        short = [{**message, "content": self._short(message["content"])} for message in messages]
         # The end of the turn is sampled already. It is tokenised with the rest because of tokens that take white space
         # with them.
-        return self._ids(self._continuation.text(short))[1:]
+        return self._ids(self._continuation.text(messages))[1:]
 
     def _short(self, text: str) -> str:
         """The text with at most this number of tokens, none of them a mark of the chat template."""

@@ -44,6 +44,8 @@ class Health:
             self._max_lag = config.rollout.max_lag
             if not self._max_lag:  # engines must wait for the trainer, also with active sampling
                 del self._rules["idle_engines"]
+            if config.rollout.environment is None or config.rollout.environment.kind != "tools":
+                del self._rules["no_calls"]
             if config.algorithm.is_around_engine:  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
         longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)
@@ -186,6 +188,17 @@ def duplicates(history: History) -> str:
     )
 
 
+def no_calls(history: History) -> str:
+    calls = [metrics.get("environment/tool_calls", 1.0) for metrics in list(history)[-SETTLED:]]
+    if len(calls) < SETTLED or any(calls):
+        return ""
+    return (
+        f"no answer of the last {SETTLED} steps has called a tool: is the model trained to call tools, and does its "
+        "chat template ask for the form <tool_call>{...}</tool_call>? Look at some answers in samples.jsonl, and at "
+        "length/response_cut: a thought that is cut never comes to a call"
+    )
+
+
 def mismatch(history: History) -> str:
     values = series(history, "mismatch/mean_abs")
     if "mismatch/mean_abs" not in history[-1] or len(values) <= SETTLED:
@@ -282,6 +295,7 @@ RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "thoughts": thoughts,
     "one_reward": one_reward,
     "duplicates": duplicates,
+    "no_calls": no_calls,
     "mismatch": mismatch,
     "ratio": ratio,
     "untrained_tokens": untrained_tokens,

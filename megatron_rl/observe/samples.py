@@ -78,6 +78,7 @@ def answer_record(group: Group, index: int, tokens: Tokens, pieces: Pieces, deli
     question = prompt.messages
     if not isinstance(question, str):
         question = "\n".join(f"{turn['role']}: {turn['content']}" for turn in question)
+        question += "" if tokens.conversation is None else tokens.conversation.opening
     record = {
         "uid": prompt.uid,
         "index": index,

@@ -37,6 +37,7 @@ def faults_of_environment(
         return []
     if environment.kind == "tools":
         found = [fault_of_function(path, "rollout.environment.paths") for path in environment.paths]
+        found += [fault_of_function(path, "rollout.environment.objects") for path in environment.object_paths]
     else:
         found = [fault_of_function(environment.path, "rollout.environment.path")]
     if faults := [fault for fault in found if fault]:

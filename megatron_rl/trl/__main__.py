@@ -44,12 +44,14 @@ The run is the one that `megatron-rl grpo` starts: a process of its own, in the 
 - **Prompts** may be as long as the longest one. With `max_prompt_length` a longer one is refused and not cut.
 - **LoRA**: `peft_config` takes PEFT's `LoraConfig`, which becomes [`policy.lora`](lora.md): `r`, `lora_alpha`, `use_rslora`, and `target_modules`, which is `"all-linear"`, a list of names such as `["q_proj", "v_proj"]`, or None, which takes the names in PEFT's table. A model of PEFT has both parts in it. Trained biases, other trained modules, and all else that changes what is trained are refused by name; dropout is left out, and a warning says so. `trainer.run.model` is the merged model, and its folder `adapters` has PEFT's form. The reference is the base model, as in TRL.
 - **GPUs and layouts** are in `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})`, which takes every key of [configuration.md](configuration.md). `policy.parallel.data` takes the place of TRL's number of processes when batches are counted.
-- **Steps** are counted as TRL's sampler does: the rows of an epoch that fill no batch of answers are left out. A `max_steps` that ends within a batch of answers is refused.
+- **Steps** are counted as TRL's sampler does: the rows of an epoch that fill no batch of answers are left out. `shuffle_dataset=False` keeps their order. A `max_steps` that ends within a batch of answers is refused.
 - **Reward functions** may abstain with None for as long as they like. One that raises on every answer ends the run after three steps.
 - **Reward models** are folders, names or objects of models with one label, which score on a CPU with their `reward_processing_classes`; `rewards: [{kind: reward_model}]` asks a server.
+- **Tools** are functions, and a completion has TRL's turns. The chat template must write `tools`, ask for calls in Hermes' form, and keep earlier turns as they were; TRL would replace it. Arguments must fit their types, an error is read as `Error: ...`, and a call may take a minute ([environments.md](environments.md)).
+- **Environments**: `environment_factory` is a callable, or a mapping that the rows' column `environment` chooses from. `reset` may append to the prompt, or give all of it, `get_reward` is a reward of its own, and there need be no train_dataset, but `max_steps`. Objects are made in the engines' processes, a new one for each answer, so what they write into variables of the script stays there. Reward functions get `environments` with the attributes that JSON can hold, and without methods. Images are refused.
 - **Callbacks** of transformers see each step soon after it. `control.should_training_stop` stops the run with a checkpoint. Methods that would never be called, and methods that need the model, are refused.
 - **`train`** returns TRL's `TrainOutput`; `trainer.run` has the run's folder, metrics, report and model. `resume_from_checkpoint` may be True, or the path of the newest checkpoint.
-- **After `train`**: `model` is loaded when it is first asked for. `evaluate` returns the newest evaluation of the run, `save_model` copies the trained model, `push_to_hub` uploads it, and `create_model_card`, `log_metrics`, `save_metrics`, `save_state`, `processing_class` and `accelerator` are what scripts expect. All other attributes say what is in their place.
+- **After `train`**: `model` is loaded when it is first asked for. `evaluate` returns the newest evaluation of the run, or evaluates other rows in a run of its own, also before `train`; `save_model` copies the trained model, `push_to_hub` uploads it, and `create_model_card`, `log_metrics`, `save_metrics`, `save_state`, `processing_class` and `accelerator` are what scripts expect. All other attributes say what is in their place.
 - **Other trainers** of TRL are not here. `megatron_rl.sft` trains on demonstrations.
 """
 
@@ -90,6 +92,7 @@ def page() -> str:
     lines += ["", "## Metrics", "", "| TRL | here |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for ours, theirs in NAMES.items()]
     lines += ["| `rewards/<name>/mean`, `.../std` | `reward/<name>/mean`, `.../std` |"]
+    lines += ["| `tools/failure_frequency` | `environment/tool_errors` divided by `environment/tool_calls` |"]
     lines += ["| a name of `log_metric` | `reward/<name>/` and this name |"]
     lines += ["| `eval_<set>_reward` | `eval/dataset/<set>/reward_mean` |"]
     titles = {

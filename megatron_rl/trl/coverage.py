@@ -36,7 +36,11 @@ TESTS: tuple[TestGroup, ...] = (
         "iterable_eval_keeps_map_style_train_workers train_multiple_dataloader_workers "
         "dataset_required_without_environment train_with_chat_template_kwargs train_with_pad_to_multiple_of",
     ),
-    _group("evaluations of a run", "the same", "train_with_eval train_with_num_generations_eval train_eval_on_start"),
+    _group(
+        "evaluations",
+        "the same",
+        "train_with_eval train_with_num_generations_eval train_eval_on_start evaluate_with_eval_dataset",
+    ),
     _group(
         "losses, and what is added to them",
         "the same",
@@ -82,19 +86,22 @@ TESTS: tuple[TestGroup, ...] = (
         "liger_grpo_kernel_importance_sampling train_with_transformers_continuous_batching",
     ),
     _group(
-        "functions as tools: a completion is one turn with the text of all",
-        "different",
+        "functions as tools",
+        "the same",
         "train_with_tools train_with_tools_async train_with_malformed_tool_calls",
     ),
-    _group("an evaluation before `train`, of other rows", "refused", "evaluate_with_eval_dataset"),
     _group(
-        "environments and a rollout of one's own: `rollout.environment` has them in another form",
+        "objects whose methods are tools: `environment_factory`",
+        "the same",
+        "train_with_multiple_environments train_with_unknown_environment_raises train_with_environment_factory "
+        "train_with_environment_owned_reward environment_owned_reward_coexists_with_reward_funcs "
+        "environment_owned_reward_mixed_environments train_with_environment_owned_data "
+        "environment_owned_data_requires_max_steps multiple_environments_without_dataset_raises",
+    ),
+    _group(
+        "a rollout of one's own, `rollout_func`",
         "refused",
-        "generate_prefers_rollout_func rollout_func_dispatch rollout_func_fields train_with_multiple_environments "
-        "train_with_unknown_environment_raises train_with_environment_factory train_with_environment_owned_reward "
-        "environment_owned_reward_coexists_with_reward_funcs environment_owned_reward_mixed_environments "
-        "train_with_environment_owned_data environment_owned_data_requires_max_steps "
-        "multiple_environments_without_dataset_raises",
+        "generate_prefers_rollout_func rollout_func_dispatch rollout_func_fields",
     ),
     _group(
         "images",
@@ -104,7 +111,7 @@ TESTS: tuple[TestGroup, ...] = (
         "vlm_processor_vllm_colocate_mode",
     ),
     _group(
-        "a second pass over the same answers, and rows in their order",
+        "a second pass over the same answers",
         "refused",
         "train_multiple_iterations train_sequence_importance_sampling prepare_input_called_with_correct_data",
     ),
@@ -134,7 +141,6 @@ TESTS: tuple[TestGroup, ...] = (
 CASES_REFUSED: Mapping[str, tuple[str, ...]] = {
     "train": ("cohere2", "nemotronh"),
     "train_loss_types": ("vespo",),
-    "train_with_liger_grpo_kernel": ("mistral",),
 }
 """Cases that are refused of tests whose other cases have TRL's meaning."""
 BEFORE: Mapping[Verdict, int] = {"the same": 53, "different": 12, "refused": 45, "internal": 6}

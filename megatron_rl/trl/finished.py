@@ -16,6 +16,8 @@ from transformers import trainer_pt_utils as files
 
 from megatron_rl.api import Run
 from megatron_rl.observe.records import METRICS
+from megatron_rl.trl.models import GivenModel
+from megatron_rl.trl.progress import RunProgress
 
 ELSEWHERE = {
     "optimizer": "section policy.optimizer chooses it, and it is in the trainers' processes",
@@ -30,6 +32,7 @@ ELSEWHERE = {
     "training_step": "steps are made by the run's processes; algorithm.loss may be a function of your own",
     "compute_loss": "losses are computed by the run's processes; algorithm.loss may be a function of your own",
     "hyperparameter_search": "run one script for each choice, with its own output_dir",
+    "environments": "objects are in the engines' processes; reward functions get `environments`, their attributes",
     "callback_handler": "`trainer.add_callback` and `trainer.remove_callback` change the callbacks",
     "create_optimizer": "section policy.optimizer chooses it",
     "generate": "`megatron-rl generate` answers rows with a model's folder, `trainer.run.model`",
@@ -97,12 +100,14 @@ class Finished:
     args: Any
     run: Run | None
     accelerator: Accelerator
+    _given: GivenModel
+    _progress: RunProgress
     is_fsdp_enabled = is_deepspeed_enabled = False
     is_in_train = False
 
     @property
     def state(self) -> TrainerState:
-        raise NotImplementedError
+        return self._progress.state
 
     log_metrics = files.log_metrics
     save_metrics = files.save_metrics
@@ -144,7 +149,8 @@ class Finished:
         """
         own = ["megatron-rl", "grpo", *([tags] if isinstance(tags, str) else tags or [])]
         head = {"library_name": "transformers", "tags": own}
-        base = self._base_name()
+        given = self._given.given
+        base = given if isinstance(given, str) else str(getattr(given.config, "_name_or_path", "") or "")
         if base:
             head["base_model"] = base
         if dataset_name:
@@ -212,9 +218,6 @@ class Finished:
         except (OSError, ValueError, *_http_errors()) as error:  # type: ignore[misc]  # they are classes
             told = f"{type(error).__name__}: {error}".partition("\n")[0]
             raise ValueError(f"nothing was uploaded to {name}: {told}; {by_hand}") from error
-
-    def _base_name(self) -> str:
-        raise NotImplementedError
 
     def _last_metrics(self) -> Mapping[str, Any]:
         """The numbers of the last step, by TRL's names."""

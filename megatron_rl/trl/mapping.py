@@ -120,7 +120,7 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         "policy": policy,
         "rollout": rollout,
         "algorithm": _algorithm(args) | {"updates_per_step": sizes.updates},
-        "data": {"chat_template": dict(args.chat_template_kwargs or {})},
+        "data": {"chat_template": dict(args.chat_template_kwargs or {}), "shuffle": args.shuffle_dataset},
         "eval": {
             "every": every("eval_strategy", args.eval_strategy, args.eval_steps),
             "samples_per_prompt": args.num_generations_eval or args.num_generations,

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.models import GivenModel
 
 USUAL = RolloutConfig().max_prompt_tokens
@@ -17,7 +18,7 @@ TEMPLATE_BYTES = 256
 """What a chat template may add to a short prompt; longer ones are counted by the tokenizer."""
 
 
-def longest_prompt(model: GivenModel, args: Any, train: Any, heldout: Any, tools: Any) -> int:
+def longest_prompt(model: GivenModel, args: Any, train: Any, heldout: Any, environments: GivenEnvironments) -> int:
     """The bound `rollout.max_prompt_tokens`: the longest prompt if it is longer than usual.
 
     Raises:
@@ -30,9 +31,10 @@ def longest_prompt(model: GivenModel, args: Any, train: Any, heldout: Any, tools
     longest, name, number = 0, "", 0
     for dataset, rows in () if skips else (("train_dataset", train), ("eval_dataset", heldout)):
         for index, row in enumerate(rows or ()):
-            if (found := _length(model, row, bound, args, tools)) > longest:
+            if (found := _length(model, row, bound, args, environments.tools)) > longest:
                 longest, name, number = found, dataset, index
-    if longest <= bound:
+    opened = args.max_prompt_length is None and environments.open_prompts
+    if longest <= bound and not opened:
         return int(bound)
     told = f"row {number} of {name} has a prompt of {longest} tokens"
     if args.max_prompt_length is not None:
@@ -45,7 +47,9 @@ def longest_prompt(model: GivenModel, args: Any, train: Any, heldout: Any, tools
             f"GRPOConfig: {told}, and with max_completion_length={args.max_completion_length} that is more than the "
             f"model's {positions} positions; lower max_completion_length, or leave the row out"
         )
-    return longest
+    # What `reset` appends is not known before. As much again as usual is left for it.
+    longest = max(longest, bound) + USUAL if opened else longest
+    return min(longest, room) if room > 0 else longest
 
 
 def _length(model: GivenModel, row: Any, bound: int, args: Any, tools: Any) -> int:

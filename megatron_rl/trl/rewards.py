@@ -7,7 +7,7 @@ each entry has a name of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,21 @@ SCORER = "megatron_rl.trl.reward_model:ModelReward"
 class GivenRewards:
     """Functions, objects that can be called, and reward models, by name, folder or object."""
 
-    def __init__(self, given: Any, weights: Any, tokenizers: Any) -> None:
+    def __init__(self, given: Any, weights: Any, tokenizers: Any, others: Sequence[Mapping[str, Any]] = ()) -> None:
         """
         Args:
             given: one, or a list.
             weights: `reward_weights`; None means 1 for each.
             tokenizers: `reward_processing_classes`: one, or a list with an entry for each; functions need none.
+            others: further entries, of environments.
 
         Raises:
             ValueError: the lengths do not fit, or one of them is no reward.
         """
         several = isinstance(given, Sequence) and not isinstance(given, str)
-        self.given = list(given) if several else [given]
-        if given is None or not self.given:
+        self.given = list(given) if several else [] if given is None else [given]
+        self._others = others
+        if not self.given and not others:
             raise ValueError("reward_funcs is empty, so that no answer would have a reward; give a function")
         self._weights = [1.0] * len(self.given) if weights is None else [float(one) for one in weights]
         if len(self._weights) != len(self.given):
@@ -82,7 +84,7 @@ class GivenRewards:
             elif name != name_of(reward) or name.startswith("lambda"):
                 entry["name"] = name
             found.append(entry)
-        return found
+        return [*found, *map(dict, self._others)]
 
 
 def is_model(reward: Any) -> bool:

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def required_rows(train_dataset: Any) -> Any:
+def one_set(train_dataset: Any) -> Any:
     """
     Raises:
-        ValueError: it is missing, or it is several data sets.
+        ValueError: it is several data sets.
     """
-    if train_dataset is None:
-        raise ValueError("train_dataset is missing; give rows with `prompt`")
     if isinstance(train_dataset, Mapping):
         sets = ", ".join(map(str, train_dataset))
         raise ValueError(f"train_dataset is a {type(train_dataset).__name__} of {sets}; give one of them")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.load import merge
+from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.mapping import configuration
 from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.prompts import longest_prompt
@@ -24,7 +24,7 @@ class Given:
     """The training rows, which have a length."""
     heldout: Any
     """The rows for evaluations, which have a length; None if there are none."""
-    tools: Sequence[Any]
+    environments: GivenEnvironments
     lora: dict[str, Any] | None
     """The section `policy.lora`."""
 
@@ -35,6 +35,14 @@ class Given:
     @property
     def updates_per_epoch(self) -> int:
         return max(1, len(self.train) // self.sizes.prompts) * self.sizes.updates
+
+    @property
+    def rows(self) -> Any:
+        """The training rows. In their own order, the last ones that fill no batch of answers never have their turn."""
+        kept = len(self.train) - len(self.train) % StepSizes.rows_of_batch(self.args, self._replicas)
+        if self.args.shuffle_dataset or not kept or kept == len(self.train):
+            return self.train
+        return [self.train[index] for index in range(kept)]
 
     @property
     def _own(self) -> dict[str, Any]:
@@ -55,12 +63,10 @@ class Given:
         if self.heldout is not None:
             sections["eval"]["num_prompts"] = len(self.heldout)
         if "max_prompt_tokens" not in own.get("rollout", {}):
-            bound = longest_prompt(self.model, args, self.train, self.heldout, self.tools)
+            bound = longest_prompt(self.model, args, self.train, self.heldout, self.environments)
             sections["rollout"]["max_prompt_tokens"] = bound
-        if self.tools:
-            turns = args.max_tool_calling_iterations
-            bounds = {} if turns is None else {"max_turns": turns + 1}
-            sections["rollout"]["environment"] = {"kind": "tools", "paths": list(self.tools), **bounds}
+        if self.environments:
+            sections["rollout"]["environment"] = self.environments.section(args)
         if self.lora is not None:
             sections["policy"]["lora"] = self.lora
         merge(sections, {"run": {"folder": str(folder.parent)}})

@@ -65,6 +65,13 @@ class StepSizes:
             )
         return cls(prompts, updates)
 
+    @staticmethod
+    def rows_of_batch(args: Any, num_replicas: int = 1) -> int:
+        """The number of rows of a batch of answers. TRL's sampler takes whole batches in each epoch."""
+        passes = args.steps_per_generation or args.gradient_accumulation_steps
+        samples = args.generation_batch_size or args.per_device_train_batch_size * num_replicas * passes
+        return max(1, int(samples) // int(args.num_generations))
+
     def optimizer_steps(self, args: Any, num_rows: int, num_replicas: int = 1) -> int:
         """The number of optimizer steps, as TRL's sampler and transformers count them: the rows of an epoch that fill
         no batch of answers are left out, and the passes over the others are optimizer steps; the last one may
@@ -78,7 +85,7 @@ class StepSizes:
         else:
             size, accumulated = args.per_device_train_batch_size * num_replicas, args.gradient_accumulation_steps
             samples = args.generation_batch_size or size * (args.steps_per_generation or accumulated)
-            batch = max(1, samples // args.num_generations)
+            batch = self.rows_of_batch(args, num_replicas)
             passes = num_rows // batch * max(1, samples // size)
             if not passes:
                 raise ValueError(

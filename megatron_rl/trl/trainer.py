@@ -21,12 +21,14 @@ from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.trl.adapters import adapters_of
 from megatron_rl.trl.callbacks import Callbacks
 from megatron_rl.trl.configuration import GRPOConfig, as_arguments
+from megatron_rl.trl.environments import GivenEnvironments
+from megatron_rl.trl.evaluation import evaluated
 from megatron_rl.trl.finished import Accelerator, Finished
 from megatron_rl.trl.metrics import named
 from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.progress import RunProgress
 from megatron_rl.trl.rewards import GivenRewards
-from megatron_rl.trl.rows import joined, required_rows
+from megatron_rl.trl.rows import joined
 from megatron_rl.trl.sections import Given
 from megatron_rl.trl.telling import tell
 
@@ -35,10 +37,10 @@ REFUSED = {
     "optimizers": "policy.optimizer in GRPOConfig(sections=...) has Adam and Muon",
     "quantization_config": "frozen weights of adapters can be fp8: GRPOConfig(sections={'policy': {'lora': {'base': "
     "'fp8'}}, 'rollout': {'lora': 'merged'}})",
-    "rollout_func": "rollout.environment in GRPOConfig(sections=...) names an environment or an agent",
-    "environment_factory": "rollout.environment in GRPOConfig(sections=...) names the class",
+    "rollout_func": "it would have the weights of the script's process; rollout.environment in "
+    "GRPOConfig(sections=...) names an agent, which calls the run's engines",
 }
-OTHERS = ("processing_class", "reward_processing_classes", "callbacks", "tools", "peft_config")
+OTHERS = ("processing_class", "reward_processing_classes", "callbacks", "tools", "peft_config", "environment_factory")
 
 
 class GRPOTrainer(Finished):
@@ -53,8 +55,8 @@ class GRPOTrainer(Finished):
         eval_dataset: in the same form, or a mapping of several, whose names are in the metrics.
         others: `processing_class`, the tokenizer in the place of the model's own; `reward_processing_classes`, the
             tokenizers of reward models; `callbacks` of transformers, which are called soon after what they are told;
-            `tools`, functions that the model's turns call; `peft_config`, PEFT's LoraConfig, which becomes
-            `policy.lora`.
+            `tools`, functions that the model's turns call; `environment_factory`, what makes objects with such methods;
+            `peft_config`, PEFT's LoraConfig, which becomes `policy.lora`.
 
     Raises:
         ValueError: an argument is not supported; the message has all of them and says what to do.
@@ -94,26 +96,26 @@ class GRPOTrainer(Finished):
         ]
         weights = self.args and self.args.reward_weights
         classes = others.get("reward_processing_classes")
-        rewards = tried(lambda: GivenRewards(reward_funcs, weights, classes))
-        self.train_dataset: Any = tried(lambda: required_rows(train_dataset))
+        environments = tried(lambda: GivenEnvironments(others.get("environment_factory"), others.get("tools")))
+        own = () if environments is None else environments.rewards
+        rewards = tried(lambda: GivenRewards(reward_funcs, weights, classes, own))
+        self.train_dataset: Any = None
+        if environments is not None and self.args is not None:
+            self.train_dataset = tried(lambda: environments.rows(train_dataset, self.args))
         self.eval_dataset = tried(lambda: joined(eval_dataset))
         state = TrainerState()
         callbacks = tried(lambda: Callbacks(others.get("callbacks") or (), self.args, state))
         self._lora = tried(lambda: _lora(given, others.get("peft_config")))
         if faults:
             raise ValueError("GRPOTrainer: " + "; ".join(faults))
-        assert given is not None and rewards is not None
-        self._given, self._rewards, self._tools = given, rewards, list(others.get("tools") or ())
+        assert given is not None and rewards is not None and environments is not None
+        self._given, self._rewards, self._environments = given, rewards, environments
         self.run: Run | None = None
         self.accelerator = Accelerator()
         self._loaded: dict[Path | None, Any] = {}
         assert callbacks is not None
         self._progress = RunProgress(callbacks, state)
         callbacks.tell("on_init_end")
-
-    @property
-    def state(self) -> TrainerState:
-        return self._progress.state
 
     @property
     def control(self) -> Any:
@@ -177,7 +179,7 @@ class GRPOTrainer(Finished):
         given = self._all_given()
         sections = given.sections(folder)
         rewards = self._rewards.entries(folder / "reward_models")
-        inputs = Inputs(self._given.save(folder / "model"), given.train, given.heldout, rewards)
+        inputs = Inputs(self._given.save(folder / "model"), given.rows, given.heldout, rewards)
         self._progress.callbacks.processing_class = self._given.tokenizer_if_read
         begun = time.monotonic()
         steps, updates = sections["run"]["steps"], sections["algorithm"]["updates_per_step"]
@@ -196,19 +198,21 @@ class GRPOTrainer(Finished):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The newest evaluation of the run. With an eval_dataset a run evaluates before its first step, after its last
-        one, and as `eval_strategy` says.
+        one, and as `eval_strategy` says. Other rows are evaluated in a run of their own, with the trained model, or
+        before `train` with the given one.
 
         Raises:
-            ValueError: there is none, or other rows are asked for.
+            ValueError: there is none.
         """
         if eval_dataset is not None and eval_dataset is not self.eval_dataset:
-            raise ValueError(
-                "evaluate has no rows of its own: evaluations are a part of the run; give eval_dataset to GRPOTrainer "
-                "and call evaluate after train"
-            )
-        found = [] if self.run is None else self.run.evaluations
+            rows = self._environments.complete(list(joined(eval_dataset) or ()))
+            given = Given(self.args, self._given, rows, rows, self._environments, self._lora)
+            model = self._given.save(self._output / "model") if self.run is None else self.trained()
+            found = [evaluated(given, self._rewards, model, self._output)]
+        else:
+            found = [] if self.run is None else self.run.evaluations
         if not found:
-            raise ValueError("nothing was evaluated: give an eval_dataset, and call train first")
+            raise ValueError("nothing was evaluated: give an eval_dataset, or call train first")
         return {
             name.replace("eval", metric_key_prefix, 1): value
             for name, value in named(found[-1]).items()
@@ -223,10 +227,6 @@ class GRPOTrainer(Finished):
         """
         shutil.copytree(self.trained(), Path(output_dir or self._output), dirs_exist_ok=True)
 
-    def _base_name(self) -> str:
-        given = self._given.given
-        return given if isinstance(given, str) else str(getattr(given.config, "_name_or_path", "") or "")
-
     def _all_given(self) -> Given:
         """What the run is made of. Rows that are read one by one become lists.
 
@@ -236,11 +236,12 @@ class GRPOTrainer(Finished):
         if not hasattr(self.train_dataset, "__len__"):
             if self.args.max_steps <= 0:
                 raise ValueError("an iterable train_dataset has no length: give max_steps")
-            sizes = Given(self.args, self._given, (), None, (), None).sizes
+            sizes = Given(self.args, self._given, (), None, self._environments, None).sizes
             self.train_dataset = list(islice(self.train_dataset, self.args.max_steps * sizes.prompts))
         if self.eval_dataset is not None and not hasattr(self.eval_dataset, "__len__"):
             self.eval_dataset = list(self.eval_dataset)
-        return Given(self.args, self._given, self.train_dataset, self.eval_dataset, self._tools, self._lora)
+        train, heldout = map(self._environments.complete, (self.train_dataset, self.eval_dataset))
+        return Given(self.args, self._given, train, heldout, self._environments, self._lora)
 
     def _continues(self, folder: Path, asked: Any) -> bool:
         """Whether the run of `output_dir` goes on.

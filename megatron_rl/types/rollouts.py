@@ -37,6 +37,26 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Conversation:
+    """What model and environment have said in an answer, for reward functions.
+
+    Example: `turns` of an answer that calls a tool are
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "assistant", "content": "It is 3."}
+    """
+
+    turns: tuple[Mapping[str, Any], ...]
+    """The model's turns with their thoughts, and the observations as the model read them, as chat turns."""
+    opening: str = ""
+    """What the environment appended to the last turn of the prompt."""
+    state: Mapping[str, Any] | None = None
+    """The attributes of the environment's object when the answer was complete, as far as JSON has them; None if there
+    is no object."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """The tokens of one rollout, beginning with the prompt. Text is made from tokens, and tokens are never made from
     text again.
@@ -61,6 +81,8 @@ class Tokens:
     """uint8, or uint16 with more than 256 experts, [R, layers, K]: the K experts that the engine chose in every layer
     for the first R <= L tokens, when it computed the keys and values that the last token saw. Layers without experts
     have any numbers. None if the engine did not tell."""
+    conversation: Conversation | None = None
+    """What was said in several turns; None if there is no environment."""
 
 
 LARGEST_SCORE = 3.4e38
@@ -163,6 +185,7 @@ class Episode:
     """The time that the model waited for the environment, in seconds."""
     fault: str = ""
     """Why the environment failed, so that the answer cannot be judged; empty if it did not fail."""
+    num_tool_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.types import Prompt, Rollout, Tokenizer, Verdict
+from megatron_rl.types import Conversation, Prompt, Rollout, Tokenizer, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,8 @@ class Answer:
     rollout: Rollout
     response_ids: list[int]
     """All tokens after the prompt: thought, delimiter, answer and end of sequence."""
+    conversation: Conversation | None = None
+    """What was said in several turns."""
 
     @property
     def final_ids(self) -> list[int]:

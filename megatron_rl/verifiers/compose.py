@@ -274,7 +274,7 @@ def answers_of(
         rollouts: the rollouts of each group.
     """
     return [
-        Answer(prompt, rollout, own.ids[rollout.num_prompt_tokens :].tolist())
+        Answer(prompt, rollout, own.ids[rollout.num_prompt_tokens :].tolist(), own.conversation)
         for prompt, of_group, group in zip(prompts, tokens, rollouts, strict=True)
         for own, rollout in zip(of_group, group, strict=True)
     ]

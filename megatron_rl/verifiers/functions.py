@@ -1,7 +1,7 @@
 """Any Python function with TRL's signature as a reward.
 
 The contract is the same as in `GRPOTrainer` (https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward
-function"). `environments` is not given.
+function"). `environments` are what is left of the objects: their attributes.
 
 Invariants (tests/unit/verifiers): `None` is an abstention. An exception, or a result of the wrong form, gives every
 answer of the call a failed verdict with the reason. A number that is not finite gives only its own answer a failed
@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.config.raised import traced
 from megatron_rl.config.rewards import FunctionReward
-from megatron_rl.types import Prompt, Tokenizer, Verdict
+from megatron_rl.types import Tokenizer, Verdict
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_plain
 
@@ -29,7 +29,8 @@ class FunctionVerifier:
     given answers. A function without **columns gets those arguments that it names.
 
     As in TRL, a prompt and its completion are lists of chat turns if the row has `messages`, and plain text if it has
-    `prompt`. Completions are decoded without special tokens. Each column of the rows is a list, with None for a row
+    `prompt`. The completion of a run with an environment has all turns, as `types.Conversation`. Completions are
+    decoded without special tokens. Each column of the rows is a list, with None for a row
     that lacks the column.
     """
 
@@ -62,9 +63,10 @@ class FunctionVerifier:
         """The arguments of a call, or a failed verdict if the rows' columns cannot be arguments."""
         columns = _columns(answers)
         given = {
-            "prompts": [_conversation(answer.prompt) for answer in answers],
+            "prompts": [_prompt(answer) for answer in answers],
             "completions": [self._completion(answer) for answer in answers],
             "completion_ids": [list(answer.response_ids) for answer in answers],
+            "environments": [_environment(answer) for answer in answers],
             "trainer_state": state,
             "log_metric": logged.log_metric,
             "log_extra": logged.log_extra,
@@ -74,7 +76,9 @@ class FunctionVerifier:
             return Verdict(None, reason, failed=True)
         return columns | given
 
-    def _completion(self, answer: Answer) -> str | list[dict[str, str]]:
+    def _completion(self, answer: Answer) -> str | list[Mapping[str, Any]]:
+        if answer.conversation is not None:
+            return deepcopy(list(answer.conversation.turns))
         text = self._tokenizer.decode(answer.response_ids, skip_special_tokens=True)
         return text if isinstance(answer.prompt.messages, str) else [{"role": "assistant", "content": text}]
 
@@ -94,11 +98,32 @@ class FunctionVerifier:
         return [self._function.verdict_of(score, f" for completion {index}") for index, score in enumerate(scores)]
 
 
-def _conversation(prompt: Prompt) -> str | list[Mapping[str, str]]:
-    """A copy, like `_columns`."""
-    if isinstance(prompt.messages, str):
-        return prompt.messages
-    return [deepcopy(dict(turn)) for turn in prompt.messages]
+def _prompt(answer: Answer) -> str | list[dict[str, str]]:
+    """A copy, like `_columns`, with what the environment has appended."""
+    if isinstance(answer.prompt.messages, str):
+        return answer.prompt.messages
+    turns = [deepcopy(dict(turn)) for turn in answer.prompt.messages]
+    if answer.conversation is not None and answer.conversation.opening:
+        turns[-1]["content"] += answer.conversation.opening
+    return turns
+
+
+class ClosedEnvironment:
+    """What a function gets of an answer's object: its attributes when the answer was complete."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(deepcopy(dict(state)))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this environment has no {name!r}, only {', '.join(vars(self)) or 'nothing'}: reward functions get the "
+            "attributes that JSON can hold, and no methods; keep what they need in an attribute"
+        )
+
+
+def _environment(answer: Answer) -> ClosedEnvironment | None:
+    state = None if answer.conversation is None else answer.conversation.state
+    return None if state is None else ClosedEnvironment(state)
 
 
 def _columns(answers: Sequence[Answer]) -> dict[str, list[Any]]:

@@ -112,6 +112,7 @@ a smaller epsilon transformers' own logits would be 1e-4 from float64."""
 GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
+    "mistral": ("Mistral", dict(sliding_window=12)),
     "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen2_windows": ("Qwen2", dict(use_sliding_window=True, sliding_window=12, max_window_layers=2)),
     "olmo2": ("Olmo2", {}),

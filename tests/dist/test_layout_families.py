@@ -68,6 +68,7 @@ GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size
 MODELS = {
     "llama": ("Llama", {}),
     "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 12}),
+    "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 12}),
     "qwen3_moe": (

@@ -89,7 +89,7 @@ MODELS = [
     _case("train_with_sync_ref_model", {"beta": 0.1, "sync_ref_model": True}, refused="sync_ref_model=True"),
     _case("vlm_training", quantization_config=BitsAndBytesConfig(load_in_4bit=True), refused="quantization_config"),
     _case("train_with_liger_grpo_kernel", {"use_liger_kernel": True}, of="llama", model="llama", **KEEPS),
-    _case("train_with_liger_grpo_kernel", {"use_liger_kernel": True}, of="mistral", model="mistral", refused=FAMILY),
+    _case("train_with_liger_grpo_kernel", {"use_liger_kernel": True}, of="mistral", model="mistral", **KEEPS),
     _case("liger_grpo_kernel_importance_sampling", {"use_liger_kernel": True, "importance_sampling_level": "sequence"}),
     _case(
         "train_with_transformers_continuous_batching",
@@ -148,7 +148,11 @@ LOSSES = [
     ),
     _case("train_multiple_iterations", {"num_iterations": 2}, refused="num_iterations=2"),
     _case("train_sequence_importance_sampling", {"num_iterations": 2}, refused="num_iterations=2"),
-    _case("prepare_input_called_with_correct_data", {"shuffle_dataset": False}, refused="shuffle_dataset=False"),
+    _case(
+        "prepare_input_called_with_correct_data",
+        {"shuffle_dataset": False, "num_iterations": 2},
+        refused="num_iterations=2",
+    ),
     *(
         _case(
             test, {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1}, refused="top_p=0.9, top_k=10"
@@ -256,16 +260,62 @@ ADAPTERS = [
         refused="target_parameters",
     ),
 ]
-OTHERS = [
-    _case(
-        "train_with_tools",
-        {"max_completion_length": 64},
-        model="qwen3moe",
-        train_dataset=given.chats,
-        tools=[given.add],
+TOOLS = {"model": "qwen3moe", "train_dataset": given.chats, "reward_funcs": given.words}
+OWNED = {"model": "qwen3moe", "train_dataset": None, "reward_funcs": given.words}
+FEW = {"max_steps": 5}
+ENVIRONMENTS = [
+    *(
+        _case(test, {"max_completion_length": 128}, tools=[tool], **TOOLS)
+        for test, tool in (
+            ("train_with_tools", given.add),
+            ("train_with_tools_async", given.add_slowly),
+            ("train_with_malformed_tool_calls", given.add),
+        )
     ),
-    _case("train_with_tools_async", model="qwen3moe", train_dataset=given.chats, tools=[given.add_slowly]),
-    _case("train_with_environment_factory", environment_factory=dict, refused="environment_factory"),
-    _case("generate_prefers_rollout_func", rollout_func=given.length, refused="rollout_func"),
+    _case(
+        "train_with_multiple_environments",
+        {"shuffle_dataset": False},
+        environment_factory={"counter": given.Counter, "words": given.Words},
+        **TOOLS | {"train_dataset": given.of_environments("counter", "words")},
+    ),
+    _case(
+        "train_with_unknown_environment_raises",
+        environment_factory={"counter": given.Counter},
+        refused="environment='unknown', which is not among the environments",
+        **TOOLS | {"train_dataset": given.of_environments("unknown")},
+    ),
+    _case("train_with_environment_factory", FEW, environment_factory=given.Counter, **OWNED),
+    _case(
+        "train_with_environment_owned_reward",
+        FEW,
+        environment_factory=given.Scored,
+        **OWNED | {"reward_funcs": None},
+    ),
+    _case(
+        "environment_owned_reward_coexists_with_reward_funcs",
+        FEW | {"reward_weights": [0.5]},
+        environment_factory=lambda: given.Scored(),
+        **OWNED,
+    ),
+    _case(
+        "environment_owned_reward_mixed_environments",
+        environment_factory={"scored": given.Scored, "scored2": given.Scored, "plain": given.Words},
+        **TOOLS | {"train_dataset": given.of_environments("scored", "scored2", "plain")},
+    ),
+    _case(
+        "environment_owned_data_requires_max_steps",
+        environment_factory=given.Words,
+        refused="the length of the training is max_steps",
+        **OWNED,
+    ),
+    _case(
+        "multiple_environments_without_dataset_raises",
+        {"max_steps": 1},
+        environment_factory={"a": given.Counter, "b": given.Words},
+        refused="requires a train_dataset",
+        **OWNED,
+    ),
+    _case("train_with_environment_owned_data", FEW, environment_factory=given.Words, **OWNED),
 ]
-CASES = [*MODELS, *LOSSES, *REWARDS, *ADAPTERS, *OTHERS]
+OTHERS = [_case("generate_prefers_rollout_func", rollout_func=given.length, refused="rollout_func")]
+CASES = [*MODELS, *LOSSES, *REWARDS, *ADAPTERS, *ENVIRONMENTS, *OTHERS]

@@ -26,7 +26,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "llama": ("LlamaConfig", {}),
-    "mistral": ("MistralConfig", {}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
     "cohere2": ("Cohere2Config", {}),
     "gemma2": ("Gemma2Config", {"head_dim": 32}),
     "qwen3moe": (

@@ -65,6 +65,48 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+class Counter:
+    def reset(self, **row: Any) -> str:
+        self.total, self.row = 0, sorted(row)
+        return "Count."
+
+    def increment(self, step: int) -> int:
+        """Increments the counter.
+
+        Args:
+            step: What is added.
+        """
+        self.total += step
+        return self.total
+
+
+class Scored(Counter):
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+class Words:
+    def reset(self, **row: Any) -> str:
+        return "Guess the word."
+
+    async def shout(self, text: str) -> str:
+        """Shouts.
+
+        Args:
+            text: What is shouted.
+        """
+        return text.upper()
+
+
+def of_environments(*names: str) -> Callable[[], Dataset]:
+    return lambda: Dataset.from_dict({"environment": [*names] * 4})
+
+
+def totals(completions: Sequence[Turns], environments: Sequence[Any], **columns: Any) -> list[float]:
+    assert all(turn["role"] in ("assistant", "tool") for turns in completions for turn in turns)
+    return [float(one.total) for one in environments]
+
+
 async def add_slowly(a: int, b: int) -> int:
     """Adds two numbers.
 

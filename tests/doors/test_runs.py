@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import real  # noqa: F401  # skips
 from datasets import Dataset
-from given import chats, few, length, lora, scorer, tokenizer, words
+from given import chats, few, length, lora, scorer, texts, tokenizer, words
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -88,6 +88,16 @@ def _after(trainer: GRPOTrainer, given) -> None:
     for token in (None, "hf_none"):  # nobody is logged in, and there is no network or no such token
         with pytest.raises(ValueError, match="nothing was uploaded to out: .* `hf auth login`"):
             trainer.push_to_hub(token=token)
+
+
+@pytest.mark.deadline(600)
+def test_an_evaluation_of_other_rows_before_train(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(models)
+    args = GRPOConfig(str(tmp_path / "out"), **SMALL)
+    trainer = GRPOTrainer("qwen2", length, args, texts())
+    found = trainer.evaluate({"one": few(), "two": texts().to_iterable_dataset()})
+    assert found["eval_reward"] > 0 and found["eval_one_reward"] > 0 and found["eval_two_reward"] > 0
+    assert trainer.run is None and trainer.state.global_step == 0 and not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 @pytest.mark.deadline(600)

@@ -47,7 +47,8 @@ def test_a_test_of_trl(case, dry, tmp_path):
 def test_most_tests_that_have_the_same_meaning_are_here():
     tried = {case.test for case in CASES}
     assert tried <= VERDICTS.keys()
-    by_units = {"compute_entropy_mask", "get_off_policy_mask"}  # in tests/unit/algorithms
+    # in tests/unit/algorithms, and in test_runs.py
+    by_units = {"compute_entropy_mask", "get_off_policy_mask", "evaluate_with_eval_dataset"}
     missing = {
         test
         for test, verdict in VERDICTS.items()

@@ -100,9 +100,10 @@ class StubEngine:
         answers = []
         for sample in samples:
             num = min(LONGEST, round(drawn[sample]))
-            columns = (np.zeros(num_prompt + num, kind) for kind in (np.int32, bool, np.float32, np.int32))
+            kinds = (np.int32, bool, np.float32, np.int32)
+            ids, mask, logp, version = (np.zeros(num_prompt + num, kind) for kind in kinds)
             rollout = Rollout(num_prompt + num, num_prompt, num, 0, "stop", oldest_version=0)
-            answers.append((rollout, Tokens(*columns)))
+            answers.append((rollout, Tokens(ids, mask, logp, version)))
         return answers, []
 
     async def cancel(self, ticket: int) -> None:

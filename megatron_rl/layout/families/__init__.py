@@ -8,6 +8,7 @@ from megatron_rl.layout.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, 
 from megatron_rl.layout.families.glm4_moe import GLM4_MOE
 from megatron_rl.layout.families.gpt_oss import GPT_OSS
 from megatron_rl.layout.families.llama import LLAMA
+from megatron_rl.layout.families.mistral import MISTRAL
 from megatron_rl.layout.families.mixtral import MIXTRAL
 from megatron_rl.layout.families.olmo import OLMO2, OLMO3
 from megatron_rl.layout.families.qwen2 import QWEN2
@@ -20,7 +21,7 @@ from megatron_rl.layout.family import Family
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MIXTRAL, OLMO2, OLMO3),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MIXTRAL, OLMO2, OLMO3),
         *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS),
     )
 }

@@ -26,7 +26,7 @@ from megatron_rl.rollout.programs.endpoint import Endpoint
 from megatron_rl.rollout.programs.episodes import Ask, Begin, Completed, EpisodeRequest, Plays
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
-from megatron_rl.types import Episode, Prompt, TokenReward
+from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
 
 MAX_REASON = 500
 HOST = "127.0.0.1"
@@ -130,8 +130,11 @@ class Agents:
         for ids, transcript, path in found:
             sample, tokens = as_rollout(ids, transcript, None)
             rewards = () if reward is None else (TokenReward(sample.length - 1, "environment", reward),)
-            episode = Episode(len(path), len(ids) + path[-1].num_before, fault=fault)
-            samples.append((replace(sample, token_rewards=rewards, episode=episode), tokens))
+            turns = path[-1].messages[len(path[0].messages) - 1 :]  # from the model's first answer on
+            num_calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
+            episode = Episode(len(path), len(ids) + path[-1].num_before, num_tool_calls=num_calls, fault=fault)
+            sample = replace(sample, token_rewards=rewards, episode=episode)
+            samples.append((sample, replace(tokens, conversation=Conversation(turns))))
         return samples
 
     def _decode(self, ids: list[int]) -> str:

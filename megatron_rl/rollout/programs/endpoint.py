@@ -26,7 +26,7 @@ from typing import Annotated, Any, Self
 from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from megatron_rl.environments.tools import CALL
+from megatron_rl.environments import calls_of
 from megatron_rl.rollout.program import Call, Completion
 from megatron_rl.rollout.programs.conversations import MAX_SHOWN, Conversations, Refused
 
@@ -247,18 +247,12 @@ class Endpoint:
 def message_of(text: str) -> dict[str, Any]:
     """The assistant's turn as the agent gets it: calls of tools in Hermes' form are `tool_calls`. A call that is no
     JSON stays in the content."""
-    calls = []
-    for match in CALL.finditer(text):
-        try:
-            given = json.loads(match[1])
-            function = {"name": str(given["name"]), "arguments": json.dumps(given.get("arguments", {}))}
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return {"role": "assistant", "content": text}
-        calls.append({"id": f"call_{secrets.token_hex(6)}", "type": "function", "function": function})
-    if not calls:
+    asked = calls_of(text)
+    if not asked or any(call.fault for call in asked):
         return {"role": "assistant", "content": text}
-    content = text[: next(CALL.finditer(text)).start()].rstrip("\n")
-    return {"role": "assistant", "content": content, "tool_calls": calls}
+    functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in asked]
+    calls = [{"id": f"call_{secrets.token_hex(6)}", "type": "function", "function": one} for one in functions]
+    return {"role": "assistant", "content": text[: asked[0].start].rstrip("\n"), "tool_calls": calls}
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -116,26 +116,31 @@ class Episodes:
             Request(prompt.token_ids, self._turns.first_call, seed + sample, is_greedy, (ticket, sample))
             for sample in samples
         ]
-        futures = await begin(requests, not self._plays)  # the turns of others go on from the cache
-        plays = [self._play(prompt, request, future) for request, future in zip(requests, futures, strict=True)]
+        now = [] if self._turns.has_objects else requests
+        futures = await begin(now, not self._plays)  # the turns of others go on from the cache
+        begun: list[Future[RequestOutput] | None] = [*futures, *[None] * (len(requests) - len(now))]
+        plays = [self._play(prompt, request, future) for request, future in zip(requests, begun, strict=True)]
         return await self._plays.carry_out(ticket, plays)
 
     def cancel(self, ticket: int) -> None:
         """See `Answers`."""
         self._plays.cancel(ticket)
 
-    async def _play(self, prompt: Prompt, request: Request, future: Future[RequestOutput]) -> tuple[Rollout, Tokens]:
+    async def _play(
+        self, prompt: Prompt, request: Request, future: Future[RequestOutput] | None
+    ) -> tuple[Rollout, Tokens]:
         """Carry out one answer.
 
         Args:
-            request: its first request, which is running.
+            request: its first request.
+            future: the output of this request; None: it waits for the answer's object.
         """
 
-        async def first() -> Completion:
-            return self._completed(await asyncio.wrap_future(future))
+        async def first(running: Future[RequestOutput]) -> Completion:
+            return self._completed(await asyncio.wrap_future(running))
 
-        async def ask(transcript: Transcript, call: Call) -> Completion:
+        async def ask(prompt: Prompt, transcript: Transcript, call: Call) -> Completion:
             ids = [*prompt.token_ids, *transcript.ids]
-            return await self._ask(replace(request, ids=ids, call=call, goes_on=True))
+            return await self._ask(replace(request, ids=ids, call=call, goes_on=bool(transcript.ids)))
 
-        return await self._turns.answer(prompt, first(), ask)
+        return await self._turns.answer(prompt, None if future is None else first(future), ask)

@@ -12,6 +12,7 @@ tokens that were sampled.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,20 +22,23 @@ from typing import Any
 from megatron_rl.config.environment import TurnsEnvironment
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import (
+    Closing,
     Continuation,
     EnvironmentFault,
     Observations,
     Reaction,
     Render,
     Session,
+    as_turn,
+    calls_of,
     schemas_of,
 )
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_rollout, find_delimiter
 from megatron_rl.rollout.programs.conversations import RenderCall
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
-from megatron_rl.types import Episode, Prompt, Rollout, TokenReward, Tokens
+from megatron_rl.types import Conversation, Episode, Prompt, Rollout, TokenReward, Tokens
 
-Ask = Callable[[Transcript, Call], Awaitable[Completion]]
+Ask = Callable[[Prompt, Transcript, Call], Awaitable[Completion]]
 """Sample the next tokens of a transcript."""
 
 
@@ -44,7 +48,7 @@ class Turns:
     Args:
         folder: the model's.
         rollout: with an environment.
-        render: the chat template; see `environments.Continuation`.
+        render: the chat template.
         new_session: makes the environment of an answer.
 
     Raises:
@@ -55,56 +59,89 @@ class Turns:
         self,
         folder: Path,
         rollout: RolloutConfig,
-        render: Render,
+        render: RenderCall,
         new_session: Callable[[], Session],
     ) -> None:
         assert isinstance(rollout.environment, TurnsEnvironment), "only answers of several turns need it"
         self._limits, self._most, self._new_session = rollout.environment, rollout.max_response_tokens, new_session
+        self._render, self._max_prompt, self._end_of_thought = render, rollout.max_prompt_tokens, rollout.delimiter
         self._tokenizer = load_tokenizer(folder)
-        continuation = continuation_of(folder, rollout, render)
+        tools = schemas_of(rollout.environment)
+        continuation = continuation_of(folder, rollout, lambda turns, opens: render(turns, tools, opens))
         self._observations = Observations(continuation, self._tokenizer, self._limits.max_observation_tokens)
         delimiter = self._tokenizer.encode(rollout.delimiter, add_special_tokens=False).ids
         self._delimiter = tuple(delimiter)
+        special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special]
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
     def first_call(self) -> Call:
         return self._call(0)
 
-    async def answer(self, prompt: Prompt, first: Awaitable[Completion], ask: Ask) -> tuple[Rollout, Tokens]:
+    @property
+    def has_objects(self) -> bool:
+        """Whether objects have a part in the prompt, so that the first turn waits for them."""
+        return self._limits.kind == "tools" and self._limits.objects is not None
+
+    async def answer(self, prompt: Prompt, first: Awaitable[Completion] | None, ask: Ask) -> tuple[Rollout, Tokens]:
         """One answer.
 
         Args:
-            first: the completion of `first_call`, which is running.
-            ask: samples the later turns.
+            first: the completion of `first_call`, which is running; None: it has not begun.
+            ask: samples the later turns, and the first one if it has not begun.
         """
-        played = _Played(self._new_session(), Transcript())
-        beginning = asyncio.ensure_future(played.session.begin(prompt.columns))
+        played = _Played(self._new_session(), Transcript(), prompt)
+        own = {"prompt": list(prompt.messages)} if self.has_objects else {}
+        beginning = asyncio.ensure_future(played.session.begin({**own, **prompt.columns}))
         try:
+            if first is None:
+                played.prompt, played.opening = self._opened(prompt, await beginning)
+                first = ask(played.prompt, played.transcript, self.first_call)
             completion = await first
             while (call := await self._turn(played, completion, beginning)) is not None:
-                completion = await ask(played.transcript, call)
+                completion = await ask(played.prompt, played.transcript, call)
+            if self.has_objects and not played.fault:
+                played.ended(await played.session.closing())
+        except EnvironmentFault as fault:
+            played.fault = str(fault)
         finally:
             beginning.cancel()
             await asyncio.gather(beginning, return_exceptions=True)
             await played.session.end()
-        return played.sample(prompt, self._delimiter)
+        return played.sample(self._delimiter)
 
-    async def _turn(self, played: _Played, completion: Completion, beginning: Awaitable[None]) -> Call | None:
+    def _opened(self, prompt: Prompt, opening: str) -> tuple[Prompt, str]:
+        """The prompt of an answer, with its own tools, and what its object appends.
+
+        Raises:
+            EnvironmentFault: it is too long.
+        """
+        assert not isinstance(prompt.messages, str), "rows with an environment are chats"
+        *before, last = prompt.messages
+        turns = [*before, {**last, "content": last["content"] + opening}]
+        text = self._render(turns, schemas_of(self._limits, prompt.columns), True)
+        ids = self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False).ids
+        if len(ids) > self._max_prompt:
+            raise EnvironmentFault(
+                f"with the text of reset the prompt has {len(ids)} tokens, but rollout.max_prompt_tokens is "
+                f"{self._max_prompt}; raise it"
+            )
+        return replace(prompt, token_ids=tuple(ids)), opening
+
+    async def _turn(self, played: _Played, completion: Completion, beginning: Awaitable[str]) -> Call | None:
         """Take a turn of the model, and what the environment answers. Returns the call of the next turn; None if the
         answer is complete."""
         transcript = played.transcript
         start = len(transcript.ids)
         transcript.sampled(completion)
         played.turns.append(range(start, len(transcript.ids)))
+        played.said.append(self._message(completion))
         if not transcript.stopped:
             return None
         since = time.perf_counter()
         try:
             await beginning
-            reaction = await played.session.react(self._text(completion.ids))
-        except EnvironmentFault as fault:
-            played.fault = str(fault)
-            return None
+            reaction = await played.session.react(self._text(completion.ids[:-1]))
         finally:
             played.seconds += time.perf_counter() - since
         played.took(reaction)
@@ -113,10 +150,12 @@ class Turns:
         transcript.stopped = False  # the answer continues in any case
         if len(played.turns) == self._limits.max_turns:
             return None
-        ids = self._observations.ids(reaction.messages)
+        read = self._observations.read(reaction.messages)
+        ids = self._observations.ids(read)
         if len(transcript.ids) + len(ids) >= self._most:
             return None
         transcript.force(ids)
+        played.said += read
         return self._call(len(transcript.ids))
 
     def _call(self, num_tokens: int) -> Call:
@@ -125,8 +164,16 @@ class Turns:
         return Call(min(left, self._limits.turn_tokens or left))
 
     def _text(self, ids: Sequence[int]) -> str:
-        """The text of a turn without its end."""
-        return self._tokenizer.decode(list(ids[:-1]), skip_special_tokens=False)
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _message(self, completion: Completion) -> dict[str, Any]:
+        """What the model has said, without special tokens."""
+        text, limits = self._text(completion.ids[:-1] if completion.stopped else completion.ids), self._limits
+        calls = calls_of(text, self._end_of_thought) if limits.kind == "tools" else []
+        if limits.kind == "tools" and limits.ends_at_malformed_calls and any(call.fault for call in calls):
+            calls = []  # nothing was called
+        turn = as_turn(text, calls)
+        return {**turn, "content": self._special.sub("", turn["content"])}
 
 
 @dataclass(slots=True)
@@ -135,22 +182,36 @@ class _Played:
 
     session: Session
     transcript: Transcript
+    prompt: Prompt
+    opening: str = ""
+    said: list[Mapping[str, Any]] = field(default_factory=list)
+    """All turns after the prompt."""
+    state: Mapping[str, Any] | None = None
     turns: list[range] = field(default_factory=list)
     """The indices of each turn's tokens in the transcript."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """The rewards of turns, with the index of the last token of the turn in the transcript."""
     num_errors: int = 0
+    num_calls: int = 0
     seconds: float = 0.0
     fault: str = ""
 
     def took(self, reaction: Reaction) -> None:
         self.num_errors += reaction.num_errors
-        if reaction.reward is not None:
-            self.rewards.append((len(self.transcript.ids) - 1, reaction.reward))
+        self.num_calls += reaction.num_calls
+        self._gave(reaction.reward)
 
-    def sample(self, prompt: Prompt, delimiter: Sequence[int]) -> tuple[Rollout, Tokens]:
-        before, transcript = len(prompt.token_ids), self.transcript
-        sample, tokens = as_rollout(prompt.token_ids, transcript, None)
+    def ended(self, closing: Closing) -> None:
+        self.state = closing.state
+        self._gave(closing.reward)
+
+    def _gave(self, reward: float | None) -> None:
+        if reward is not None:
+            self.rewards.append((len(self.transcript.ids) - 1, reward))
+
+    def sample(self, delimiter: Sequence[int]) -> tuple[Rollout, Tokens]:
+        before, transcript = len(self.prompt.token_ids), self.transcript
+        sample, tokens = as_rollout(self.prompt.token_ids, transcript, None)
         turns = [transcript.ids[turn.start : turn.stop] for turn in self.turns]
         thoughts = [find_delimiter(turn, delimiter) for turn in turns] if delimiter else []
         return replace(
@@ -159,12 +220,13 @@ class _Played:
             token_rewards=tuple(TokenReward(before + i, "environment", value) for i, value in self.rewards),
             episode=Episode(
                 num_turns=len(self.turns),
-                last_turn=before + self.turns[-1].start,
+                last_turn=before + (self.turns[-1].start if self.turns else 0),
                 num_tool_errors=self.num_errors,
+                num_tool_calls=self.num_calls,
                 step_s=self.seconds,
                 fault=self.fault,
             ),
-        ), tokens
+        ), replace(tokens, conversation=Conversation(tuple(self.said), self.opening, self.state))
 
 
 def chat_template(folder: Path, arguments: Mapping[str, Any]) -> RenderCall:
@@ -183,22 +245,6 @@ def chat_template(folder: Path, arguments: Mapping[str, Any]) -> RenderCall:
         return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], **options))
 
     return render
-
-
-def open_turns(folder: Path, rollout: RolloutConfig, render: RenderCall, new_session: Callable[[], Session]) -> Turns:
-    """How an engine carries out answers of several turns.
-
-    Args:
-        folder: the model's.
-        rollout: with an environment.
-        render: the chat template.
-        new_session: makes the environment of an answer.
-
-    Raises:
-        ValueError: a tool cannot be imported, or the chat template cannot continue a transcript.
-    """
-    tools = schemas_of(rollout.environment)
-    return Turns(folder, rollout, lambda turns, opens_answer: render(turns, tools, opens_answer), new_session)
 
 
 def continuation_of(folder: Path, rollout: RolloutConfig, render: Render) -> Continuation:

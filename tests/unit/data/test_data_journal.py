@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.journal import JournalWriter, prune_journal, read_journal
-from megatron_rl.types import Episode, Group, Prompt, Rollout, TokenReward, Tokens, Verdict
+from megatron_rl.types import Conversation, Episode, Group, Prompt, Rollout, TokenReward, Tokens, Verdict
 
 
 def group(number: int, num_samples: int = 2, score: float | None = 0.5) -> Group:
@@ -34,6 +34,7 @@ def group(number: int, num_samples: int = 2, score: float | None = 0.5) -> Group
                 rng.normal(size=length).astype(np.float32),
                 rng.integers(-1, 9, length).astype(np.int32),
                 rng.integers(0, 256, (length - i, 2, 3)).astype(np.uint8) if number % 2 and i < 2 else None,
+                Conversation(({"role": "assistant", "content": "é"},), " now", {"total": 1}) if i == 1 else None,
             )
         )
     prompt = Prompt(f"rows.jsonl:{number} é", tuple(tokens[0].ids[:2].tolist()), "")
@@ -48,7 +49,8 @@ def same(a: Group, b: Group) -> bool:
         if getattr(x, name) is not None or getattr(y, name) is not None
     ]
     numbers = (a.prompt, a.version, a.rollouts, a.engines) == (b.prompt, b.version, b.rollouts, b.engines)
-    return numbers and all(x.dtype == y.dtype and x.tolist() == y.tolist() for x, y in columns)
+    said = [one.conversation for one in a.payload] == [one.conversation for one in b.payload]
+    return numbers and said and all(x.dtype == y.dtype and x.tolist() == y.tolist() for x, y in columns)
 
 
 def test_what_is_read_is_what_was_written(tmp_path):

@@ -41,6 +41,11 @@ def test_the_first_epochs_go_from_easy_to_hard(rates, num_epochs):
             assert given == plain
 
 
+def test_rows_keep_their_order_if_they_are_not_shuffled():
+    stream = ShuffledStream("abcde", 4, seed=4, shuffle=False)
+    assert "".join(stream.next() + stream.next() + stream.next()) == "abcdeabcdeab"
+
+
 @given(st.integers(0, 20), st.integers(1, 7))
 def test_a_restored_stream_continues_exactly(num_steps, per_step):
     stream = ShuffledStream("abcde", per_step, seed=4)

@@ -61,7 +61,8 @@ def test_the_calls_of_a_turn_give_observations_in_their_order():
         (
             {"role": "tool", "name": "later", "content": "slow"},
             {"role": "tool", "name": "multiply", "content": "42"},
-        )
+        ),
+        num_calls=2,
     )
 
 
@@ -94,6 +95,12 @@ def test_a_call_in_a_thought_is_none(text):
 )
 def test_a_call_after_the_thought_counts(text):
     assert contents(react(tools("multiply"), text, "</think>")) == ["42"]
+
+
+@pytest.mark.parametrize("text", ["a </tool_call> b", "a <tool_call> b", f"write {PRODUCT}"])
+def test_a_string_in_a_call_may_have_its_marks(text):
+    asked = call("later", json.dumps({"text": text}))
+    assert contents(react(tools("later", "multiply"), asked + PRODUCT)) == [text, "42"]
 
 
 def test_an_argument_may_have_the_end_of_a_thought():

@@ -416,6 +416,7 @@ BASES = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": QWEN3_NEXT | {"model_type": "qwen3_5_text"},
     "qwen3_5_moe_text": QWEN3_NEXT | {"model_type": "qwen3_5_moe_text"},
+    "mistral": MIXTRAL | {"model_type": "mistral", "sliding_window": 8},
     "mixtral": MIXTRAL | {"sliding_window": 8},
     "olmo2": LLAMA | {"model_type": "olmo2"},
     "olmo3": OLMO3,
@@ -429,6 +430,7 @@ BASES = {
 ENGINES = {
     "qwen3_5_text": ("qwen3_5", "qwen3_next:Qwen3NextAttention"),
     "qwen3_5_moe_text": ("qwen3_5", "qwen3_next:Qwen3NextAttention", "qwen3_next:Qwen3NextSparseMoeBlock"),
+    "mistral": ("mistral", "llama"),
     "olmo2": ("transformers/base", "transformers/causal"),
     "olmo3": ("transformers/base", "transformers/causal"),
     "deepseek_v3": ("deepseek_v2",),
@@ -441,6 +443,7 @@ UNREAD = {
     "dtype": "model.dtype decides",
     "get_text_config": "it is a method",
     **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), "it is of the multi-token head"),
+    "ada_rms_norm_t_cond_dim": "vLLM reads it only with ada_rms_norm_t_cond, which is refused",
     "target_layer_count": "it is of a draft model",
     "quantization_config": "`quantised` reads it",
     **dict.fromkeys(("num_experts", "qk_nope_head_dim", "qk_rope_head_dim"), "it is of layers of other families"),

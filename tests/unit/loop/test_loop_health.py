@@ -25,6 +25,7 @@ HEALTHY = {
     "lag/mean": 1.2,
     "rollout/idle": 0.3,
     "stream/running": 8.0,
+    "environment/tool_calls": 0.5,
 }
 
 
@@ -39,14 +40,17 @@ class Screen:
         self.told.append((rule, message, step))
 
 
-def config(max_lag=2, anchor="old", checkpoint=None):
+TOOLS = {"thinking": None, "environment": {"kind": "tools", "paths": ["my_tools.py:multiply"]}}
+
+
+def config(max_lag=2, anchor="old", checkpoint=None, rollout=TOOLS):
     return validate(
         GrpoRunConfig,
         {
             "run": {"name": "x", "steps": 9},
             "model": {"path": "m"},
             "data": {"train": "r.jsonl"},
-            "rollout": {"max_lag": max_lag},
+            "rollout": {"max_lag": max_lag, **rollout},
             "checkpoint": checkpoint or {},
             **({} if anchor == "old" else {"algorithm": {"loss": {"kind": "dppo_tv"}, "correction": None}}),
         },
@@ -85,6 +89,7 @@ def test_a_healthy_run_is_told_nothing():
         ("ratio", {"on_policy/ratio_error": 0.2}, 1, "the ratio of the policy to itself differs from 1 by 0.2"),
         ("untrained_tokens", {"tokens/untrained": 0.001}, 1, "0.001 of the sampled tokens have embeddings that no"),
         ("lag", {"lag/mean": 2.0}, 5, "the answers are as old as rollout.max_lag = 2 allows"),
+        ("no_calls", {"environment/tool_calls": 0.0}, 5, "no answer of the last 5 steps has called a tool"),
         ("idle_engines", {"rollout/idle": 0.9}, 5, "the engines have nothing to do for 90% of the time"),
         ("one_reward", {"reward/right/signal": 0.99, "reward/brief/signal": 0.01}, 5, "the reward right makes 99%"),
     ],
@@ -96,6 +101,12 @@ def test_a_rule_speaks_once_and_not_before_its_steps(rule, changes, num_steps, s
     assert told == rule and message.startswith(said)
     again = [*before, *steps(num_steps, **changes), *steps(25), *steps(num_steps, **changes)]
     assert [one for one, _ in run(again)[0]] == [rule, rule], "it may be told again after it has held"
+
+
+def test_only_a_run_with_tools_must_call_them():
+    game = TOOLS | {"environment": {"kind": "class", "path": "my_games.py:Guess"}}
+    for rollout in ({}, game):
+        assert run(steps(20, **{"environment/tool_calls": 0.0}), rollout=rollout)[0] == []
 
 
 def test_an_entropy_that_falls_without_a_gain():

@@ -150,7 +150,7 @@ def test_all_rows_are_rendered_with_the_tools(home):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"environment": tools("add"), "rewards": [{"kind": "environment"}]}, "of kind tools, and tools give none"),
+        ({"environment": tools("add"), "rewards": [{"kind": "environment"}]}, "of kind tools, and functions give none"),
         ({"environment": None, "rewards": [{"kind": "environment"}]}, "with kind class, which is null"),
         (
             {

@@ -645,7 +645,7 @@ def test_a_sentencepiece_tokenizer_serves_supervised_training(home):
             "short(level, **columns) asks for the argument 'level'",
         ),
         ("async def short(level): ...", "my_rewards:short", "which nobody offers (offered are completion_ids, compl"),
-        ("def short(completions, environments): ...", "my_rewards:short", "asks for the argument 'environments'"),
+        ("def short(completions, rewards): ...", "my_rewards:short", "asks for the argument 'rewards'"),
         ("def short(completions, /, **columns): ...", "my_rewards:short", "takes 'completions' by its position alone"),
         ("@wrapped\ndef short(level): ...", "my_rewards:short", None),
         ("short = partial(print, level=3)", "my_rewards:short", None),

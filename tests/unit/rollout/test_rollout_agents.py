@@ -516,6 +516,8 @@ def test_an_agent_of_somebody_else_is_an_answer(folder):
             assert sample.episode.num_turns == 2 and not sample.episode.fault and sample.finish == "stop"
             assert tokens.ids[sample.episode.last_turn] == tokens.ids[-2] and tokens.action_mask[-2:].all()
             assert sample.token_rewards == ((sample.length - 1, "environment", 5.0),)
+            said = tokens.conversation.turns
+            assert [turn["role"] for turn in said] == ["assistant", "user", "assistant"] and said[1]["content"] == "go"
     assert model.begun == [True, False] and model.requests[0].call.max_tokens > 200
     assert len({request.seed for request in model.requests}) == 8, "each call has a seed of its own"
 

@@ -11,7 +11,7 @@ from megatron_rl.environments import EnvironmentFault, Reaction
 from megatron_rl.rollout.programs.turns import Turns
 
 
-def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+def render(turns: Sequence[Mapping[str, Any]], tools: Sequence[Any], add_generation_prompt: bool) -> str:
     """`?question<eos>=answer<eos>`, and so on."""
     signs = {"user": "?", "assistant": "="}
     text = "".join(f"{signs[turn['role']]}{turn['content']}<eos>" for turn in turns)
@@ -25,10 +25,11 @@ class Lengths:
         self.texts: list[str] = []
         self.has_ended = False
 
-    async def begin(self, row: Mapping[str, Any]) -> None:
+    async def begin(self, row: Mapping[str, Any]) -> str:
         self.row = row
         if row.get("fails_at") == 0:
             raise EnvironmentFault("it cannot begin")
+        return ""
 
     async def react(self, text: str) -> Reaction:
         self.texts.append(text)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 from tiny_chat import KEEPS, characters
 from transformers import (
     EarlyStoppingCallback,
@@ -24,6 +25,7 @@ from megatron_rl.trl import GRPOConfig, GRPOTrainer, adapters
 from megatron_rl.trl.adapters import adapters_of
 from megatron_rl.trl.callbacks import Callbacks
 from megatron_rl.trl.configuration import as_arguments
+from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.metrics import named
 from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.progress import RunProgress
@@ -215,7 +217,7 @@ def test_long_prompts_raise_the_bound_and_too_long_ones_are_told(model):
     given = GivenModel(model, None)
 
     def bound(*rows, heldout=None, **args):
-        return longest_prompt(given, GRPOConfig(**args), rows, heldout, ())
+        return longest_prompt(given, GRPOConfig(**args), rows, heldout, GivenEnvironments(None, None))
 
     assert bound(short) == 1024 and bound(short, max_completion_length=4000) == 96
     assert 2000 < bound(short, long) < 2050 and bound(short, heldout=[long]) == bound(long)
@@ -226,6 +228,9 @@ def test_long_prompts_raise_the_bound_and_too_long_ones_are_told(model):
         bound(short, heldout=[long], max_completion_length=3000)
     skips = {"data": {"on_bad_row": "skip"}}
     assert bound(long, max_prompt_length=300, sections=skips) == 300
+    games = GivenEnvironments(Game, None)
+    assert longest_prompt(given, GRPOConfig(), [short], None, games) == 2 * 1024, "room for what reset appends"
+    assert longest_prompt(given, GRPOConfig(max_completion_length=3000), [short], None, games) == 1096
 
 
 def test_several_evaluation_sets_are_one_with_their_names():
@@ -236,13 +241,83 @@ def test_several_evaluation_sets_are_one_with_their_names():
         joined({"one": [{"prompt": "a", "dataset": "x"}]})
 
 
+class Game:
+    def reset(self, **row):
+        return "Guess."
+
+    def guess(self, word: str) -> str:
+        """Guess.
+
+        Args:
+            word: a word.
+        """
+        return "no"
+
+    def get_reward(self) -> float:
+        return 0.0
+
+
+class Plain(Game):
+    get_reward = None
+
+
+def test_an_environment_is_a_section_a_reward_and_rows(model, begun):
+    sizes = {"per_device_train_batch_size": 16, "max_steps": 2, "max_completion_length": 64}
+    args = GRPOConfig("out", **sizes, shuffle_dataset=False, reward_weights=[0.5])
+    GRPOTrainer(model, score, args, environment_factory={"a": Game, "b": Game, "c": Plain}, train_dataset=NAMED).train()
+    written = yaml.safe_load(begun[0].read_text())
+    environment = written["rollout"]["environment"]
+    assert list(environment["objects"]) == ["a", "b", "c"] and environment["paths"] == []
+    assert (environment["max_turns"], environment["max_observation_tokens"]) == (64, 64)
+    assert environment["ends_at_malformed_calls"] and written["data"]["shuffle"] is False
+    assert [(one.get("name"), one["kind"], one.get("weight", 1)) for one in written["rewards"]] == [
+        (None, "function", 0.5),
+        ("Game", "environment", 1),
+    ]
+    rows = [json.loads(line) for line in Path(written["data"]["train"]).read_text().splitlines()]
+    assert [row["environment"] for row in rows] == ["a", "b", "c", "a"], "the fifth row fills no batch of two prompts"
+    assert rows[0]["prompt"] == [{"role": "user", "content": ""}]
+    args = GRPOConfig("own", max_steps=2, max_tool_calling_iterations=3)
+    GRPOTrainer(model, None, args, environment_factory=Game, tools=[guess]).train()
+    written = yaml.safe_load(begun[1].read_text())
+    assert written["rollout"]["environment"]["max_turns"] == 4 and [one["name"] for one in written["rewards"]] == [
+        "Game"
+    ]
+
+
+NAMED = [{"environment": name} for name in ("a", "b", "c", "a", "b")]
+
+
+def guess(word: str) -> str:
+    """Guess.
+
+    Args:
+        word: a word.
+    """
+    return word
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (dict(environment_factory=Plain), "reward_funcs is empty"),
+        (dict(environment_factory=object), "environment_factory makes a object, which has no method reset"),
+        (dict(environment_factory={"a": Game}), "requires a train_dataset, whose column `environment`"),
+        (dict(environment_factory={"a": Game}, train_dataset=NAMED), "row 1 has environment='b', which is not among"),
+        (dict(environment_factory=Game), "the length of the training is max_steps"),
+    ],
+)
+def test_an_environment_that_cannot_serve_is_refused(model, begun, given, told):
+    with pytest.raises(ValueError, match=told):
+        GRPOTrainer(model, args=GRPOConfig("out"), **given).train()
+    assert not begun
+
+
 def test_all_rows_of_the_evaluation_are_evaluated(model, begun):
     args = GRPOConfig("out", max_steps=2)
     trainer = GRPOTrainer(model, score, args, ROWS, {"all": [{"prompt": str(i)} for i in range(300)]})
     trainer.train()
     assert "num_prompts: 300" in begun[0].read_text()
-    with pytest.raises(ValueError, match="evaluate has no rows of its own"):
-        trainer.evaluate(eval_dataset=ROWS)
     with pytest.raises(ValueError, match="train_dataset is a dict of train; give one of them"):
         GRPOTrainer(model, score, args, {"train": ROWS})
 

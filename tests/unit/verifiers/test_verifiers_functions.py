@@ -18,7 +18,7 @@ from contracts import CHAT, STATE, TWO, Letters, answer, scored, scores
 
 from megatron_rl.config.function import load_function
 from megatron_rl.config.rewards import ComputeScoreReward, FunctionReward
-from megatron_rl.types import Verdict
+from megatron_rl.types import Conversation, Verdict
 from megatron_rl.verifiers import RewardSet
 
 
@@ -123,10 +123,28 @@ def test_a_function_gets_what_trl_gives():
         "prompts": ["What is 1+1?", [{"role": "user", "content": "What is 1+1?"}]],
         "completions": [r"so \boxed{2}", [{"role": "assistant", "content": "b"}]],
         "completion_ids": [[*map(ord, r"so \boxed{2}"), 0], [ord("b"), 0]],
+        "environments": [None, None],
         "trainer_state": STATE,
         "ground_truth": ["2", "z"],
         "level": [None, 4],
     }
+
+
+def test_a_completion_of_several_turns_is_its_turns_and_environments_are_their_attributes():
+    SEEN.clear()
+    turns = ({"role": "assistant", "content": "a"}, {"role": "tool", "name": "add", "content": "3"})
+    said = Conversation((*turns, {"role": "assistant", "content": "b"}), " now", {"total": [1]})
+    given = replace(answer("b", CHAT, ground_truth="z"), conversation=said)
+    assert scores(trl("record"), [given]) == [0.0]
+    [seen] = SEEN
+    assert seen["completions"] == [[*turns, {"role": "assistant", "content": "b"}]]
+    assert seen["prompts"] == [[{"role": "user", "content": "What is 1+1? now"}]]
+    [environment] = seen["environments"]
+    environment.total.append(2)
+    seen["completions"][0][0]["content"] = "changed"
+    assert said.state == {"total": [1]} and said.turns[0]["content"] == "a", "functions get copies"
+    with pytest.raises(AttributeError, match="this environment has no 'lock', only total: reward functions get the at"):
+        _ = environment.lock
 
 
 def test_a_function_of_trls_documentation():

@@ -1,0 +1,219 @@
+"""What is said in answers of several turns: the model's turns as they were sampled, the tools' and the objects'."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import some_objects
+from tiny_chat import KEEPS, characters, renderer
+
+from megatron_rl.config.environment import ToolsEnvironment
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.environments import Sessions, schemas_of
+from megatron_rl.rollout.program import Call, Completion, Transcript
+from megatron_rl.rollout.programs.turns import Turns
+from megatron_rl.types import Prompt, Rollout, TokenReward, Tokens
+
+TOKENIZER = characters()
+END = TOKENIZER.token_to_id("<end>")
+HERE = Path(some_objects.__file__)
+QUESTION = ({"role": "user", "content": "count"},)
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: one.
+        b: two.
+    """
+    return a + b
+
+
+class Guess:
+    def reset(self, row: dict[str, Any]) -> None:
+        pass
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        return f"not {text}", 0.0, text == "3"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("characters")
+    TOKENIZER.save(str(made / "tokenizer.json"))
+    (made / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    return made
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def asked(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def play(folder, environment: dict[str, Any], *said: str, row: dict | None = None, most=2000, **options):
+    """One answer, whose turns are these texts. The engine cuts a turn that ends with `...` there.
+
+    Returns:
+        The sample, its tokens, and the text of the whole.
+    """
+    sizes = dict(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=300, max_response_tokens=most)
+    rollout = RolloutConfig(environment=environment, delimiter="", **sizes, **options)
+
+    def render(turns, tools, opens):
+        return renderer(KEEPS, tools=tools)(turns, opens)
+
+    turns = Turns(folder, rollout, render, Sessions(rollout.environment, "").new)
+    row, left = row or {}, list(said)
+    text = render(QUESTION, schemas_of(rollout.environment, row), True)
+    prompt = Prompt("row", tuple(ids(text)), QUESTION, row)
+
+    async def ask(prompt: Prompt, transcript: Transcript, call: Call) -> Completion:
+        text = left.pop(0)
+        sampled = ids(text.removesuffix("...")) + ([] if text.endswith("...") else [END])
+        return Completion(sampled, [-0.5] * len(sampled), [4] * len(sampled), sampled[-1] == END)
+
+    async def answer() -> tuple[Rollout, Tokens]:
+        first = None if turns.has_objects else ask(prompt, Transcript(), turns.first_call)
+        return await turns.answer(prompt, first, ask)
+
+    sample, tokens = asyncio.run(answer())
+    return sample, tokens, TOKENIZER.decode(tokens.ids.tolist(), False)
+
+
+TOOLS = {"kind": "tools", "paths": [f"{__file__}:add"]}
+
+
+def test_calls_and_results_are_turns_and_the_last_turn_is_the_last_one_alone(folder):
+    both = f"I ask\n{call('add', a=1, b=2)}\n{call('sub', a=1)}"
+    sample, tokens, _ = play(folder, TOOLS, both, "It is <end>3")
+    assert tokens.conversation.turns == (
+        {"role": "assistant", "content": "I ask", "tool_calls": [asked("add", a=1, b=2), asked("sub", a=1)]},
+        {"role": "tool", "name": "add", "content": "3"},
+        {"role": "tool", "name": "sub", "content": "Error: ValueError: there is no tool 'sub', only add"},
+        {"role": "assistant", "content": "It is 3"},
+    )
+    assert (sample.episode.num_tool_calls, sample.episode.num_tool_errors) == (2, 1)
+
+
+def test_the_turns_of_a_class_are_the_users(folder):
+    _, tokens, _ = play(folder, {"kind": "class", "path": f"{__file__}:Guess"}, "1", "3")
+    assert tokens.conversation.turns == (
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "not 1"},
+        {"role": "assistant", "content": "3"},
+    )
+
+
+def test_a_malformed_call_stays_text_and_ends_the_answer_if_it_shall(folder):
+    text, good = '<tool_call>\n{"arguments": {"a": 3}}\n</tool_call>', call("add", a=1, b=2)
+    _, tokens, _ = play(folder, TOOLS, text, "sorry")
+    first, error, last = tokens.conversation.turns
+    assert first == {"role": "assistant", "content": text} and last["content"] == "sorry"
+    assert (error["role"], error["name"]) == ("tool", "error") and error["content"].startswith(
+        "Error: ValueError: a ca"
+    )
+    sample, tokens, _ = play(folder, TOOLS | {"ends_at_malformed_calls": True}, text + good)
+    [only] = tokens.conversation.turns
+    assert (only, sample.finish, sample.episode.num_tool_calls) == (
+        {"role": "assistant", "content": text + good},
+        "stop",
+        0,
+    )
+
+
+def test_what_the_model_has_not_read_is_not_said(folder):
+    """A result that does not fit, and a turn that was cut within its call."""
+    most = len(ids(call("add", a=1, b=2))) + 5
+    sample, tokens, _ = play(folder, TOOLS, call("add", a=1, b=2), most=most)
+    assert [turn["role"] for turn in tokens.conversation.turns] == ["assistant"] and sample.finish == "length"
+    text = call("add", a=1, b=2)[:-9]
+    _, tokens, _ = play(folder, TOOLS, text + "...")
+    assert tokens.conversation.turns == ({"role": "assistant", "content": text},)
+
+
+def test_a_result_is_said_as_the_model_read_it(folder):
+    environment = {"kind": "tools", "objects": f"{HERE}:Echo", "max_observation_tokens": 5}
+    _, tokens, _ = play(folder, environment, call("shout", text="<turn>abcdef"), "so")
+    assert tokens.conversation.turns[1]["content"].endswith(" [cut: the first 5 tokens of 12 characters]")
+
+
+COUNTER = {"kind": "tools", "objects": f"{HERE}:Counter"}
+
+
+def test_an_object_opens_the_prompt_keeps_its_state_and_gives_the_reward(folder):
+    turns = call("add", step=3), call("negate"), call("add", step="x"), "done"
+    sample, tokens, text = play(folder, COUNTER, *turns, row={"start": 4, "other": 1})
+    opened = "[add][negate]<turn>user:count from 4<end>\n<turn>assistant:"
+    assert text.startswith(opened) and sample.num_prompt_tokens == len(ids(opened))
+    said = [turn["content"] for turn in tokens.conversation.turns if turn["role"] == "tool"]
+    assert said[:2] == ["7", "-7"] and said[2].startswith("Error: wrong arguments of add: step: Input should be a va")
+    assert tokens.conversation.opening == " from 4"
+    assert tokens.conversation.state == {"total": -7, "begun_with": "count", "pair": [1, [2]], "best": 0.5}
+    assert sample.token_rewards == (TokenReward(len(tokens.ids) - 1, "environment", -3.5),)
+    assert sample.episode.last_turn == len(tokens.ids) - len("done") - 1
+    second, tokens, _ = play(folder, COUNTER, "done")
+    assert tokens.conversation.state["total"] == 0 and second.token_rewards[0].value == 0
+
+
+def test_the_row_chooses_one_of_several_objects_and_its_tools(folder):
+    both = {"kind": "tools", "objects": {"counter": f"{HERE}:Counter", "echo": f"{HERE}:Echo"}}
+    row = {"environment": "echo", "extra": 1}
+    sample, tokens, text = play(folder, both, call("shout", text="hi"), call("add", step=1), "so", row=row)
+    assert text.startswith("[shout]<turn>user:count<end>")
+    assert [turn["content"] for turn in tokens.conversation.turns if turn["role"] == "tool"] == [
+        "HI",
+        "Error: ValueError: there is no tool 'add', only shout",
+    ]
+    assert tokens.conversation.state == {"row": ["extra", "prompt"]} and sample.token_rewards == ()
+    assert [one["function"]["name"] for one in schemas_of(ToolsEnvironment(**both))] == ["add", "negate", "shout"]
+    sample, _, _ = play(folder, both, "unused", row={"environment": "dog"})
+    assert "'dog', which is not among the environments counter, echo" in sample.episode.fault
+    assert sample.num_actions == 0
+
+
+@pytest.mark.parametrize(
+    ("at", "fault"),
+    [
+        ("reset", "Breaks, reset raised OSError: the disk is gone ("),
+        ("text", "Breaks, reset returned 3, but it must return a text or None"),
+        ("length", "with the text of reset the prompt has 5"),
+        ("reward", "Breaks, get_reward returned nan, which is no finite number"),
+        ("nothing", ""),
+    ],
+)
+def test_what_an_object_gets_wrong_is_a_fault_and_no_reward(folder, at, fault):
+    sample, _, _ = play(folder, {"kind": "tools", "objects": f"{HERE}:Breaks"}, "hm", row={"at": at})
+    assert fault in sample.episode.fault and bool(fault) == bool(sample.episode.fault)
+    assert sample.token_rewards == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("NoReset", "makes a NoReset, which has no method reset"),
+        ("NoDescription", "the method act, cannot be offered as a tool: .*docstring"),
+        ("Costly", r"objects: .*some_objects.py:Costly raised ConnectionError: no server \(.*some_objects.py"),
+    ],
+)
+def test_objects_that_cannot_serve_are_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        Sessions(ToolsEnvironment(objects=f"{HERE}:{name}"), "")
+
+
+def test_a_result_that_nobody_would_read_is_not_computed(folder):
+    turns = [call("add", step=step) for step in (1, 2)]
+    sample, tokens, _ = play(folder, COUNTER | {"max_turns": 2}, *turns)
+    assert tokens.conversation.state["total"] == 1
+    assert (sample.finish, sample.episode.num_turns, sample.episode.num_tool_calls) == ("length", 2, 1)
