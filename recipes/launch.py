@@ -169,26 +169,7 @@ def launch(
         run: trains with the configuration, the run's checkpoints and the interrupt, and returns the number of steps
             that are done.
     """
-    shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
-    rows = "sft.rows" if kind is SftRunConfig else "data.train"
-    example = f"{shown} model.path=models/mine {rows}=rows.jsonl run.name=first run.steps=100"
-    parser = argparse.ArgumentParser(shown, description=f"Example: {example}")
-    parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the configuration, print sizes and plans, and start nothing"
-    )
-    parser.add_argument(
-        "--resume",
-        default="never",
-        metavar="auto | STEP",
-        help="continue from the newest checkpoint (auto) or from the checkpoint of a step; the default is a new run",
-    )
-    parser.add_argument(
-        "--slurm",
-        action="store_true",
-        help="submit the run as a Slurm job, as the section `slurm` says; with --dry-run, print the job's script",
-    )
-    options = parser.parse_intermixed_args(arguments)
+    options = _parser(kind, program).parse_intermixed_args(arguments)
     sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
     again = f"{command_of(program)} {shlex.join(options.configuration)} --resume auto"
     config: Config | None = None
@@ -237,6 +218,29 @@ def launch(
     if config is not None and can_continue:
         tell_continuation(config.run_folder, again)
     return status
+
+
+def _parser(kind: type[BaseConfig], program: str) -> argparse.ArgumentParser:
+    shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
+    rows = "sft.rows" if kind is SftRunConfig else "data.train"
+    example = f"{shown} model.path=models/mine {rows}=rows.jsonl run.name=first run.steps=100"
+    parser = argparse.ArgumentParser(shown, description=f"Example: {example}")
+    parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the configuration, print sizes and plans, and start nothing"
+    )
+    parser.add_argument(
+        "--resume",
+        default="never",
+        metavar="auto | STEP",
+        help="continue from the newest checkpoint (auto) or from the checkpoint of a step; the default is a new run",
+    )
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="submit the run as a Slurm job, as the section `slurm` says; with --dry-run, print the job's script",
+    )
+    return parser
 
 
 def _status(interrupt: Interrupt, has_advanced: bool) -> int:

@@ -16,7 +16,6 @@ def batch_without_tokens(**columns: Any) -> StepBatch:
     facts: dict[str, Any] = {
         "names": [f"row {i}, answer 0" for i in range(num)],
         "group_of": np.arange(num),
-        "index_in_group": np.zeros(num, np.int64),
         "num_actions": np.ones(num, np.int64),
         "payloads": [],
         "version": 0,

@@ -2,7 +2,8 @@
 rewards at tokens here, and the ranks compute the advantages (token_advantages.py).
 
 Invariants: a sample without a reward is inactive. A group whose advantages are all 0 is a zero-signal group, for every
-estimator. An error names an input that an estimator needs and does not get.
+estimator. An agent's answer counts once in the statistics, however many conversations it has. An error names an input
+that an estimator needs and does not get.
 
 Shape letters: S samples, G groups of the batch.
 """
@@ -10,6 +11,7 @@ Shape letters: S samples, G groups of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -118,7 +120,7 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
         advantages, token_rewards = np.zeros(len(rewards)), TOKEN_ESTIMATORS[type(estimator)](estimator, batch)
         signals = group_of[token_rewards.sample[token_rewards.value != 0]]
     else:
-        advantages = ESTIMATORS[type(estimator)](estimator, batch, cfg)
+        advantages = _of_samples(batch, cfg)
         signals = group_of[advantages != 0]
     # A KL in the reward gives every group a signal, and so does a critic: what it expected need not be the reward.
     always = cfg.kl_in_reward or "values" in estimator.needs
@@ -126,10 +128,11 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
     active = scored & has_signal_G[group_of] if cfg.drop_zero_signal else scored
     overlong = scored & batch.is_cut & cfg.overlong_filter
     active = active & ~overlong
-    _, std_G, spread_G = group_statistics(rewards, group_of)
+    answers = of_answers(batch)
+    _, std_G, spread_G = group_statistics(answers.rewards, answers.group_of)
     any_reward = bool((spread_G >= 0).any())
     metrics = {
-        "reward/mean": float(np.nanmean(rewards)) if any_reward else float("nan"),
+        "reward/mean": float(np.nanmean(answers.rewards)) if any_reward else float("nan"),
         "reward/std": float(std_G[spread_G >= 0].mean()) if any_reward else float("nan"),
         "groups/zero_signal": float((has_score_G & ~has_signal_G).sum()),
         "samples/abstained": float((~scored).sum()),
@@ -153,6 +156,50 @@ def why_untrained(metrics: Mapping[str, float]) -> str:
     if abstained := int(metrics.get("samples/abstained", 0)):
         reasons.append(f"{abstained:,} answers have no score")
     return "; ".join(reasons) or "no answer was left"
+
+
+def _of_samples(batch: StepBatch, cfg: AlgorithmConfig) -> np.ndarray:
+    """The advantages [S]; the conversations of an answer have the answer's."""
+    estimator = cfg.adv_estimator
+    estimate, answer_of = ESTIMATORS[type(estimator)], batch.answer_of
+    if answer_of is None or isinstance(estimator, FunctionAdvantage):
+        return np.asarray(estimate(estimator, batch, cfg))
+    advantages: np.ndarray = np.asarray(estimate(estimator, of_answers(batch), cfg))[answer_of]
+    return advantages
+
+
+def of_answers(batch: StepBatch) -> StepBatch:
+    """What estimators read of a batch, with one row for each answer in the place of its conversations.
+
+    Example: the second answer of a group had two conversations: answer_of [0 1 1], rewards [0 1 1] and num_actions
+    [5 2 4] become rewards [0 1] and num_actions [5 6]. An answer whose conversations are scored differently has the
+    mean of the scores.
+    """
+    answer_of = batch.answer_of
+    if answer_of is None or not len(answer_of) or answer_of[-1] == len(answer_of) - 1:
+        return batch
+    first = np.flatnonzero(np.diff(answer_of, prepend=-1))
+    parts, greedy = batch.reward_parts, batch.greedy_rewards
+    return replace(
+        batch,
+        names=[batch.names[i] for i in first],
+        group_of=batch.group_of[first],
+        num_actions=np.add.reduceat(batch.num_actions, first),
+        rewards=_means(batch.rewards, first),
+        reward_parts=None if parts is None else _means(parts, first),
+        greedy_rewards=None if greedy is None else greedy[first],
+        answer_of=None,
+    )
+
+
+def _means(scores: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """The means of the scores from each index to the next one, without NaN. Equal scores stay what they are."""
+    known = ~np.isnan(scores)
+    count = np.add.reduceat(known, first, axis=0, dtype=np.int64)
+    mean = np.add.reduceat(np.where(known, scores, 0.0), first, axis=0) / np.maximum(count, 1)
+    low = np.minimum.reduceat(np.where(known, scores, np.inf), first, axis=0)
+    high = np.maximum.reduceat(np.where(known, scores, -np.inf), first, axis=0)
+    return np.where(count == 0, np.nan, np.where(low == high, low, mean))
 
 
 def _by_function(path: str, batch: StepBatch) -> np.ndarray:

@@ -61,7 +61,9 @@ def _by_dataset(groups: Sequence[Group]) -> Metrics:
 def _describe_answers(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     num = config.eval.samples_per_prompt
     sizes = [2**i for i in range(1, num.bit_length())]
-    return describe_decided([decide(config, verdicts_of([group])) for group in groups], num, sizes)
+    # An agent's answer may have several conversations; its first one is judged.
+    answers = [[one.verdict for one in group.rollouts if one.begins_answer] for group in groups]
+    return describe_decided([decide(config, verdicts) for verdicts in answers], num, sizes)
 
 
 def describe_decided(

@@ -109,8 +109,8 @@ def describe_thoughts(groups: Sequence[Group]) -> Metrics:
 
 def describe_episodes(groups: Sequence[Group]) -> Metrics:
     """The metrics of answers of several turns; none if there are none: the model's turns in an answer, the calls of
-    tools and their errors in an answer, the share of answers whose environment failed, and the seconds that a turn
-    waited for the environment."""
+    tools and their errors in an answer, the calls of agents that nobody waited for any more, the share of answers whose
+    environment failed, and the seconds that a turn waited for the environment."""
     episodes = [s.episode for group in groups for s in group.rollouts if s.episode is not None]
     if not episodes:
         return {}
@@ -119,6 +119,7 @@ def describe_episodes(groups: Sequence[Group]) -> Metrics:
         "environment/turns_mean": fmean(num_turns),
         "environment/turns_max": float(max(num_turns)),
         "environment/tool_calls": fmean(episode.num_tool_calls for episode in episodes),
+        "environment/abandoned": float(sum(episode.num_abandoned for episode in episodes)),
         "environment/tool_errors": fmean(episode.num_tool_errors for episode in episodes),
         "environment/failed": fmean(bool(episode.fault) for episode in episodes),
         "environment/step_s": sum(episode.step_s for episode in episodes) / max(sum(num_turns), 1),

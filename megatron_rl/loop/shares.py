@@ -75,6 +75,7 @@ def deal(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.nda
 def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, rank: int) -> Share:
     of_rank = [minibatch[rank] for minibatch in plan.minibatches]
     index = np.array([sample for minibatch in of_rank for micro in minibatch for sample in micro], np.int64)
+    index_in_group = batch.index_in_group
     place = {sample: position for position, sample in enumerate(index.tolist())}
     return Share(
         minibatches=tuple(tuple(tuple(place[sample] for sample in micro) for micro in mini) for mini in of_rank),
@@ -85,7 +86,7 @@ def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.n
         index=index,
         advantages=credit.advantages[index],
         weights=weights[index],
-        tokens=[batch.payloads[batch.group_of[sample]][batch.index_in_group[sample]] for sample in index],
+        tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
     )
 

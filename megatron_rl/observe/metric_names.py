@@ -61,6 +61,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "environment/turns_mean": "turns of the model in an answer",
         "environment/turns_max": "the most turns of an answer",
         "environment/tool_calls": "calls of tools in an answer",
+        "environment/abandoned": "calls of agents that nobody waited for any more, and that are left out",
         "environment/tool_errors": "errors of tools in an answer",
         "environment/failed": "the share of answers whose environment failed",
         "environment/step_s": "seconds that a turn waited for the environment",

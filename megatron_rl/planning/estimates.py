@@ -61,7 +61,6 @@ def planned_microbatches(config: BaseConfig, shape: ModelShape, parallel: Parall
     batch = StepBatch(
         names=[f"sample {i}" for i in range(num_samples)],
         group_of=np.arange(num_samples) // per_group,
-        index_in_group=np.arange(num_samples) % per_group,
         lengths=work.lengths,
         num_actions=np.ones(num_samples, np.int64),
         payloads=[None] * (num_samples // per_group),

@@ -186,6 +186,10 @@ class Episode:
     fault: str = ""
     """Why the environment failed, so that the answer cannot be judged; empty if it did not fail."""
     num_tool_calls: int = 0
+    conversation: int = 0
+    """The number of the conversation in one run of an agent, whose conversations are adjacent; 0 without an agent."""
+    num_abandoned: int = 0
+    """The number of an agent's calls whose answers nobody waited for any more; they are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +231,11 @@ class Rollout:
     branch: Branch | None = None
     """The passage that it continues, if it belongs to `Group.continuations`; None for an answer."""
     verdict: Verdict = NOT_JUDGED
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether it is an answer, or the first conversation of an agent's."""
+        return self.episode is None or self.episode.conversation == 0
 
     @property
     def num_response_tokens(self) -> int:

@@ -77,7 +77,7 @@ class StepBatch:
 
     Example: two prompts with two answers each, of 8, 9, 5 and 7 tokens. The policy sampled 5, 6, 3 and 5 of them. The
     last answer was cut, and its reward abstained:
-        group_of [0 0 1 1]   index_in_group [0 1 0 1]   lengths [8 9 5 7]   num_actions [5 6 3 5]
+        group_of [0 0 1 1]   lengths [8 9 5 7]   num_actions [5 6 3 5]
         is_cut [F F F T]     rewards [1 0 1 nan]
     """
 
@@ -85,8 +85,6 @@ class StepBatch:
     """[S]: the name of each sample for error messages."""
     group_of: np.ndarray
     """int64 [S]: the index of the sample's group."""
-    index_in_group: np.ndarray
-    """int64 [S]: the index of the sample in the payload of its group."""
     lengths: np.ndarray
     """int64 [S]: the number of tokens in prompt and response together."""
     num_actions: np.ndarray
@@ -107,10 +105,17 @@ class StepBatch:
     """float64 [S]: the reward of the greedy answer to the sample's prompt; NaN where every reward abstained on it."""
     token_rewards: TokenRewards | None = None
     """The rewards at single tokens, besides `rewards`."""
+    answer_of: np.ndarray | None = None
+    """int64 [S]: the index of the answer that the sample is a conversation of. Without agents each sample is one."""
     thought_of: np.ndarray | None = None
     """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
+
+    @property
+    def index_in_group(self) -> np.ndarray:
+        """int64 [S]: the index of the sample in the payload of its group."""
+        return np.arange(len(self.group_of)) - np.searchsorted(self.group_of, self.group_of)
 
     @classmethod
     def of_groups(
@@ -127,7 +132,6 @@ class StepBatch:
         return cls(
             names=[f"{group.prompt.uid}, answer {i}" for group in groups for i in range(len(group.rollouts))],
             group_of=np.repeat(np.arange(len(groups)), sizes),
-            index_in_group=np.concatenate([np.arange(n) for n in sizes]) if sizes else np.zeros(0, np.int64),
             lengths=np.array([one.length for one in rollouts], np.int64),
             num_actions=np.array([one.num_actions for one in rollouts], np.int64),
             payloads=[group.payload for group in groups],
@@ -143,6 +147,7 @@ class StepBatch:
                 np.array([reward.value for _, reward in given], np.float64),
                 [reward.kind for _, reward in given],
             ),
+            answer_of=np.cumsum([one.begins_answer for one in rollouts]) - 1,
             thought_of=np.cumsum([one.beam == 0 for one in rollouts]) - 1,
             num_item_tokens=np.array([one.num_item_tokens for one in rollouts], np.int64),
         )
@@ -154,7 +159,6 @@ class StepBatch:
         return cls(
             names=[name for name, _ in rows],
             group_of=np.arange(num),
-            index_in_group=np.zeros(num, np.int64),
             lengths=np.array([len(tokens.ids) for _, tokens in rows], np.int64),
             num_actions=np.array([tokens.action_mask.sum() for _, tokens in rows], np.int64),
             payloads=[[tokens] for _, tokens in rows],

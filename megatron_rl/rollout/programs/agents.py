@@ -22,7 +22,7 @@ from megatron_rl.environments import fault_of_reward
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout
 from megatron_rl.rollout.programs.conversations import Conversations, RenderCall
-from megatron_rl.rollout.programs.endpoint import Endpoint
+from megatron_rl.rollout.programs.endpoint import AnswerLine, Endpoint
 from megatron_rl.rollout.programs.episodes import Ask, Begin, Completed, EpisodeRequest, Plays
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
@@ -100,10 +100,10 @@ class Agents:
             return await self._ask(Request(ids, call, own, is_greedy, answer, goes_on=num_calls > 1))
 
         conversations = Conversations(self._render, self._tokenizer, self._ends)
-        name, url = self._endpoint.open(conversations, ask)
+        line = self._endpoint.open(conversations, ask)
         reward, fault = None, ""
         try:
-            given = await self._calls.call(self._run, dict(prompt.columns), url, **self._cfg.arguments)
+            given = await self._calls.call(self._run, dict(prompt.columns), line.url, **self._cfg.arguments)
             if no_reward := fault_of_reward(given):
                 fault = f"{short_path(self._cfg.path)} returned {given!r}, {no_reward}"
             elif given is not None:
@@ -115,24 +115,28 @@ class Agents:
         except Exception as error:  # an agent may raise anything
             fault = f"{short_path(self._cfg.path)} raised {said(error)}{place(error)}"
         finally:
-            self._endpoint.end(name)
-        return self._samples(prompt, conversations, reward, fault[:MAX_REASON])
+            self._endpoint.end(line)
+        return self._samples(prompt, line, reward, fault[:MAX_REASON])
 
-    def _samples(self, prompt: Prompt, conversations: Conversations, reward: float | None, fault: str) -> Samples:
-        found = conversations.transcripts()
+    def _samples(self, prompt: Prompt, line: AnswerLine, reward: float | None, fault: str) -> Samples:
+        found = line.conversations.transcripts()
         if not found:
             sample, tokens = as_rollout(prompt.token_ids, Transcript(), None)
             episode = Episode(
-                0, len(prompt.token_ids), fault=fault or f"{short_path(self._cfg.path)} did not ask the model"
+                0,
+                len(prompt.token_ids),
+                num_abandoned=line.num_abandoned,
+                fault=fault or f"{short_path(self._cfg.path)} did not ask the model",
             )
             return [(replace(sample, episode=episode), tokens)]
         samples = []
-        for ids, transcript, path in found:
+        for number, (ids, transcript, path) in enumerate(found):
             sample, tokens = as_rollout(ids, transcript, None)
             rewards = () if reward is None else (TokenReward(sample.length - 1, "environment", reward),)
             turns = path[-1].messages[len(path[0].messages) - 1 :]  # from the model's first answer on
             num_calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
             episode = Episode(len(path), len(ids) + path[-1].num_before, num_tool_calls=num_calls, fault=fault)
+            episode = replace(episode, conversation=number, num_abandoned=0 if number else line.num_abandoned)
             sample = replace(sample, token_rewards=rewards, episode=episode)
             samples.append((sample, replace(tokens, conversation=Conversation(turns))))
         return samples

@@ -137,8 +137,17 @@ Ask = Callable[[list[int], Call], Awaitable[Completion]]
 class AnswerLine:
     """The answer behind one address."""
 
+    name: str
+    url: str
+    """The `base_url` for the agent."""
     conversations: Conversations
     ask: Ask
+    num_abandoned: int = 0
+    """The number of calls whose caller went away before the answer was there, as after a timeout of its client."""
+
+
+class Abandoned(Exception):
+    """Nobody waits for the answer any more."""
 
 
 class Endpoint:
@@ -170,15 +179,16 @@ class Endpoint:
     async def close(self) -> None:
         await self._runner.cleanup()
 
-    def open(self, conversations: Conversations, ask: Ask) -> tuple[str, str]:
-        """A new address. Returns its name, for `end`, and the `base_url`."""
+    def open(self, conversations: Conversations, ask: Ask) -> AnswerLine:
+        """A new address."""
         name = secrets.token_urlsafe(16)
-        self._lines[name] = AnswerLine(conversations, ask)
-        return name, f"http://{self._host}:{self._port}/{name}/v1"
+        line = AnswerLine(name, f"http://{self._host}:{self._port}/{name}/v1", conversations, ask)
+        self._lines[name] = line
+        return line
 
-    def end(self, name: str) -> None:
+    def end(self, line: AnswerLine) -> None:
         """Answer no further request to this address."""
-        del self._lines[name]
+        del self._lines[line.name]
 
     async def _models(self, request: web.Request) -> web.Response:
         if request.match_info["line"] not in self._lines:
@@ -191,7 +201,9 @@ class Endpoint:
             return _error(404, "this answer has ended, or there is none with this address")
         try:
             body = await _body_of(request)
-            answered = await self._answer(line, body)
+            answered = await self._answer(line, body, request)
+        except Abandoned:
+            return _error(408, "the caller has gone")
         except (Refused, ValueError, RecursionError) as error:
             log.warning("a call of an agent was refused: %s", error)
             return _error(400, str(error))
@@ -199,9 +211,11 @@ class Endpoint:
             return web.json_response(answered)
         return await _streamed(request, answered)
 
-    async def _answer(self, line: AnswerLine, body: Body) -> dict[str, Any]:
+    async def _answer(self, line: AnswerLine, body: Body, request: web.Request) -> dict[str, Any]:
         """
         Raises:
+            Abandoned: the caller has gone. What was sampled is left out: a caller that tries again gets another answer,
+                and trained with the first one the agent would count twice.
             Refused: the request cannot be answered.
         """
         self._tell_differences(body)
@@ -216,6 +230,10 @@ class Endpoint:
             )
         wanted = body.max_completion_tokens or body.max_tokens or left
         completion = await line.ask(asked.ids, Call(min(left, wanted)))
+        if request.transport is None or request.transport.is_closing():
+            line.num_abandoned += 1
+            log.warning("an agent did not wait for an answer of %d tokens, which is left out", len(completion.ids))
+            raise Abandoned
         text = self._decode(list(completion.ids[:-1] if completion.stopped else completion.ids))
         message = message_of(text)
         line.conversations.answered(asked, completion, message)

@@ -71,6 +71,25 @@ def test_golden_with_and_without_the_standard_deviation():
     assert grpo(rewards, group_of, "none").tolist() == [0.75, -0.25, -0.25, -0.25, -1, 1]
 
 
+def test_the_conversations_of_an_answer_count_once():
+    """The second answer of the first group branched twice; in the second group the two conversations of the first
+    answer are scored differently, and one of the second answer has no score."""
+    batch = scores_of(
+        [0.0, 0.1, 0.1, 0.1], [1.0, 0.0, 0.0, None], answer_of=np.array([0, 1, 1, 1, 2, 2, 3, 3]),
+        num_actions=np.array([5, 2, 4, 1, 3, 3, 6, 1]),
+    )  # fmt: skip
+    plain = scores_of([0.0, 0.1], [0.5, 0.0], num_actions=np.array([5, 7, 6, 7]))
+    for kind in ("grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk"):
+        cfg = AlgorithmConfig(adv_estimator={"kind": kind})
+        credit, metrics = estimate_advantages(batch, cfg)
+        expected, of_plain = estimate_advantages(plain, cfg)
+        close(credit.advantages, expected.advantages[[0, 1, 1, 1, 2, 2, 3, 3]])
+        assert credit.active.tolist() == [*expected.active[[0, 1, 1, 1, 2, 2, 3]], False]
+        assert metrics["reward/std"] == pytest.approx(of_plain["reward/std"]) and metrics["reward/mean"] == 0.15
+    same, _ = estimate_advantages(scores_of([0.1] * 4, answer_of=np.array([0, 0, 0, 1])), AlgorithmConfig())
+    assert not same.active.any(), "three times 0.1 by three is not 0.1"
+
+
 def test_golden_batch_deviation():
     # Mean 2, squares 4 + 0 + 1 + 9 over 3; the groups' means are 1 and 3.
     rewards, group_of = np.array([0.0, 2, 1, 5]), np.array([0, 0, 1, 1])

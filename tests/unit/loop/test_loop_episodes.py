@@ -14,12 +14,13 @@ def group(*episodes: Episode | None) -> Group:
 def test_episodes_are_described_over_all_answers():
     groups = [
         group(Episode(1, 1, 0, 1.0), Episode(4, 9, 3, 0.5)),
-        group(Episode(3, 5, 0, 2.5, fault="it broke down"), Episode(2, 3, 1, 1.0, num_tool_calls=2)),
+        group(Episode(3, 5, 0, 2.5, fault="it broke down", num_abandoned=2), Episode(2, 3, 1, 1.0, num_tool_calls=2)),
     ]
     assert describe_episodes(groups) == {
         "environment/turns_mean": 2.5,
         "environment/turns_max": 4.0,
         "environment/tool_calls": 0.5,
+        "environment/abandoned": 2.0,
         "environment/tool_errors": 1.0,
         "environment/failed": 0.25,
         "environment/step_s": 0.5,

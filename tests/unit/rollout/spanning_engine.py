@@ -64,8 +64,8 @@ if __name__ == "__main__":
         ray.get(engine.commit.remote(version, None))
         trainers.end_push()
     request, version = GroupRequest(-1, Prompt("row", ids, ""), 1, (0,), is_greedy=True), len(folders) - 1
-    call = engines.engines[0].answer.options(num_returns=3)
-    _, [tokens], _ = ray.get(call.remote(0, request, range(1), version, (0, 1), []))
+    call = engines.engines[0].answer.options(num_returns=2)
+    _, [tokens] = ray.get(call.remote(0, request, range(1), version, (0, 1), []))
     workers = sorted(
         (actor for actor in actors().values() if actor["ActorClassName"] == "RayWorkerProc"), key=lambda a: a["Name"]
     )  # their names end with TP0, TP1, ...

@@ -164,11 +164,11 @@ def play(agent, *answers: str, stopped: bool = True, template: str = KEEPS, max_
     async def run():
         endpoint = Endpoint("127.0.0.1", text_of, max_tokens, {"temperature": 1.0})
         await endpoint.start()
-        name, url = endpoint.open(held, ask)
+        line = endpoint.open(held, ask)
         try:
-            return await asyncio.wait_for(agent(url), deadline(30))
+            return await asyncio.wait_for(agent(line.url), deadline(30))
         finally:
-            endpoint.end(name)
+            endpoint.end(line)
             await endpoint.close()
 
     return asyncio.run(run()), held, calls
@@ -186,7 +186,7 @@ def test_hundreds_may_connect_while_the_server_does_something_else():
     async def connect() -> None:
         endpoint = Endpoint("127.0.0.1", text_of, 500, {})
         await endpoint.start()
-        _, url = endpoint.open(conversations(), None)
+        url = endpoint.open(conversations(), None).url
         with ExitStack() as stack:
             for _ in range(400):
                 address = "127.0.0.1", httpx.URL(url).port
@@ -194,6 +194,37 @@ def test_hundreds_may_connect_while_the_server_does_something_else():
         await endpoint.close()
 
     asyncio.run(connect())
+
+
+def test_an_answer_that_its_caller_did_not_wait_for_is_left_out():
+    """A client that gives up and asks again has one answer of the two."""
+    held, asked, gone, answers = conversations(), asyncio.Event(), asyncio.Event(), iter(["lost", "one"])
+
+    async def ask(ids: list[int], call: Call) -> Completion:
+        asked.set()
+        await gone.wait()
+        return completion(next(answers))
+
+    async def run():
+        endpoint = Endpoint("127.0.0.1", text_of, 500, {})
+        await endpoint.start()
+        line = endpoint.open(held, ask)
+        body = {"model": "any", "messages": [user("a")]}
+        async with httpx.AsyncClient(timeout=deadline(30)) as impatient:
+            waiting = asyncio.create_task(impatient.post(f"{line.url}/chat/completions", json=body))
+            await asked.wait()
+            waiting.cancel()
+        async with httpx.AsyncClient(timeout=deadline(30)) as again:
+            await again.get(f"{line.url}/models")  # when this is answered, the server has seen the other one go
+            gone.set()
+            told = (await again.post(f"{line.url}/chat/completions", json=body)).json()
+        endpoint.end(line)
+        await endpoint.close()
+        return line, told["choices"][0]["message"]["content"]
+
+    line, said = asyncio.run(run())
+    assert said == "one" and line.num_abandoned == 1
+    assert [text_of(transcript.ids) for _, transcript, _ in held.transcripts()] == ["one<end>"]
 
 
 def test_openais_client_has_a_conversation():
