@@ -42,7 +42,7 @@ _GATED = replace(_EXPERTS, shared_ffn_size=16)
 _DELTA = DeltaNet(num_key_heads=16, num_value_heads=32, key_size=3, value_size=2, convolution=4, interleaved=False)
 _LINEAR = replace(_DENSE, delta=_DELTA, linear_layers=(0, 1, 2, 4))
 SHAPES = {
-    **{name: replace(_DENSE, family=name) for name in ("llama", "qwen2", "qwen3", "olmo2", "olmo3")},
+    **{name: replace(_DENSE, family=name) for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3")},
     "qwen3_tied": replace(_DENSE, family="qwen3", tied_embeddings=True),
     "qwen3_moe": replace(_DENSE, family="qwen3_moe", experts=_EXPERTS, tied_embeddings=True),
     "mixtral": replace(_DENSE, family="mixtral", experts=_EXPERTS),

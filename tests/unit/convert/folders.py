@@ -87,6 +87,7 @@ CONFIGS = {
     "qwen3_tied": _COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_moe": _COMMON | _QWEN3_MOE,
     "qwen3_moe_dense": _COMMON | _QWEN3_MOE | {"mlp_only_layers": [0]},
+    "mistral": _COMMON | {"model_type": "mistral", "sliding_window": None},
     "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": _COMMON | {"model_type": "olmo3", "sliding_window": 8, "rope_theta": 5e5},
     "qwen3_next": _COMMON | _LINEAR | _GATED | {"model_type": "qwen3_next"},

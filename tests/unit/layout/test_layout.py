@@ -155,6 +155,7 @@ def test_what_the_tables_say_of_a_family():
     assert found == {
         "gpt_oss": ("none", True, False, False),
         "llama": ("none", False, False, False),
+        "mistral": ("none", False, False, False),
         "qwen2": ("none", True, False, False),
         "qwen3": ("head", False, False, False),
         "qwen3_tied": ("head", False, False, False),
