@@ -109,14 +109,16 @@ def ppo(
 def sft(
     model: Model,
     data: Rows,
-    steps: int = 20,
+    steps: int | None = None,
     *,
     name: str | None = None,
     files: Sequence[str | os.PathLike[str]] = (),
     **sections: Any,
 ) -> Run:
     """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`.
-    `sft={"epochs": 3}` takes the place of `steps`."""
+    The default of `steps` is 20; `sft={"epochs": 3}` takes its place."""
+    if steps is None and not _has_epochs(sections):
+        steps = 20
     return start("sft", Inputs(model, data), name, files, _with_steps(sections, steps))
 
 
@@ -286,7 +288,8 @@ def start(
         given["rewards"] = [_entry(reward) for reward in entries]
     functions = Functions(written / f"functions{VALUES}")
     given = functions.named(given)
-    validate(KINDS[kind], given)
+    counts = _has_epochs(given) and given["run"].get("steps") is None  # the recipe counts the steps
+    validate(KINDS[kind], _merged((), given, {"run": {"steps": 1}}) if counts else given)
     # A run that goes on keeps its inputs until the new ones are whole, because a row may be refused.
     new = folder / f"{INPUTS}.new"
     rmtree(new, ignore_errors=True)
@@ -315,9 +318,11 @@ def require_new(folder: Path) -> None:
         )
 
 
-def _with_steps(sections: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    if isinstance(sft := sections.get("sft"), Mapping) and sft.get("epochs") is not None:
-        return dict(sections)
+def _has_epochs(given: Mapping[str, Any]) -> bool:
+    return isinstance(sft := given.get("sft"), Mapping) and sft.get("epochs") is not None
+
+
+def _with_steps(sections: Mapping[str, Any], steps: int | None) -> dict[str, Any]:
     return {**sections, "run": {"steps": steps, **sections.get("run", {})}}
 
 

@@ -10,7 +10,7 @@ OUT gets `answers.jsonl`, with a line for each prompt and all its answers, and a
 command goes on where a stopped one ended.
 
     megatron-rl evaluate runs/tiny/grpo/hf runs/tiny/task/eval.jsonl --k 1 2 4 8
-    megatron-rl evaluate models/qwen3_32b aime.jsonl --k 1 64 rollout.num_engines=8 rollout.max_response_tokens=32768
+    megatron-rl evaluate models/qwen3_32b aime.jsonl rollout.num_engines=8 rollout.max_response_tokens=32768 --k 1 64
 """
 
 from __future__ import annotations
