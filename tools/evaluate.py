@@ -133,6 +133,19 @@ def evaluate(config: GrpoRunConfig, out: Path, sizes: Sequence[int], interrupt: 
     console.print(f"result: {out / RESULT}", f"answers: {out / ANSWERS}", highlight=False, soft_wrap=True)
 
 
+def require_given(config: GrpoRunConfig) -> None:
+    """
+    Raises:
+        ValueError: the model's folder or the file of the rows is not there.
+    """
+    model, rows = config.model.path, config.data.train
+    if not (model / "config.json").is_file():
+        hint = f": it is a run, whose model is {model / 'hf'}" if (model / "hf").is_dir() else ""
+        raise ValueError(f"MODEL: {model} has no config.json, so it is no folder of a Hugging Face model{hint}")
+    if isinstance(rows, Path) and not rows.exists():
+        raise ValueError(f"ROWS: there is no {rows}")
+
+
 def name_of(model: Path, rows: str) -> str:
     """The name of a result, from its model and its rows: `runs/sums/hf` and `task/eval.jsonl` are `sums-hf-eval`."""
     return "-".join([*model.absolute().parts[-2:], Path(rows).name.removesuffix(".jsonl")]).replace(":", "-")
@@ -162,6 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "rollout.beams gives rankings, and pass@k is about independent answers; set it to null, or give the "
                 "rows as data.eval of a run"
             )
+        require_given(config)
         with run_lock(out):
             log_to_file(out / "logs")
             check_settings(out / "settings.json", settings_of(config), [out / ANSWERS])
