@@ -156,7 +156,7 @@ def answer_all(
     rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required, column, deduplicate=data.deduplicate)
     [source] = training_sources(data, config.rollout.environment)
     prompts = load_prompts(source.path, tokenizer, rules, source.reading, data.cache, note)
-    note(f"{source.path}: {prompts.tally}")
+    console.print(f"{source.path}: {prompts.tally}", markup=False, highlight=False, soft_wrap=True)
     decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
     waiting = [(number, prompt) for number, prompt in enumerate(prompts) if prompt.uid not in done]
     if not waiting:

@@ -34,7 +34,7 @@ class ClassEnvironment(_Turns):
 
     kind: Literal["class"] = "class"
     path: FunctionPath
-    """Where the class is: `package.module:Class`, or `folder/file.py:Class`."""
+    """The place of the class: `package.module:Class`, or `folder/file.py:Class`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
 
@@ -45,10 +45,10 @@ class ToolsEnvironment(_Turns):
 
     kind: Literal["tools"] = "tools"
     paths: tuple[FunctionPath, ...] = ()
-    """Where the functions are: `package.module:function`, or `folder/file.py:function`. Each needs type hints for all
-    arguments, and a docstring that describes the function and, under `Args:`, each argument. It may be asynchronous."""
+    """The places of the functions: `package.module:function`, or `folder/file.py:function`. Each needs type hints for
+    all arguments, and a docstring that describes the function and, under `Args:`, each argument. It may be asynchronous."""
     objects: FunctionPath | dict[str, FunctionPath] | None = None
-    """Where a class is. Every answer gets its own object: the public methods are tools, `reset` gets the row's
+    """The place of a class. Every answer gets its own object: the public methods are tools, `reset` gets the row's
     columns that it names, and may return a text, which is appended to the last turn of the prompt, and `get_reward`, if
     there is one, gives the reward `environment`. Of several classes, by names, the row's column `environment` chooses
     one."""
@@ -76,8 +76,8 @@ class AgentEnvironment(Section):
 
     kind: Literal["agent"] = "agent"
     path: FunctionPath
-    """Where the function is: `package.module:function`, or `folder/file.py:function`. It is called with the columns of
-    the row, without its question, and the `base_url`. It may be asynchronous; otherwise it runs in a thread."""
+    """The place of the function: `package.module:function`, or `folder/file.py:function`. It is called with the columns
+    of the row, without its question, and the `base_url`. It may be asynchronous; otherwise it runs in a thread."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
     timeout_s: PositiveFloat = 600

@@ -280,7 +280,7 @@ class FunctionLoss(PolicyLoss):
 
     kind: Literal["function"] = "function"
     path: FunctionPath
-    """Where the function is: `package.module:function`, or `folder/file.py:function`."""
+    """The place of the function: `package.module:function`, or `folder/file.py:function`."""
 
 
 LossConfig = Annotated[

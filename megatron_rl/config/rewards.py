@@ -208,8 +208,8 @@ class ImportedReward(Reward):
     given: ClassVar[tuple[str, ...]]
     """The names of the arguments of every call."""
     path: FunctionPath
-    """Where the function is: `package.module:function`, or `folder/file.py:function`. It may also be a callable object,
-    or a class of callable objects; each verifier process then creates one instance."""
+    """The place of the function: `package.module:function`, or `folder/file.py:function`. It may also be a callable
+    object, or a class of callable objects; each verifier process then creates one instance."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of every call, or of the class. In a call they replace arguments of the same name."""
 

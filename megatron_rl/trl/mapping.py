@@ -1,4 +1,4 @@
-"""From TRL's arguments to the sections of a run.
+"""Maps TRL's arguments to the sections of a run.
 
 Invariants (tests/unit/trl): batches, steps and losses have the values that TRL computes from the same arguments; what
 cannot be expressed is an error that names the argument.

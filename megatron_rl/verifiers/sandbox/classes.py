@@ -1,4 +1,4 @@
-"""Which names of a program a test uses as classes, found by reading the test.
+"""Finds the names of a program that a test uses as classes, by reading the test.
 
 A program may define a name as a function or as a class, and may make either of them return any object. So its word
 about a name is worth nothing: what the test does with the objects decides. Names with a small letter are functions.
