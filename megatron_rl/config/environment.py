@@ -46,7 +46,8 @@ class ToolsEnvironment(_Turns):
     kind: Literal["tools"] = "tools"
     paths: tuple[FunctionPath, ...] = ()
     """The places of the functions: `package.module:function`, or `folder/file.py:function`. Each needs type hints for
-    all arguments, and a docstring that describes the function and, under `Args:`, each argument. It may be asynchronous."""
+    all arguments, and a docstring that describes the function and, under `Args:`, each argument. It may be
+    asynchronous."""
     objects: FunctionPath | dict[str, FunctionPath] | None = None
     """The place of a class. Every answer gets its own object: the public methods are tools, `reset` gets the row's
     columns that it names, and may return a text, which is appended to the last turn of the prompt, and `get_reward`, if
