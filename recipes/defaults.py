@@ -115,23 +115,26 @@ def _with_length(config: Sft, tell: Callable[[str], None]) -> Sft:
 def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
     """A clip that bounds how far the policy moves away from weights of several steps before: without one, three of five
     runs with the demo's task and a lag of 4 lost what they had learnt."""
-    algorithm = config.algorithm
+    algorithm, loss = config.algorithm, config.algorithm.loss
     if config.rollout.max_lag <= 1 or algorithm.is_bounded:
         return config
-    if algorithm.model_fields_set & {"loss", "anchor", "correction"}:
-        if algorithm.updates_per_step == 1:
-            tell(
-                f"rollout.max_lag is {config.rollout.max_lag}, and nothing bounds how far the policy moves away from "
-                f"the weights that sampled: with one update a step no clip of {algorithm.loss.kind} acts. Consider "
-                "algorithm.anchor: engine with correction: null, the loss dppo_tv, or algorithm.correction.reject"
-            )
-        return config
-    tell(
-        f"algorithm.anchor is engine and algorithm.correction null, because rollout.max_lag is "
-        f"{config.rollout.max_lag}: the clip is around the weights that sampled"
-    )
-    settled = algorithm.model_copy(update={"anchor": "engine", "correction": None})
-    return config.model_copy(update={"algorithm": settled})
+    lag = f"rollout.max_lag is {config.rollout.max_lag}"
+    if loss.clips_ratio and not algorithm.model_fields_set & {"anchor", "correction"}:
+        tell(
+            f"algorithm.anchor is engine and algorithm.correction null, because {lag}: the clip of {loss.kind} is "
+            "around the weights that sampled"
+        )
+        settled = algorithm.model_copy(update={"anchor": "engine", "correction": None})
+        return config.model_copy(update={"algorithm": settled})
+    if algorithm.updates_per_step == 1:
+        choices = ["algorithm.loss.kind=dppo_tv and algorithm.correction=null", "rules in algorithm.correction.reject"]
+        if loss.clips_ratio:
+            choices.insert(0, "algorithm.anchor=engine and algorithm.correction=null")
+        tell(
+            f"{lag}, and nothing bounds how far the policy moves away from the weights that sampled: with one update a "
+            f"step, {loss.kind} has no bound that acts. Consider one of these: {'; '.join(choices)}"
+        )
+    return config
 
 
 def _with_room(config: Grpo, tell: Callable[[str], None]) -> Grpo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
+from megatron_rl.config.function import ImportPath, source_file
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data.cache import contents_digest
+from megatron_rl.data.files import files_of
+from megatron_rl.layout.peft import base_digest
+from megatron_rl.loop.rollouts import common_reason, verdicts_of
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.row_sources import training_sources
 from megatron_rl.recipes.defaults import read_config
@@ -31,8 +36,12 @@ SECTIONS = ("model", "data", "rollout", "rewards", "eval")
 """What the answers and their scores depend on."""
 FREE = {"num_engines", "tensor", "expert_parallel", "gpu_memory_utilization", "max_sequences", "prompts_per_step"}
 """The keys of `rollout` that may change when a tool goes on."""
+SMALL = 1 << 26
+"""The largest file of a model, in bytes, that is read for its digest: a vocabulary has tens of MB."""
 WAVES = 2
 """Twice as many answers run as the engines decode at once, so that the engines never wait."""
+PATIENCE = 64
+"""The answers on which the rewards may fail before anything has a score."""
 
 
 def config_without_trainers(arguments: Sequence[str], out: Path) -> GrpoRunConfig:
@@ -74,11 +83,47 @@ def configured(arguments: Sequence[str], out: Path, samples: int) -> GrpoRunConf
 
 
 def settings_of(config: GrpoRunConfig) -> dict[str, Any]:
-    """What the answers and their scores depend on, in JSON's types."""
+    """What the answers and their scores depend on, in JSON's types. `contents` has digests of the model's files, of the
+    rows, and of the files of the user's functions. Rows of the hub have none; their name has to do.
+
+    Raises:
+        ValueError: the model's folder or the file of the rows is not there, or the weights are damaged.
+    """
+    model = config.model.path
+    rows = [source.path for source in training_sources(config.data, config.rollout.environment)]
+    if not (model / "config.json").is_file():
+        hint = f": it is a run, whose model is {model / 'hf'}" if (model / "hf").is_dir() else ""
+        raise ValueError(f"model.path: {model} has no config.json, so it is no folder of a Hugging Face model{hint}")
+    if missing := [path for path in rows if isinstance(path, Path) and not path.exists()]:
+        raise ValueError(f"data.train: there is no {missing[0]}")
     whole = config.model_dump(mode="json")
     sections = {name: whole[name] for name in SECTIONS}
     sections["rollout"] = {key: value for key, value in sections["rollout"].items() if key not in FREE}
-    return sections | {"seed": config.run.seed}
+    contents = {str(path): [contents_digest(path)] for path in _function_files(config)}
+    contents[str(model)] = list(_model_digests(model))
+    for path in rows:
+        if isinstance(path, Path):
+            contents[str(path)] = [contents_digest(file) for file in files_of(path)]
+    return sections | {"seed": config.run.seed, "contents": contents}
+
+
+def _function_files(config: GrpoRunConfig) -> set[Path]:
+    """The files of the functions and classes that the configuration names. What they import is not among them."""
+    values = (getattr(section, name) for section in config.sections() for name in type(section).model_fields)
+    named = (one for value in values for one in (value if isinstance(value, tuple) else (value,)))
+    return {path for one in named if isinstance(one, ImportPath) if (path := source_file(one)) is not None}
+
+
+def _model_digests(folder: Path) -> Iterator[str]:
+    """Digests of a model's files. Of safetensors files `base_digest` reads little; another large file counts with its
+    size and the time of its last change."""
+    weights = sorted(folder.glob("*.safetensors"))
+    if weights:
+        yield base_digest(folder)
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and path not in weights):
+        status = path.stat()
+        is_small = status.st_size <= SMALL
+        yield f"{path.name} {contents_digest(path) if is_small else (status.st_size, status.st_mtime_ns)}"
 
 
 def check_settings(path: Path, settings: Mapping[str, Any], results: Sequence[Path]) -> None:
@@ -93,13 +138,27 @@ def check_settings(path: Path, settings: Mapping[str, Any], results: Sequence[Pa
     if not path.exists() or not any(one.exists() and one.stat().st_size for one in results):
         path.write_text(json.dumps(settings, indent=1))
         return
-    earlier = json.loads(path.read_text())
-    changed = [key for key in settings if settings[key] != earlier.get(key)]
+    earlier, now = dict(_leaves(json.loads(path.read_text()))), dict(_leaves(json.loads(json.dumps(settings))))
+    changed = [
+        f"the contents of {key[1]}" if key[0] == "contents" else f"{'.'.join(key)} from {old!r} to {new!r}"
+        for key in sorted(earlier | now)
+        if (old := earlier.get(key)) != (new := now.get(key))
+    ]
     if changed:
+        more = f" and {len(changed) - 4} more" if len(changed) > 5 else ""
         raise ValueError(
-            f"{path.parent} has answers of other settings: {', '.join(changed)} changed (its {path.name} has the "
-            f"earlier ones); give another --out, or the earlier settings"
+            f"{path.parent} has answers of other settings: {', '.join(changed[: 4 if more else 5])}{more} changed "
+            f"({path.name} has the earlier ones); give another --out, or the earlier settings"
         )
+
+
+def _leaves(value: Any, *above: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values in nested mappings, each with the keys that lead to it."""
+    if not isinstance(value, dict):
+        yield above, value
+    else:
+        for key, inner in value.items():
+            yield from _leaves(inner, *above, key)
 
 
 @contextmanager
@@ -135,7 +194,7 @@ def engines_alone(
 
 
 def answer_all(
-    config: GrpoRunConfig, out: Path, done: Container[str], check: Callable[[], None]
+    config: GrpoRunConfig, out: Path, done: Collection[str], check: Callable[[], None]
 ) -> Iterator[tuple[Group, Tokenizer]]:
     """Answer and judge the prompts of `data.train` whose uids are not in `done`, and show the progress. The groups come
     as they are complete, each with its tokens as its payload. A prompt's answers depend on its number alone, so that a
@@ -145,7 +204,7 @@ def answer_all(
         check: is called several times a second, and ends the work by raising.
 
     Raises:
-        ValueError: a row is bad.
+        ValueError: a row is bad, or no answer gets a score.
     """
     from megatron_rl.data import Rules, load_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
@@ -164,9 +223,34 @@ def answer_all(
     columns = (*Progress.get_default_columns()[:-1], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("prompts", total=len(prompts), completed=len(prompts) - len(waiting))
-        for group in _answered(config, out, waiting, check):
+        groups = _answered(config, out, waiting, check)
+        for group in groups if done else from_first_score(groups):
             yield group, decoder
             progress.advance(task)
+
+
+def from_first_score(groups: Iterator[Group]) -> Iterator[Group]:
+    """The groups, held back until one of them has a score: answers of a reward that fails on all of them are not kept.
+
+    Raises:
+        ValueError: nothing has a score, after PATIENCE answers if the rewards fail, else at the end.
+    """
+    held: list[Group] = []
+    for group in groups:
+        held.append(group)
+        verdicts = verdicts_of(held)
+        if any(verdict.score is not None for verdict in verdicts):
+            yield from held
+            yield from groups
+            return
+        if len(verdicts) >= PATIENCE and all(verdict.failed for verdict in verdicts):
+            break
+    if held:
+        verdicts = verdicts_of(held)
+        raise ValueError(
+            f"the rewards scored none of {len(verdicts)} answers{common_reason(verdicts)}. Correct the reward"
+            f"{' (logs/rewards.log says more)' if any(verdict.failed for verdict in verdicts) else ''}"
+        )
 
 
 def _answered(

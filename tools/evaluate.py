@@ -133,17 +133,9 @@ def evaluate(config: GrpoRunConfig, out: Path, sizes: Sequence[int], interrupt: 
     console.print(f"result: {out / RESULT}", f"answers: {out / ANSWERS}", highlight=False, soft_wrap=True)
 
 
-def require_given(config: GrpoRunConfig) -> None:
-    """
-    Raises:
-        ValueError: the model's folder or the file of the rows is not there.
-    """
-    model, rows = config.model.path, config.data.train
-    if not (model / "config.json").is_file():
-        hint = f": it is a run, whose model is {model / 'hf'}" if (model / "hf").is_dir() else ""
-        raise ValueError(f"MODEL: {model} has no config.json, so it is no folder of a Hugging Face model{hint}")
-    if isinstance(rows, Path) and not rows.exists():
-        raise ValueError(f"ROWS: there is no {rows}")
+def num_answered(out: Path) -> int:
+    """The number of answers to each prompt that the folder has; 0 if it has none. They are enough for any smaller k."""
+    return next((len(record["answers"]) for record in whole_lines(out / ANSWERS)), 0)
 
 
 def name_of(model: Path, rows: str) -> str:
@@ -169,16 +161,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--k {sizes[0]}: pass@k is about k answers, so k is 1 or more")
         own = [f"model.path={json.dumps(str(options.model))}", "model.weights=null", "data.eval=null", "run.steps=1"]
         data = f"data.train={json.dumps(options.rows)}"
-        config = configured([*options.configuration, *own, data], out, samples=sizes[-1])
+        earlier = num_answered(out)
+        if earlier and earlier < sizes[-1]:
+            raise ValueError(
+                f"{out} has {earlier} answers to each prompt, and --k {sizes[-1]} needs more; give another --out"
+            )
+        config = configured([*options.configuration, *own, data], out, samples=earlier or sizes[-1])
         if config.rollout.beams is not None:
             raise ValueError(
                 "rollout.beams gives rankings, and pass@k is about independent answers; set it to null, or give the "
                 "rows as data.eval of a run"
             )
-        require_given(config)
+        settings = settings_of(config)
         with run_lock(out):
             log_to_file(out / "logs")
-            check_settings(out / "settings.json", settings_of(config), [out / ANSWERS])
+            check_settings(out / "settings.json", settings, [out / ANSWERS])
             evaluate(config, out, sizes, interrupt)
 
     def stopped() -> str:

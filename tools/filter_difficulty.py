@@ -137,9 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 0 <= options.min <= options.max <= 1:
             raise ValueError(f"--min {options.min:g} and --max {options.max:g} must be in order, from 0 to 1")
         config = configured(options.configuration, out, options.samples)
+        settings = settings_of(config)
         with run_lock(out):
             log_to_file(out / "logs")
-            check_settings(out / SETTINGS, settings_of(config), [out / PASS_RATES])
+            check_settings(out / SETTINGS, settings, [out / PASS_RATES])
             rate_all(config, out, interrupt)
             train = config.data.train
             assert not isinstance(train, tuple), "`configured` refuses a mixture"

@@ -72,7 +72,8 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
             dump(config, out, ports.stream, rollouts, step)
             speed = f"{rollouts.metrics['rollout/tokens_per_s']:,.0f} tokens/s"
             scores = [verdict.score for verdict in verdicts_of(rollouts.groups) if verdict.score is not None]
-            console.print(f"step {step}: {len(rollouts.groups)} prompts, reward {fmean(scores):.3f}, {speed}")
+            reward = f"reward {fmean(scores):.3f}" if scores else "no score"
+            console.print(f"step {step}: {len(rollouts.groups)} prompts, {reward}, {speed}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,14 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config_without_trainers(
             [*options.configuration, f"run.steps={options.steps}", "data.eval=null", *IN_TURNS], out
         )
+        own = {
+            "prompts_per_step": config.rollout.prompts_per_step,
+            "algorithm": config.algorithm.model_dump(mode="json"),
+        }
+        settings = settings_of(config) | own
         with run_lock(out):
             log_to_file(out / "logs")
-            own = {
-                "prompts_per_step": config.rollout.prompts_per_step,
-                "algorithm": config.algorithm.model_dump(mode="json"),
-            }
             results = [path_of(out, step) for step in range(options.steps)]
-            check_settings(out / "settings.json", settings_of(config) | own, results)
+            check_settings(out / "settings.json", settings, results)
             generate(config, out, interrupt)
         console.print(f"{out} has the rollouts of {options.steps} steps; rollout.replay={out} trains on them")
 

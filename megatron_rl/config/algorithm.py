@@ -149,8 +149,8 @@ class AlgorithmConfig(Section):
     """The policy in the denominator of the ratio. `old`: the weights at the step's start; with `updates_per_step: 1`
     these are the current ones, so the ratio is 1 and no clip acts. `engine`: the weights that sampled the token, so the
     clip bounds how far the policy moves away from them; the ratio is then the importance weight, too, and `correction`
-    must be null. If `loss`, `anchor` and `correction` are not given, a run with `rollout.max_lag` above 1 has
-    `engine`."""
+    must be null. If `anchor` and `correction` are not given, a run with `rollout.max_lag` above 1 has `engine`, unless
+    its loss clips no ratio to pi_old."""
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none."""
     kl: KlConfig | None = None

@@ -41,6 +41,17 @@ class ImportPath(str):
         return self if self.file is None else ImportPath(f"{self.file.absolute()}:{self.rpartition(':')[2]}")
 
 
+def source_file(path: ImportPath) -> Path | None:
+    """The file that has the function or class; None if no module has this name."""
+    if path.file is not None:
+        return path.file
+    try:
+        spec = importlib.util.find_spec(path.module)
+    except (ImportError, ValueError):  # a package above it is missing, or has no place
+        return None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
 def short_path(path: str) -> str:
     """The path for a sentence. Functions of a script have a long one, inside the run's own folder; their names do."""
     return path.rpartition(":")[2] if ImportPath(path).module.endswith(VALUES) else path

@@ -27,6 +27,7 @@ DEMANDS = {
     "bool_type": "must be true or false",
     "dict_type": "must be a section of keys",
     "list_type": "must be a list",
+    "model_attributes_type": "must be a section of keys, with the name as `kind`",
     "model_type": "must be a section of keys",
     "string_type": "must be text",
     "tuple_type": "must be a list",

@@ -68,8 +68,8 @@ def keep(folder: Path, source: Path, depends: Sequence[Any], read: Read, tell: T
 def key_of(source: Path, depends: Sequence[Any]) -> str:
     """The digest of everything that the prompts of a source depend on."""
     folder = source if source.is_dir() else source.parent
-    rows = [(str(file.relative_to(folder)), _contents(file)) for file in files_of(source)]
-    code = [_contents(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
+    rows = [(str(file.relative_to(folder)), contents_digest(file)) for file in files_of(source)]
+    code = [contents_digest(file) for file in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.blake2b(json.dumps([rows, code, depends], default=repr).encode(), digest_size=16).hexdigest()
 
 
@@ -80,12 +80,13 @@ def tokenizer_digests(tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, str
         tokenizer.save_pretrained(name)
         files = sorted(path for path in Path(name).rglob("*") if path.is_file())
         return [
-            *((str(path.relative_to(name)), _contents(path)) for path in files),
+            *((str(path.relative_to(name)), contents_digest(path)) for path in files),
             *((library, version(library)) for library in ("transformers", "tokenizers", "jinja2")),
         ]
 
 
-def _contents(path: Path) -> str:
+def contents_digest(path: Path) -> str:
+    """A digest of all bytes of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

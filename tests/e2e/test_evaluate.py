@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from statistics import fmean
 
@@ -45,3 +46,23 @@ def test_a_stopped_evaluation_goes_on_and_counts_each_prompt_once(recipe, task):
     assert result["eval/pass@4"] == pytest.approx(fmean(map(any, right)))
     assert 0.5 < result["eval/pass@3"] < result["eval/pass@4"]
     assert f"pass@1 (accuracy)  {result['eval/accuracy']:.3f}" in again.stdout
+
+    at = command.index("--k")
+    fewer = recipe.run(*command[:at], "--k", "2", *command[at + 4 :])
+    assert fewer.returncode == 0 and "120 prompts, 4 answers to each" in fewer.stdout, fewer.stdout + fewer.stderr
+    assert answers.read_text().splitlines() == lines
+    more = recipe.run(*command[:at], "--k", "8", *command[at + 4 :])
+    assert more.returncode == 1 and "has 4 answers to each prompt, and --k 8 needs more" in more.stdout
+
+
+@pytest.mark.deep
+def test_an_evaluation_whose_reward_raises_on_every_answer_fails_and_keeps_no_answer(recipe, task):
+    (recipe.folder / "rows.jsonl").write_bytes((task / "eval.jsonl").read_bytes())
+    (recipe.folder / "mine.py").write_text("def right(completions, **columns):\n    raise KeyError('answer')\n")
+    reward = "rewards=[{kind: function, path: 'mine.py:right', name: right}]"
+    command = ["tools/evaluate.py", str(WARM_START), "rows.jsonl", "--out", "result", reward, "eval.verifier=right"]
+    run = recipe.run(*command, "rollout.max_sequences=8", "model.dtype=float32")
+    assert run.returncode == 1, run.stdout + run.stderr
+    said = " ".join(run.stdout.split())
+    assert re.search(r"the rewards scored none of \d+ answers; .*KeyError: 'answer'.*Correct the reward", said), said
+    assert not (recipe.folder / "result" / "answers.jsonl").read_text()

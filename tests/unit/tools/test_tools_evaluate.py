@@ -97,7 +97,7 @@ def test_what_makes_a_result_doubtful_is_told(capsys):
         (["--k", "0"], "--k 0: pass@k is about k answers"),
         (["rewards=[{kind: function, path: 'my_rewards:brevity'}]"], "name the one that does with eval.verifier"),
         (["configs/run/recommendation.yaml"], "rollout.beams gives rankings"),
-        ([], "a model has no config.json, so it is no folder of a Hugging Face model"),
+        ([], "/a model has no config.json, so it is no folder of a Hugging Face model"),
     ],
 )
 def test_what_cannot_be_evaluated_is_told_before_anything_starts(tmp_path, capsys, arguments, message):
@@ -112,7 +112,7 @@ def test_a_run_and_rows_that_are_not_there_are_told(tmp_path, capsys):
     assert f"it is a run, whose model is {tmp_path}/hf" in "".join(capsys.readouterr().out.splitlines())
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert main([f"{tmp_path}/hf", f"{tmp_path}/rows.jsonl", "--out", str(tmp_path / "out")]) == 1
-    assert f"ROWS: there is no {tmp_path}/rows.jsonl" in capsys.readouterr().out
+    assert f"data.train: there is no {tmp_path}/rows.jsonl" in capsys.readouterr().out
 
 
 def test_the_folder_of_a_result_names_model_and_rows():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.recipes.engines_alone import check_settings, settings_of
+from megatron_rl.recipes.engines_alone import PATIENCE, check_settings, from_first_score, settings_of
 from megatron_rl.tools.filter_difficulty import (
     PASS_RATES,
     ROWS,
@@ -86,16 +87,73 @@ def test_a_line_that_a_kill_has_cut_is_asked_again(tmp_path):
         assert path.read_text() == lines[0]
 
 
-def test_other_settings_are_refused_and_other_engines_are_not(tmp_path):
-    path = tmp_path / "settings.json"
-    results = [tmp_path / "pass_rates.jsonl"]
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A model, rows and a reward in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    weights = tmp_path / "model" / "model.safetensors"
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "my_rewards.py").write_text("def brevity(completions): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_other_settings_are_refused_and_other_engines_are_not(folder):
+    path, results = folder / "settings.json", [folder / "pass_rates.jsonl"]
     check_settings(path, settings_of(config(max_response_tokens=8)), results)
     results[0].write_text("")
     check_settings(path, settings_of(config()), results)  # the start before left nothing
     results[0].write_text("{}\n")
     check_settings(path, settings_of(config(num_engines=2, max_sequences=7)), results)
-    with pytest.raises(ValueError, match="answers of other settings: rollout changed"):
+    with pytest.raises(ValueError, match="other settings: rollout.max_response_tokens from 9 to 8 changed"):
         check_settings(path, settings_of(config(max_response_tokens=8)), results)
+    sampling = {"temperature": 0.5, "top_p": 0.5, "top_k": 1}
+    others = config(samples_per_prompt=2, max_response_tokens=8, max_prompt_tokens=7, sampling=sampling)
+    with pytest.raises(ValueError, match="rollout.sampling.temperature from 1.0 to 0.5 and 2 more changed"):
+        check_settings(path, settings_of(others), results)
+
+
+@pytest.mark.parametrize("changed", ["rows.jsonl", "my_rewards.py", "model/config.json", "model/model.safetensors"])
+def test_the_same_paths_with_other_contents_are_other_settings(folder, changed):
+    path, results = folder / "settings.json", [folder / "pass_rates.jsonl"]
+    check_settings(path, settings_of(config()), results)
+    results[0].write_text("{}\n")
+    for file in folder.rglob("*"):
+        os.utime(file, (1, 1))  # a copy of the same files
+    check_settings(path, settings_of(config()), results)
+    data = (folder / changed).read_bytes()
+    (folder / changed).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    named = "model" if "/" in changed else changed
+    with pytest.raises(ValueError, match=f"other settings: the contents of [^ ]*{named} changed"):
+        check_settings(path, settings_of(config()), results)
+
+
+def scored(*scores: float | None, failed: bool = True) -> Group:
+    verdicts = [Verdict(score, "" if score else "it raised", failed=failed and score is None) for score in scores]
+    rollouts = [Rollout(2, 1, 1, 0, "stop", oldest_version=0, verdict=verdict) for verdict in verdicts]
+    return Group(Prompt("rows.jsonl:3", (1,), "q", {}), rollouts, None, 0)
+
+
+def test_answers_are_kept_once_one_of_them_has_a_score():
+    groups = [scored(None, None), scored(None, 1.0), scored(None, None)]
+    assert list(from_first_score(iter(groups))) == groups
+    asked = []
+
+    def failing():
+        for group in [scored(*[None] * (PATIENCE // 2))] * 3:
+            asked.append(group)
+            yield group
+
+    with pytest.raises(ValueError, match=f"scored none of {PATIENCE} answers; .* is: it raised. Correct the reward"):
+        list(from_first_score(failing()))
+    assert len(asked) == 2, "it does not wait for the end"
+    with pytest.raises(ValueError, match=f"scored none of {2 * PATIENCE} answers; .*: it raised. Correct the reward$"):
+        list(from_first_score(iter([scored(*[None] * PATIENCE, failed=False)] * 2)))
+    assert list(from_first_score(iter([]))) == []
 
 
 def test_the_configuration_is_that_of_a_run(tmp_path):
