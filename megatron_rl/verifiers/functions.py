@@ -92,6 +92,7 @@ class FunctionVerifier:
             found = result if isinstance(result, memoryview) else scores
             reason = f"{path} returned {type(found).__name__}, but it must return a list of numbers or None"
             return [Verdict(None, reason, failed=True)] * num_answers
+        scores = list(scores)  # a class of the user's own may have another length than its items
         if len(scores) != num_answers:
             reason = f"{path} returned {len(scores)} scores for {num_answers} completions"
             return [Verdict(None, reason, failed=True)] * num_answers

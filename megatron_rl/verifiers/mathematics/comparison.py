@@ -47,6 +47,7 @@ from megatron_rl.verifiers.mathematics.notations import (
     same_choices,
     same_remainder,
     set_names,
+    with_empty_set,
 )
 from megatron_rl.verifiers.mathematics.plain_number import PlainNumber, plain_number, same_number
 
@@ -64,7 +65,7 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
         1.0 or 0.0 with what was found. An abstention with `failed` if the ground truth cannot be read, or not be
         compared.
     """
-    expected = clean(final_answer(truth, "strict") or truth)
+    expected = with_empty_set(clean(final_answer(truth, "strict") or truth))
     try:
         reference = _Reference.read(expected)
     except Unreadable as error:
@@ -74,7 +75,7 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
         return Verdict(0.0, "no final answer")
     details = {"final_answer": _vote(clean(found))}
     try:
-        equal = reference.equals(clean(found))
+        equal = reference.equals(with_empty_set(clean(found)))
     except Unreadable as error:
         return Verdict(0.0, f"found {_short(found)}, which {error}", details=details)
     except Exception as error:  # sympy raises errors of many classes

@@ -45,7 +45,9 @@ def _same_numbers(a: Any, b: Any) -> bool:
     """Whether a set of numbers is what an inequality of one variable leaves. Math-Verify takes every true relation for
     the empty set, also one without a variable."""
     sets = _solutions(a), _solutions(b)
-    return None not in sets and bool(sets[0] == sets[1] or sympy_expr_eq(*sets, 6, 15))
+    if None in sets or sympy.EmptySet in sets:  # sympy takes the empty set for equal to a set of all there is
+        return sets[0] == sets[1] == sympy.EmptySet
+    return bool(sets[0] == sets[1] or sympy_expr_eq(*sets, 6, 15))
 
 
 def _same_by_math_verify(expected: Any, found: Any) -> bool:
@@ -85,7 +87,10 @@ def _solutions(expression: Any) -> Any:
         parts = [_solutions(part) for part in expression.args if isinstance(part, Relational | And)]
         return sympy.Union(*parts) if len(parts) == len(expression.args) and None not in parts else expression
     if isinstance(expression, Relational | And) and not isinstance(expression, sympy.Eq):
-        return expression.as_set() if len(expression.free_symbols) == 1 else None
+        if len(expression.free_symbols) != 1:
+            return None
+        found = expression.as_set()
+        return sympy.Reals if found == sympy.UniversalSet else found
     return expression if isinstance(expression, sympy.Set) else None
 
 

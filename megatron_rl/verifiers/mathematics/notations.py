@@ -28,6 +28,11 @@ def is_words(text: str) -> bool:
     return bool(long_words) or plain == "no" or (len(plain) > 1 and TEXT_COMMAND.fullmatch(text) is not None)
 
 
+def with_empty_set(text: str) -> str:
+    r"""The text, or `\emptyset` if it says that there is no solution."""
+    return r"\emptyset" if re.fullmatch("no solutions?", plain_text(text)) else text
+
+
 _CHOICE = re.compile(
     r"(?:(?i:option|choice|answer)\s+)?(?:\(([A-J])\)(?:\s+[\w\\].*)?|([A-J])[).:](?:\s+[\w\\].*)?|([A-Ja-j]))",
     re.DOTALL,

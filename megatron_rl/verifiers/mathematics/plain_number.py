@@ -81,7 +81,7 @@ class PlainNumber:
 
 def plain_number(text: str) -> PlainNumber | None:
     """A plain number like 72, 1,234.50, 5e3, 2 million, 12.5% or 72 clips; None if the text is something else."""
-    text = TEXT_COMMAND.sub(r" \1", _UNIT_LETTER.sub(" unit", text))
+    text = " ".join(TEXT_COMMAND.sub(r" \1", _UNIT_LETTER.sub(" unit", text)).split())  # long spaces take long to match
     match = _NUMERAL.match(text)
     if match is None or (text[match.end() :].strip(" .") and not _UNIT_TEXT.fullmatch(text, match.end())):
         return None

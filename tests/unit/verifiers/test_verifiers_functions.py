@@ -185,6 +185,11 @@ def test_an_object_of_a_module_keeps_its_state():
     assert [scores(trl("counting")), scores(trl("counting"))] == [[11.0, 11.0], [12.0, 12.0]]
 
 
+class SaysTwo(list):
+    def __len__(self):
+        return 2
+
+
 class Exits:
     """All that one asks of it ends the process, as code that a model wrote may do."""
 
@@ -208,6 +213,7 @@ class Exits:
         ("12", "returned str, but"),
         (np.array(1.0), "returned float, but"),
         ([1.0], "returned 1 scores for 2 completions"),
+        (SaysTwo([1.0, 1.0, 1.0]), "returned 3 scores for 2 completions"),
         (["1.0", 1.0], r"returned '1.0' \(str\) for completion 0"),
         (np.ones((2, 1)), r"returned \[1.0\] \(list\) for completion"),
         ([1.0, float("inf")], r"returned inf \(float\) for completion 1"),

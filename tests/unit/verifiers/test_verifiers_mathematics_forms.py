@@ -6,6 +6,7 @@ import cover
 import pytest
 
 from megatron_rl.verifiers.mathematics.comparison import verify
+from megatron_rl.verifiers.mathematics.plain_number import plain_number
 from megatron_rl.verifiers.mathematics.spelling import in_latex
 
 # An answer in a box, its ground truth, and the score.
@@ -1053,8 +1054,30 @@ def test_a_relation_is_no_empty_set_because_it_is_true(answer):
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [r"\sin x<2", r"\cos x\le 1", r"\sin x\ge -1", r"2\sin x\le 2", r"\sin x+\cos x<3", r"\{x: \sin x\le 1\}",
+     r"\sin x \le 1 \text{ or } x>0", r"e^x>0", r"|x|\ge0"],
+)  # fmt: skip
+@pytest.mark.parametrize("empty", [r"\emptyset", r"\{\}"])
+def test_what_all_numbers_satisfy_is_no_empty_set(answer, empty):
+    assert verify(rf"\boxed{{{answer}}}", empty, "strict").score == 0.0
+    assert verify(rf"\boxed{{{empty}}}", answer, "strict").score in (0.0, None)
+
+
+@pytest.mark.parametrize(
     ("truth", "answer", "score"),
     [
+        (r"\mathbb{R}", r"\sin x<2", 1.0),
+        (r"\emptyset", r"\sin x>2", 1.0),
+        (r"\emptyset", r"\text{no solution}", 1.0),
+        ("No solutions.", r"\varnothing", 1.0),
+        ("no solution", r"\text{no solutions}", 1.0),
+        ("no solution", "1<2", 0.0),
+        (r"\emptyset", r"\text{no real solution}", 0.0),  # there may be others
+        ("73", "72=73", 1.0),  # one value counts: of an equation the last
+        ("72", "72=73", 0.0),
+        ("72", r"72\approx 73", 1.0),  # of an approximation the first
+        ("73", r"72\approx 73", 0.0),
         (r"\emptyset", "x^2<0", 1.0),
         (r"\mathbb{R}", r"x^2\ge0", 1.0),
         (r"\mathbb{R}", "1<2", 0.0),
@@ -1067,3 +1090,10 @@ def test_a_relation_is_no_empty_set_because_it_is_true(answer):
 )
 def test_an_inequality_is_the_set_of_its_numbers(truth, answer, score):
     assert verify(rf"\boxed{{{answer}}}", truth, "strict").score == score
+
+
+@pytest.mark.parametrize("part", [r"\text{}", r"\mathrm{}", r"\mbox{ }", r"\operatorname{}"])
+def test_text_that_is_empty_costs_no_more_than_it_is_long(part):
+    """A pattern that tries each division of the spaces would need years for so many of them."""
+    assert plain_number(part * 20_000) is None
+    assert plain_number(f"{part * 20_000}72").value == 72
