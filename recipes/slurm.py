@@ -76,7 +76,7 @@ def render(job: Job) -> str:
     if job.slurm.environment:
         lines.append("# shellcheck disable=SC2016  # every node evaluates this line for itself")
         lines.append(f"export MEGATRON_RL_ENVIRONMENT={shlex.quote(job.slurm.environment)}")
-    command = ["exec", "bash", str(job.train), job.recipe, *job.arguments, *names_of_seeds(job)]
+    command = ["exec", "bash", str(job.train), job.recipe, *arguments(job)]
     return "\n".join([*lines, shlex.join(command)]) + "\n"
 
 
@@ -96,7 +96,7 @@ def options(job: Job) -> list[list[str]]:
     first = [
         f"--job-name={job.name}",
         f"--chdir={job.working_folder}",
-        f"--output={job.folder}/{'%A_%a' if slurm.seeds else '%j'}.log",
+        f"--output={escaped(str(job.folder))}/{'%A_%a' if slurm.seeds else '%j'}.log",
         "--open-mode=append",
         "--requeue" if slurm.requeue else "--no-requeue",
         f"--signal=B:USR1@{slurm.notice_s}",
@@ -129,9 +129,17 @@ def variables(job: Job) -> dict[str, str]:
     return found
 
 
-def names_of_seeds(job: Job) -> list[str]:
-    """The overrides that give each task of an array a run of its own; train.sbatch puts the task's number for %a."""
-    return ["run.seed=%a", f"run.name={job.name}/seed_%a"] if job.slurm.seeds else []
+def escaped(text: str) -> str:
+    """A text in which Slurm, or train.sbatch in an array, replaces nothing."""
+    return text.replace("%", "%%")
+
+
+def arguments(job: Job) -> list[str]:
+    """The recipe's arguments. In an array train.sbatch puts the task's number for %a, and % for %%, so that each task
+    has a run of its own."""
+    if not job.slurm.seeds:
+        return [*job.arguments]
+    return [*map(escaped, job.arguments), "run.seed=%a", f"run.name={escaped(job.name)}/seed_%a"]
 
 
 def submit(job: Job, console: Console) -> None:

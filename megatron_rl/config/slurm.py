@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -63,6 +64,6 @@ class SlurmConfig(Section):
                 f"{self.notice_s} s before: when it begins; raise time_limit_h, or lower notice_s"
             )
         for option in (*self.options, *self.rollout_options):
-            if not option.startswith("-") or "\n" in option:
+            if not re.fullmatch(r"--?[A-Za-z][\w-]*(=.*)?", option):
                 raise ValueError(f"{option!r} is not an option of sbatch; write it as `--name=value`")
         return self

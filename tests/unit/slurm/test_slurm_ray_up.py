@@ -318,11 +318,12 @@ def test_rollout_nodes_are_the_engines_pool(job):
 
 
 def test_each_task_of_an_array_has_its_own_seed_and_name(job):
-    kept = "data.system_prompt=be 100%accurate"
-    done = job.run("run.seed=%a", "run.name=x/%a", kept, script="train.sbatch", STATUS="0", SLURM_ARRAY_TASK_ID="12")
-    assert done.returncode == 0
-    assert {"run.seed=12", "run.name=x/12", kept} <= set((job.record / "driver").read_text().splitlines())
-    refused = job.run("run.name=x", script="train.sbatch", STATUS="0", SLURM_ARRAY_TASK_ID="12")
+    kept, dates = "data.system_prompt=be 100%accurate", "data.chat_template={date: '%%a %d', all: '%a%a'}"
+    array = {"script": "train.sbatch", "STATUS": "0", "SLURM_ARRAY_TASK_ID": "12"}
+    assert job.run("run.seed=%a", "run.name=x/%a", kept, dates, **array).returncode == 0
+    given = set((job.record / "driver").read_text().splitlines())
+    assert {"run.seed=12", "run.name=x/12", kept, "data.chat_template={date: '%a %d', all: '1212'}"} <= given
+    refused = job.run("run.name=x%%a", **array)
     assert refused.returncode == 64 and "no argument contains %a" in refused.stderr
 
 

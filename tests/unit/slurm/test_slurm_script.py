@@ -91,6 +91,15 @@ def test_every_argument_and_variable_arrives_unchanged(tmp_path_factory, argumen
     assert done.stdout.decode() == "\0".join([str(folder), name, "grpo", *arguments, ""])
 
 
+def test_a_percent_sign_of_a_name_is_no_pattern_of_slurm():
+    """sbatch puts the number of the job for %j in the name of a log, and train.sbatch the task's for %a."""
+    named = job(ONE_NODE, name="lr_50%a", arguments=["a.yaml", "data.system_prompt=%a"], folder=Path("/runs/lr_50%j"))
+    assert "--output=/runs/lr_50%%j/%A_%a.log" in options(named)[0]
+    assert slurm.arguments(named)[1:] == ["data.system_prompt=%%a", "run.seed=%a", "run.name=lr_50%%a/seed_%a"]
+    alone = replace(named, slurm=MANY_NODES)
+    assert "--output=/runs/lr_50%%j/%j.log" in options(alone)[0] and slurm.arguments(alone) == alone.arguments
+
+
 def test_the_shipped_script_has_the_options_of_a_made_one():
     """A made script replaces the header of train.sbatch, so the two must not drift apart."""
     shipped = set(re.findall(r"^#SBATCH (.+)$", TRAIN.read_text(), flags=re.MULTILINE))
@@ -115,6 +124,7 @@ def test_a_time_limit_is_rounded_up_to_minutes():
         ({"rollout_options": ["--partition=a"]}, "rollout_nodes is 0"),
         ({"mounts": ["/a:/a"]}, "without a container"),
         ({"seeds": [0, 1], "rollout_nodes": 1, "rollout_options": ["-pa"]}, "no arrays of heterogeneous jobs"),
+        ({"options": ["-q high"]}, "'-q high' is not an option of sbatch; write it as `--name=value`"),
         ({"options": ["qos=high"]}, "'qos=high' is not an option of sbatch"),
         ({"options": ["--qos=high\nrm"]}, "is not an option of sbatch"),
         ({"nodes": 0}, "greater than 0"),
