@@ -36,7 +36,11 @@ class Arguments:
         known = [one.name for one in fields(cls)]  # type: ignore[arg-type]  # its subclasses are dataclasses
         if unknown := [name for name in given if name not in known]:
             told = [f"has no argument {name!r}: {_near(name, known)}" for name in unknown]
-            raise TypeError("GRPOConfig " + "; ".join([*told, *_refused(given)]))
+            try:
+                cls(*values, **{name: value for name, value in given.items() if name in known})
+            except ValueError as error:
+                told.append(str(error).removeprefix("GRPOConfig: "))
+            raise TypeError("GRPOConfig " + "; ".join(told))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

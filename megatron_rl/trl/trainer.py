@@ -71,9 +71,8 @@ class GRPOTrainer(Finished):
         eval_dataset: Any = None,
         **others: Any,
     ) -> None:
-        if unknown := sorted(others.keys() - {*OTHERS, *REFUSED}):
-            raise TypeError(f"GRPOTrainer has no argument {', '.join(map(repr, unknown))}")
-        faults: list[str] = []
+        unknown = sorted(others.keys() - {*OTHERS, *REFUSED})
+        faults = [f"there is no argument {', '.join(map(repr, unknown))}"] if unknown else []
 
         def tried(make: Callable[[], T]) -> T | None:
             try:
@@ -107,7 +106,7 @@ class GRPOTrainer(Finished):
         callbacks = tried(lambda: Callbacks(others.get("callbacks") or (), self.args, state))
         self._lora = tried(lambda: _lora(given, others.get("peft_config")))
         if faults:
-            raise ValueError("GRPOTrainer: " + "; ".join(faults))
+            raise (TypeError if unknown else ValueError)("GRPOTrainer: " + "; ".join(faults))
         assert given is not None and rewards is not None and environments is not None
         self._given, self._rewards, self._environments = given, rewards, environments
         self.run: Run | None = None

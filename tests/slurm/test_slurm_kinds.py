@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_an_array_has_a_run_for_each_seed(slurm):
     files = [f"model.path={slurm.task}/model", f"sft.rows={slurm.task}/demonstrations.jsonl"]
-    changes = ["run.name=seeds", "run.steps=2", "sft.rows_per_step=8", "slurm.seeds=[0, 3]"]
+    changes = ["run.name=seeds_50%a", "run.steps=2", "sft.rows_per_step=8", "slurm.seeds=[0, 3]"]
     number = slurm.submit("sft", "configs/run/tiny_sft.yaml", *files, *changes)
     for seed in (0, 3):
         assert slurm.ends(f"{number}_{seed}") == ("COMPLETED", "0"), slurm.output(f"{number}_{seed}")
-        assert (slurm.folder / "runs" / "seeds" / "slurm" / f"{number}_{seed}.log").exists()
-    losses = {seed: [record["loss"] for record in slurm.metrics(f"seeds/seed_{seed}")] for seed in (0, 3)}
+        assert (slurm.folder / "runs" / "seeds_50%a" / "slurm" / f"{number}_{seed}.log").exists()
+    losses = {seed: [record["loss"] for record in slurm.metrics(f"seeds_50%a/seed_{seed}")] for seed in (0, 3)}
     assert len(losses[0]) == len(losses[3]) == 2 and losses[0] != losses[3]
 
 
