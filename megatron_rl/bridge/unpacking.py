@@ -27,6 +27,8 @@ def _unpack_linear(layer: Any) -> None:
     """Let a layer compute with its weight. On a CPU the unquantised linear layers and output layers of vLLM call
     `cpu_linear`, which holds a packed copy of the weight."""
     layer.cpu_linear = nn.functional.linear
+    if getattr(layer, "bias", None) is not None:
+        layer.bias.data = layer.bias.data.to(layer.weight.dtype)  # a kernel for bfloat16 has taken it as float32
     if layer.weight.numel() == 0:
         columns = getattr(layer, "input_size_per_partition", layer.input_size)  # a replicated layer has no partition
         rows = getattr(layer, "output_size_per_partition", layer.output_size)

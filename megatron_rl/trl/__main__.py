@@ -41,7 +41,7 @@ The run is the one that `megatron-rl grpo` starts: a process of its own, in the 
 - **Command lines**: `TrlParser` and `HfArgumentParser` read `GRPOConfig`, and a script may extend it with a dataclass of its own. `ModelConfig`, `ScriptArguments`, `get_peft_config` and TRL's rewards stay TRL's.
 - **Rows** are a list, or a data set of the library `datasets`, which `make setup` does not install: `pip install datasets`. Several evaluation sets, as a mapping, get their names as the column `dataset`, and each has its own metrics.
 - **Models** are folders, names in the hub's cache, or models of transformers. `processing_class` is the tokenizer of the run, with its chat template, also if the model is a folder.
-- **Prompts** may be as long as the longest one. With `max_prompt_length` a longer one is refused and not cut.
+- **Prompts** may be as long as the longest one. With `max_prompt_length` a longer one is refused and not cut. A prompt whose last turn is the assistant's, which TRL continues, is refused.
 - **LoRA**: `peft_config` takes PEFT's `LoraConfig`, which becomes [`policy.lora`](lora.md): `r`, `lora_alpha`, `use_rslora`, and `target_modules`, which is `"all-linear"`, a list of names such as `["q_proj", "v_proj"]`, or None, which takes the names in PEFT's table. A model of PEFT has both parts in it. Trained biases, other trained modules, and all else that changes what is trained are refused by name; dropout is left out, and a warning says so. `trainer.run.model` is the merged model, and its folder `adapters` has PEFT's form. The reference is the base model, as in TRL.
 - **GPUs and layouts** are in `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})`, which takes every key of [configuration.md](configuration.md). `policy.parallel.data` takes the place of TRL's number of processes when batches are counted.
 - **Steps** are counted as TRL's sampler does: the rows of an epoch that fill no batch of answers are left out. `shuffle_dataset=False` keeps their order. A `max_steps` that ends within a batch of answers is refused.
@@ -71,7 +71,7 @@ def tried() -> list[str]:
     lines = [
         "## What was tried",
         "",
-        f"`make test-trl` runs this with {versions}, as dry runs and a few short runs.",
+        f"`make test-trl` runs this with {versions}, as dry runs, and the scripts whose dry run passes also as runs of two steps with short answers.",
         "",
     ]
     lines += [f"The {sum(now.values())} tests that TRL has of its `GRPOTrainer`:", ""]

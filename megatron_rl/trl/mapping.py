@@ -31,7 +31,10 @@ def faults_of(args: Any) -> list[str]:
     found: list[str] = []
     parts: tuple[Callable[[], object], ...] = (
         lambda: _updates_of(StepSizes.of(args, replicas), args),
-        *(lambda part=part: part(args) for part in (_schedule, _dtype, _loss, _estimator, _correction, _entropy)),
+        *(
+            lambda part=part: part(args)
+            for part in (_optimizer, _schedule, _dtype, _loss, _estimator, _correction, _entropy)
+        ),
         lambda: _trackers(args),
         *(
             lambda name=name: _strategy(name, getattr(args, name), ("no", "steps", "epoch"))
@@ -103,6 +106,7 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         rollout["max_prompt_tokens"] = args.max_prompt_length
     policy: dict[str, Any] = {
         "optimizer": {
+            "kind": _optimizer(args),
             **_schedule(args),
             "lr": args.learning_rate,
             "warmup_steps": int(warmup),
@@ -133,7 +137,7 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
     }
 
 
-def _schedule(args: Any) -> dict[str, Any]:
+def _optimizer(args: Any) -> str:
     name = str(getattr(args.optim, "value", args.optim))
     if not name.removeprefix("paged_").startswith("adamw"):
         raise ValueError(f"GRPOConfig: optim={name!r} is not known; adamw is, and section policy.optimizer has Muon")
@@ -142,6 +146,10 @@ def _schedule(args: Any) -> dict[str, Any]:
             f"optim={name!r}: Adam's state is in fp32 here, which needs more memory; policy.optimizer.moments: "
             "bfloat16 in `sections` saves half of it"
         )
+    return "adam"
+
+
+def _schedule(args: Any) -> dict[str, Any]:
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     options = dict(args.lr_scheduler_kwargs or {})
     least = options.pop("min_lr_rate", 0.0)
@@ -162,7 +170,7 @@ def _schedule(args: Any) -> dict[str, Any]:
             f"{', '.join(known)} (with min_lr_rate or min_lr)"
         )
     schedule, ratio = known[kind]
-    return {"kind": "adam", "schedule": schedule, "min_lr_ratio": ratio}
+    return {"schedule": schedule, "min_lr_ratio": ratio}
 
 
 def _dtype(args: Any) -> str:

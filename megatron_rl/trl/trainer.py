@@ -73,12 +73,14 @@ class GRPOTrainer(Finished):
     ) -> None:
         unknown = sorted(others.keys() - {*OTHERS, *REFUSED})
         faults = [f"there is no argument {', '.join(map(repr, unknown))}"] if unknown else []
+        raised: list[Exception] = [TypeError(faults[0])] if unknown else []
 
         def tried(make: Callable[[], T]) -> T | None:
             try:
                 return make()
-            except ValueError as error:
-                faults.append(str(error))
+            except (TypeError, ValueError) as error:
+                faults.append(str(error).removeprefix("GRPOTrainer: "))
+                raised.append(error)
                 return None
 
         options = None if args is None else getattr(args, "model_init_kwargs", None)
@@ -106,7 +108,8 @@ class GRPOTrainer(Finished):
         callbacks = tried(lambda: Callbacks(others.get("callbacks") or (), self.args, state))
         self._lora = tried(lambda: _lora(given, others.get("peft_config")))
         if faults:
-            raise (TypeError if unknown else ValueError)("GRPOTrainer: " + "; ".join(faults))
+            kind = TypeError if any(isinstance(error, TypeError) for error in raised) else ValueError
+            raise kind("GRPOTrainer: " + "; ".join(faults)) from next(iter(raised), None)
         assert given is not None and rewards is not None and environments is not None
         self._given, self._rewards, self._environments = given, rewards, environments
         self.run: Run | None = None

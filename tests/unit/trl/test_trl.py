@@ -94,6 +94,18 @@ def test_arguments_that_change_the_meaning_are_refused_together():
         GRPOConfig(max_prompt_len=3, one=1, top_p=0.9)
 
 
+def test_a_script_learns_all_its_faults_at_once():
+    wrong = {"nonsense": 1, "fp16": True, "top_p": 0.5, "optim": "sgd", "delta": 1.1, "lr_scheduler_type": "polynomial"}
+    with pytest.raises(TypeError) as raised:
+        GRPOConfig(**wrong)
+    assert all(name in str(raised.value) for name in wrong)
+    with pytest.raises(TypeError) as raised:
+        GRPOTrainer("nowhere", None, rollout_func=print, optimizers=(1, 2), compute_metrics=print, callbacks=[print])
+    told = str(raised.value)
+    assert all(name in told for name in ("rollout_func", "optimizers", "compute_metrics", "on_init_end"))
+    assert "reward" in told and "train_dataset" in told
+
+
 def test_a_script_under_a_launcher_is_told_to_start_plainly(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match="with `python`, not with accelerate or torchrun"):
