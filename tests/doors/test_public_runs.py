@@ -1,5 +1,7 @@
-"""The public scripts whose dry run passes, as real runs of two steps: their arguments with short answers. `make test-trl`
-runs all; the turns of the deep tier, two."""
+"""The public scripts whose dry run passes, as real runs of two steps, with short answers.
+
+`make test-trl` runs all of them, and the turns of the deep tier two.
+"""
 
 from __future__ import annotations
 

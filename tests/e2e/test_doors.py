@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.deep
 @pytest.mark.deadline(900)
 def test_scripts_of_trl_with_the_real_objects():
-    """`make test-trl` but for most runs of public scripts, without a look at what .venv is: the environment of this test may be another one."""
+    """`make test-trl` but for most runs of public scripts, and without a look at what .venv is: the environment of
+    this test may be another one."""
     installed = ROOT / ".venv-trl" / "installed"
     if not installed.exists():
         done = subprocess.run(["make", ".venv-trl/installed"], cwd=ROOT, capture_output=True, text=True)
