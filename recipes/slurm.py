@@ -130,7 +130,7 @@ def variables(job: Job) -> dict[str, str]:
 
 
 def escaped(text: str) -> str:
-    """A text in which Slurm, or train.sbatch in an array, replaces nothing."""
+    """Slurm, and train.sbatch in an array, replace nothing in what they make of this."""
     return text.replace("%", "%%")
 
 
