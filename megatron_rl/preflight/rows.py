@@ -24,6 +24,7 @@ from megatron_rl.data.rows import BadRow, Row
 from megatron_rl.data.supervised import check_length as check_demonstration
 from megatron_rl.data.supervised import ids_of
 from megatron_rl.data.written import require_turns
+from megatron_rl.environments import object_columns
 from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
@@ -157,23 +158,22 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             faults += _file(key, of_rows, check_row, sft.on_bad_row, ROWS_S / len(given), tell)
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
-        longest, data = config.rollout.max_prompt_tokens, config.data
+        longest, data, environment = config.rollout.max_prompt_tokens, config.data, config.rollout.environment
         try:
-            sources = training_sources(data, config.rollout.environment)
+            sources = training_sources(data, environment)
         except ValueError as error:
             return [f"data.train: {error}"]
-        heldout = heldout_source(data, config.rollout.environment)
+        heldout, objects = heldout_source(data, environment), object_columns(environment)
         seconds = ROWS_S / (len(sources) + (heldout is not None))
         columns: set[str] = set()
         unscored: list[str] = []
-        forms: Counter[Form] = Counter()
-        named: set[Any] = set()
+        forms, named = Counter[Form](), set[Any]()
         tests: list[Any] = []
 
         def check_prompt(row: Row, reading: Reading) -> None:
             question = question_of(row, required, reading)
             given = question.columns
-            check_columns(given, config.rollout.thought_column, config.rollout.prefix_values)
+            check_columns(given, config.rollout.thought_column, config.rollout.prefix_values, objects)
             forms[question.form] += 1
             value = given.get("dataset")
             named.update(value if isinstance(value, list | tuple) else [value])
