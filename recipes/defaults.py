@@ -13,6 +13,7 @@ from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.rewards import FormatReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
+from megatron_rl.data.rows import counted
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
@@ -71,7 +72,8 @@ def _with_steps(given: Mapping[str, Any], tell: Callable[[str], None]) -> dict[s
         raise ValueError(f"sft.rows: there is no {sft.rows}, and sft.epochs counts its rows")
     num_rows = sum(1 for _ in read_rows(sft.rows))
     steps = max(1, ceil(Fraction(str(sft.epochs)) * num_rows / sft.rows_per_step))
-    tell(f"run.steps is {steps:,}: {sft.epochs:g} epochs of {num_rows:,} rows, {sft.rows_per_step} in a step")
+    epochs = f"{sft.epochs:g} epoch{'s' * (sft.epochs != 1)}"
+    tell(f"run.steps is {steps:,}: {epochs} of {counted(num_rows, 'row')}, {sft.rows_per_step} in a step")
     # The run has the number alone, so that the configuration in its folder can be given again.
     return {**with_one, "run": {**with_one["run"], "steps": steps}, "sft": {**given["sft"], "epochs": None}}
 

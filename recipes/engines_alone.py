@@ -208,12 +208,20 @@ def answer_all(
     """
     from megatron_rl.data import Rules, load_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
+    from megatron_rl.environments import object_columns
     from megatron_rl.verifiers.compose import required_columns
 
     data, tokenizer = config.data, open_tokenizer(config.model.path)
-    required, column = required_columns(config.rewards), config.rollout.thought_column
-    rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required, column, deduplicate=data.deduplicate)
-    [source] = training_sources(data, config.rollout.environment)
+    rollout = config.rollout
+    rules = Rules(
+        rollout.max_prompt_tokens,
+        data.on_bad_row,
+        required_columns(config.rewards),
+        rollout.thought_column,
+        objects=object_columns(rollout.environment),
+        deduplicate=data.deduplicate,
+    )
+    [source] = training_sources(data, rollout.environment)
     prompts = load_prompts(source.path, tokenizer, rules, source.reading, data.cache, note)
     console.print(f"{source.path}: {prompts.tally}", markup=False, highlight=False, soft_wrap=True)
     decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens

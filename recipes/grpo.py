@@ -183,6 +183,7 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     import numpy as np
 
     from megatron_rl.data import ItemSource, Rules, ShuffledStream, load_prompts
+    from megatron_rl.environments import object_columns
     from megatron_rl.loop.train import Prompts
     from megatron_rl.verifiers.compose import required_columns
 
@@ -194,6 +195,7 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
         required,
         thought_column,
         rollout.prefix_values,
+        object_columns(rollout.environment),
         data.deduplicate,
     )
 

@@ -107,6 +107,7 @@ def read_rows(
     """The rows as a stream, and the held-out rows. Prints how many rows of each source there are."""
     from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream, load_supervised
     from megatron_rl.data.encode import plain_ids
+    from megatron_rl.data.rows import counted
     from megatron_rl.data.tokenizer import end_texts
 
     sft = config.sft
@@ -116,9 +117,10 @@ def read_rows(
     def load(key: str, source: Path | str) -> list[tuple[str, Tokens]]:
         rows, skipped = load_supervised(source, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
         if skipped:
-            note(f"{key}: {source}: {skipped} of {skipped + len(rows)} rows skipped")
+            note(f"{key}: {source}: {skipped:,} of {counted(skipped + len(rows), 'row')} skipped")
         else:
-            console.print(f"{key}: {source}: {len(rows):,} rows", markup=False, highlight=False, soft_wrap=True)
+            told = f"{key}: {source}: {counted(len(rows), 'row')}"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
         return rows
 
     rows, heldout = load("sft.rows", sft.rows), load("sft.eval", sft.eval) if sft.eval is not None else []

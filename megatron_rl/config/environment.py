@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Section
+
+CHOOSES = "environment"
+"""The column of the rows that names one of several kinds of objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectColumns:
+    """What the objects of `ToolsEnvironment.objects` need of a row."""
+
+    wanted: Mapping[str | None, tuple[str, ...]]
+    """The arguments of `reset` without a default, by the names of the kinds; None if there is only one kind."""
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: an object could not begin an answer to a row with these columns.
+        """
+        name = None if None in self.wanted else columns.get(CHOOSES)
+        if not isinstance(name, str | None) or name not in self.wanted:
+            said = f"column `{CHOOSES}` is {name!r}" if CHOOSES in columns else f"column `{CHOOSES}` is missing"
+            raise ValueError(
+                f"{said}; it must name one of rollout.environment.objects, which are {', '.join(map(str, self.wanted))}"
+            )
+        offered = {"prompt", *columns} - ({CHOOSES} if name is not None else set())
+        if missing := [one for one in self.wanted[name] if one not in offered]:
+            of_kind = f" {name!r}" if name is not None else ""
+            raise ValueError(
+                f"reset of rollout.environment.objects{of_kind} asks for {missing[0]!r}, but it gets the row's columns "
+                f"{sorted(offered)}; rename one of the two, or give the argument a default"
+            )
 
 
 class _Turns(Section):

@@ -89,6 +89,9 @@ def load_function(path: str) -> Callable[..., Any]:
     except BaseException as error:  # the lines of a user's module may raise anything
         raise ValueError(f"function {path!r}: its module raised {said(error)}{place(error)}") from error
     function: Any = vars(module).get(name)
+    if name in vars(module) and not callable(function):
+        kind = type(function).__name__
+        raise ValueError(f"function {path!r}: {name!r} is no function and no class, but an object of the type {kind}")
     if not callable(function):
         raise ValueError(f"function {path!r}: {module.__file__} has no function {name!r}")
     return cast(Callable[..., Any], function)

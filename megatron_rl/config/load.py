@@ -166,7 +166,10 @@ def _explain(kind: type[BaseModel], faults: Sequence[Any]) -> str:
         return f"{path}.kind: there is no kind {given!r}; {hint}"
     if fault["type"] == "missing":
         keys = [".".join([*inside, *key]) for key in (_required(model) if model else [()])]
-        return "\n  ".join(f"{key}: this key is required, but no file and no override sets it" for key in keys)
+        told = {key: "this key is required, but no file and no override sets it" for key in keys}
+        if "run.steps" in told and "sft" in kind.model_fields:
+            told["run.steps"] += "; sft.epochs may take its place"
+        return "\n  ".join(f"{key}: {what}" for key, what in told.items())
     if fault["type"] == "value_error":
         message = fault["msg"].removeprefix("Value error, ")
         return f"{path}: {message}" if path else message

@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, overload
 
+from megatron_rl.data.rows import counted
 from megatron_rl.types import Prompt
 
 FOOT = struct.Struct("<QQQ8s")
@@ -54,14 +55,15 @@ class Tally:
     """The digest of the names and tokens of the prompts."""
 
     def __str__(self) -> str:
-        parts = [f"{self.num_rows:,} rows"]
+        parts = [counted(self.num_rows, "row")]
         if self.skipped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(self.skipped.items()))
             parts.append(f"skipped {reasons} (the first one is {self.first_skipped})")
         if self.num_duplicates:
-            parts.append(f"left out {self.num_duplicates:,} duplicates")
+            parts.append(f"left out {counted(self.num_duplicates, 'duplicate')}")
         if self.num_ambiguous:
-            parts.append(f"{self.num_ambiguous:,} questions have several ground truths")
+            have = "has" if self.num_ambiguous == 1 else "have"
+            parts.append(f"{counted(self.num_ambiguous, 'question')} {have} several ground truths")
         return "; ".join(parts)
 
 

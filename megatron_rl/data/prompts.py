@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_rl.config.environment import ObjectColumns
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.thinking import ColumnBudget
 from megatron_rl.data.cache import Tell, keep, tokenizer_digests
@@ -52,6 +53,8 @@ class Rules:
     """The column with the thinking budget, which every row must have."""
     prefix_values: PrefixValues | None = None
     """Which right answers a row may have."""
+    objects: ObjectColumns | None = None
+    """What objects whose methods are tools need of a row."""
     deduplicate: bool = False
     """Whether of rows with the same question, as tokens, and the same columns for the rewards only the first is kept.
     Columns that only name a row, and `pass_rate`, may differ."""
@@ -104,7 +107,7 @@ def _prompts(
             tally.num_rows += 1
             try:
                 question = question_of(good_row(read), rules.required_columns, reading)
-                check_columns(question.columns, rules.thought_column, rules.prefix_values)
+                check_columns(question.columns, rules.thought_column, rules.prefix_values, rules.objects)
                 messages = question.messages
                 if not isinstance(messages, str):
                     messages = chat_text(tokenizer, messages, add_generation_prompt=True, arguments=question.template)
@@ -211,16 +214,23 @@ def question_of(row: Mapping[str, Any], required_columns: Iterable[str], reading
     return question
 
 
-def check_columns(columns: Mapping[str, Any], budget: ColumnBudget | None, values: PrefixValues | None) -> None:
+def check_columns(
+    columns: Mapping[str, Any],
+    budget: ColumnBudget | None,
+    values: PrefixValues | None,
+    objects: ObjectColumns | None = None,
+) -> None:
     """
     Raises:
-        BadRow: the row has no usable thinking budget, or no usable right answer.
+        BadRow: the row has no usable thinking budget, or no usable right answer, or not what an object needs.
     """
     try:
         if budget is not None:
             budget.of(columns)
         if values is not None:
             values.answers(columns)
+        if objects is not None:
+            objects.check(columns)
     except ValueError as error:
         raise BadRow(str(error)) from None
 

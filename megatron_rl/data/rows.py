@@ -35,6 +35,11 @@ class LongRow(BadRow):
     reason = "too long"
 
 
+def counted(number: int, noun: str) -> str:
+    """Example: `1 row`, `1,200 rows`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def plain_row(row: Mapping[str, Any]) -> Row:
     """The row with plain values: None, truth values, numbers, text, lists and mappings with text as keys. Dates and
     times become text in the form of ISO 8601, and decimal numbers become text.

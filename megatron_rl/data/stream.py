@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from megatron_rl.data.mixture import turns_of
+from megatron_rl.data.rows import counted
 
 T = TypeVar("T")
 ALL = "all"
@@ -167,12 +168,13 @@ class ShuffledStream(Generic[T]):
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """How a source has changed; nothing if it has not."""
     source = f"in the source {now['name']}"
-    for key in ("num_items", "share"):
-        if before[key] != now[key]:
-            return [f"{key} {before[key]} {source}, this run has {now[key]}"]
+    if before["num_items"] != now["num_items"]:
+        return [f"{counted(before['num_items'], 'row')} {source}, this run has {now['num_items']:,}"]
+    if before["share"] != now["share"]:
+        return [f"share {before['share']} {source}, this run has {now['share']}"]
     if before["digest"] != now["digest"]:
         return [
-            f"other rows {source}: of the {now['num_items']:,} rows, names, tokens or pass rates have changed (also a "
-            f"tokenizer or a chat template can do this, such as one that writes the date)"
+            f"other rows {source}: of the {counted(now['num_items'], 'row')}, names, tokens or pass rates have "
+            "changed (also a tokenizer or a chat template can do this, such as one that writes the date)"
         ]
     return []

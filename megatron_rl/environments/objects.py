@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import validate_call
 
+from megatron_rl.config.environment import CHOOSES, ToolsEnvironment
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.raised import place, said
 from megatron_rl.environments.calls import Calls
@@ -23,8 +24,6 @@ from megatron_rl.environments.environment import Closing, UserCode, fault_of_rew
 from megatron_rl.environments.tools import Tool, tool_of
 
 NO_TOOLS = ("reset", "get_reward")
-CHOOSES = "environment"
-"""The column of the rows that names one of several kinds of objects."""
 MAX_CHARACTERS = 2**16
 """The longest text of an attribute that reward functions get."""
 
@@ -40,6 +39,8 @@ class Kind:
     tools: Mapping[str, Tool]
     """The methods of the first object, for their schemas."""
     owns_reward: bool
+    wanted: tuple[str, ...]
+    """The arguments of `reset` without a default."""
 
 
 def kind_from(make: Callable[[], Any], where: str) -> Kind:
@@ -47,17 +48,45 @@ def kind_from(make: Callable[[], Any], where: str) -> Kind:
     Raises:
         ValueError: an object cannot be made, has no `reset`, or has a method that cannot be offered as a tool.
     """
+    if asked := _required(make, where):
+        raise ValueError(
+            f"{where} asks for the argument {asked[0]!r}, but every object is made without arguments; give it a "
+            "default, or name a function that makes the object"
+        )
     try:
         first = make()
-    except Exception as error:  # a user's class may raise anything
-        raise ValueError(f"{where} raised {said(error)}{place(error)}") from error
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
+        raise ValueError(f"{where} raised {said(error)}{place(error)}; correct it") from error
     # Of the class: to ask an object for its members would compute its properties.
     names = [name for name, _ in inspect.getmembers(type(first), inspect.isfunction)]
     if "reset" not in names:
-        raise ValueError(f"{where} makes a {type(first).__name__}, which has no method reset; it begins an answer")
+        if inspect.isclass(make):
+            raise ValueError(f"{where} is a class without a method reset, which begins an answer; write it")
+        given = "None" if first is None else f"an object of the class {type(first).__name__}"
+        raise ValueError(
+            f"{where} must be a class, or a function that returns an object, with a method reset; it returned {given}"
+        )
     offered = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
     tools = {name: tool_of(getattr(first, name), f"{where}, the method {name},") for name in offered}
-    return Kind(where, make, type(first).__name__, tools, "get_reward" in names)
+    wanted = _required(first.reset, f"{where}, reset")
+    return Kind(where, make, type(first).__name__, tools, "get_reward" in names, wanted)
+
+
+def _required(function: Callable[..., Any], where: str) -> tuple[str, ...]:
+    """The arguments without a default; none if Python does not know the signature.
+
+    Raises:
+        ValueError: one has no name for its caller.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    required = [one for one in parameters if one.default is one.empty]
+    for one in required:
+        if one.kind is one.POSITIONAL_ONLY:
+            raise ValueError(f"{where} takes {one.name!r} by its position alone; remove the `/` from its arguments")
+    return tuple(one.name for one in required if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
 
 
 @cache
@@ -65,12 +94,28 @@ def _kind_of(path: str) -> Kind:
     return kind_from(load_function(path), f"rollout.environment.objects: {short_path(path)}")
 
 
-def kinds_of(objects: str | Mapping[str, str] | None) -> dict[str | None, Kind]:
-    """The kinds of `rollout.environment.objects`, by what the rows' column names; None if there is only one."""
-    if objects is None:
+def kinds_of(cfg: ToolsEnvironment, functions: Collection[str]) -> dict[str | None, Kind]:
+    """The kinds of `rollout.environment.objects`, by what the rows' column names; None if there is only one.
+
+    Args:
+        functions: the names of the tools that all answers have.
+
+    Raises:
+        ValueError: an error of `kind_from`, or the model would have two tools of one name, or none.
+    """
+    if cfg.objects is None:
         return {}
-    named = objects if isinstance(objects, Mapping) else {None: objects}
-    return {name: _kind_of(path) for name, path in named.items()}
+    named = cfg.objects if isinstance(cfg.objects, Mapping) else {None: cfg.objects}
+    kinds = {name: _kind_of(path) for name, path in named.items()}
+    for kind in kinds.values():
+        if twice := [name for name in kind.tools if name in functions]:
+            raise ValueError(f"rollout.environment: two tools are named {twice[0]!r}; rename one")
+        if not kind.tools and not functions:
+            raise ValueError(
+                f"{kind.where} has no method that could be a tool, so the model could do nothing; write one besides "
+                "reset and get_reward whose name does not begin with _"
+            )
+    return kinds
 
 
 class AnswerObject:

@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.config.environment import EnvironmentConfig, TurnsEnvironment
+from megatron_rl.config.environment import CHOOSES, EnvironmentConfig, ObjectColumns, TurnsEnvironment
 from megatron_rl.config.function import load_function
 from megatron_rl.environments.calls import Calls
 from megatron_rl.environments.environment import ClassSession, Session
-from megatron_rl.environments.objects import CHOOSES, AnswerObject, kinds_of
+from megatron_rl.environments.objects import AnswerObject, Kind, kinds_of
 from megatron_rl.environments.tool_session import ToolSession
 from megatron_rl.environments.tools import load_tools
 
@@ -27,9 +27,8 @@ class Sessions:
     def __init__(self, cfg: TurnsEnvironment, delimiter: str) -> None:
         self._cfg, self._delimiter, self._calls = cfg, delimiter, Calls(cfg.step_timeout_s)
         if cfg.kind == "tools":
-            self._tools, self._kinds = load_tools(cfg.paths), kinds_of(cfg.objects)
-            if twice := [name for kind in self._kinds.values() for name in kind.tools if name in self._tools]:
-                raise ValueError(f"rollout.environment: two tools are named {twice[0]!r}; rename one")
+            self._tools = load_tools(cfg.paths)
+            self._kinds = kinds_of(cfg, self._tools)
             return
         self._class: Any = load_function(cfg.path)
         missing = [name for name in ("reset", "step") if not callable(getattr(self._class, name, None))]
@@ -56,7 +55,26 @@ def schemas_of(cfg: EnvironmentConfig | None, row: Mapping[str, Any] | None = No
     if cfg is None or cfg.kind != "tools":
         return []
     tools = load_tools(cfg.paths)
-    for name, kind in kinds_of(cfg.objects).items():
+    for name, kind in kinds_of(cfg, list(tools)).items():
         if name is None or row is None or row.get(CHOOSES) == name:
             tools |= kind.tools
     return [dict(tool.schema) for tool in tools.values()]
+
+
+def kinds_of_objects(cfg: EnvironmentConfig | None) -> dict[str | None, Kind]:
+    """The kinds of objects of an environment; none if it has no objects.
+
+    Raises:
+        ValueError: see `kinds_of`.
+    """
+    return kinds_of(cfg, load_tools(cfg.paths)) if cfg is not None and cfg.kind == "tools" else {}
+
+
+def object_columns(cfg: EnvironmentConfig | None) -> ObjectColumns | None:
+    """What the objects of an environment need of a row; None if there are none.
+
+    Raises:
+        ValueError: see `kinds_of`.
+    """
+    kinds = kinds_of_objects(cfg)
+    return ObjectColumns({name: kind.wanted for name, kind in kinds.items()}) if kinds else None

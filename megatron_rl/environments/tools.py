@@ -65,7 +65,10 @@ def tool_of(function: Callable[..., Any], where: str) -> Tool:
     try:
         return Tool(function.__name__, validate_call(function), get_json_schema(function))
     except (DocstringParsingException, TypeHintParsingException, PydanticUserError, NameError) as error:
-        raise ValueError(f"{where} cannot be offered as a tool: {error}") from error
+        raise ValueError(
+            f"{where} cannot be offered as a tool: {str(error).rstrip('.!')}; it needs a type for each argument, and a "
+            "docstring that says what it does and, under `Args:`, what each argument is"
+        ) from error
 
 
 def asked_form(render: Render, name: str) -> Literal["hermes", "other", "unknown"]:

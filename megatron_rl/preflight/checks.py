@@ -38,7 +38,7 @@ from megatron_rl.preflight.devices import faults_of_cpu_attention, faults_of_dev
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
-from megatron_rl.preflight.rows import Tell, faults_of_hub, faults_of_rows, missing_rows
+from megatron_rl.preflight.rows import Tell, check_resumed_rows, faults_of_hub, faults_of_rows, missing_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
@@ -354,7 +354,7 @@ def _check_folder(config: BaseConfig, resume: Resume) -> bool:
 
     Raises:
         ValueError: the folder cannot be written, it belongs to something else, it has an earlier run that is not
-            resumed, or it has no checkpoint of the step to resume from.
+            resumed, it has no checkpoint of the step to resume from, or its rows are not the checkpoint's.
     """
     folder = config.run_folder
     there = _nearest(folder)
@@ -371,6 +371,7 @@ def _check_folder(config: BaseConfig, resume: Resume) -> bool:
         check_unused(folder)
     if resume != "auto":
         Checkpoints(folder / "checkpoints", config.absolute(), resume=resume)
+    check_resumed_rows(config, resume)
     return True
 
 

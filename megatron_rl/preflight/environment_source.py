@@ -8,8 +8,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from megatron_rl.config.rewards import EnvironmentReward
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.environments import Render, asked_form, require_offered, schemas_of
+from megatron_rl.environments import Render, asked_form, kinds_of_objects, require_offered, schemas_of
 from megatron_rl.preflight.reward_source import fault_of_function
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.rollout.programs.turns import continuation_of
@@ -44,6 +45,7 @@ def faults_of_environment(
         return faults
     try:
         schemas = schemas_of(environment)
+        _require_rewards(config)
         if tokenizer is not None and tokenizer.core is not None:
             for rewrite in _check_template(config, tokenizer, schemas, tell):
                 tell(
@@ -55,6 +57,20 @@ def faults_of_environment(
     except (_Unknown, TemplateError):
         tell("the chat template is not checked for rollout.environment: it can be rendered by transformers alone")
     return []
+
+
+def _require_rewards(config: GrpoRunConfig) -> None:
+    """
+    Raises:
+        ValueError: the reward `environment` would abstain on every answer.
+    """
+    kinds = kinds_of_objects(config.rollout.environment).values()
+    asked = [reward.label for reward in config.rewards if isinstance(reward, EnvironmentReward)]
+    if asked and kinds and not any(kind.owns_reward for kind in kinds):
+        raise ValueError(
+            f"rewards: {asked[0]} is what get_reward returns, and no class of rollout.environment.objects has this "
+            f"method ({', '.join(kind.type_name for kind in kinds)}); write it, or choose another reward"
+        )
 
 
 def _check_template(

@@ -20,10 +20,12 @@ from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstratio
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.prompts import check_columns, check_length, question_of
-from megatron_rl.data.rows import BadRow, Row
+from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.supervised import check_length as check_demonstration
 from megatron_rl.data.supervised import ids_of
 from megatron_rl.data.written import require_turns
+from megatron_rl.environments import object_columns
+from megatron_rl.loop.checkpoints import Resume, find_checkpoints, read_extra
 from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
@@ -157,23 +159,22 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             faults += _file(key, of_rows, check_row, sft.on_bad_row, ROWS_S / len(given), tell)
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
-        longest, data = config.rollout.max_prompt_tokens, config.data
+        longest, data, environment = config.rollout.max_prompt_tokens, config.data, config.rollout.environment
         try:
-            sources = training_sources(data, config.rollout.environment)
+            sources = training_sources(data, environment)
         except ValueError as error:
             return [f"data.train: {error}"]
-        heldout = heldout_source(data, config.rollout.environment)
+        heldout, objects = heldout_source(data, environment), object_columns(environment)
         seconds = ROWS_S / (len(sources) + (heldout is not None))
         columns: set[str] = set()
         unscored: list[str] = []
-        forms: Counter[Form] = Counter()
-        named: set[Any] = set()
+        forms, named = Counter[Form](), set[Any]()
         tests: list[Any] = []
 
         def check_prompt(row: Row, reading: Reading) -> None:
             question = question_of(row, required, reading)
             given = question.columns
-            check_columns(given, config.rollout.thought_column, config.rollout.prefix_values)
+            check_columns(given, config.rollout.thought_column, config.rollout.prefix_values, objects)
             forms[question.form] += 1
             value = given.get("dataset")
             named.update(value if isinstance(value, list | tuple) else [value])
@@ -199,7 +200,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         for source in sources:
             faults += check_source(source)
         for form in sorted(forms.keys() - {"messages", "text"}):
-            tell(f"data.train: {forms[form]:,} of the rows that were checked are in {DESCRIPTIONS[form]}")
+            is_in = "is in" if forms[form] == 1 else "are in"
+            tell(f"data.train: {forms[form]:,} of the rows that were checked {is_in} {DESCRIPTIONS[form]}")
         if unscored:
             tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
         asked = {name for reward in config.rewards for name in reward.datasets or ()}
@@ -219,6 +221,32 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     elif lengths.unknown and tokenizer:
         tell("the lengths of chats in tokens are not checked: the template can be rendered by transformers alone")
     return faults
+
+
+def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:
+    """Compare the number of supervised rows with the one at the checkpoint to resume from, whose stream has an order of
+    just as many. Rows that are skipped are not counted there.
+
+    Raises:
+        ValueError: rows have come or gone.
+    """
+    saved = find_checkpoints(config.run_folder / "checkpoints")
+    if not isinstance(config, SftRunConfig) or resume is None or not saved:
+        return
+    rows, folder = config.sft.rows, saved[max(saved) if resume == "auto" else resume]
+    if not isinstance(rows, Path) or not rows.exists():  # names of the hub may have to be downloaded first
+        return
+    try:
+        before = sum(source["num_items"] for source in read_extra(folder)["stream"]["sources"])
+        now = sum(1 for _ in read_rows(rows))
+    except (ValueError, OSError, LookupError, TypeError):  # what cannot be read is told elsewhere
+        return
+    if now < before or (now > before and config.sft.on_bad_row == "fail"):
+        raise ValueError(
+            f"sft.rows: {rows} has {counted(now, 'row')}, and at {folder} it had {before:,}, so the run cannot go on "
+            "in the order of then; give the rows of then, or begin a run with another run.name and, as model.path, "
+            f"what `megatron-rl export {config.run_folder} FOLDER` writes"
+        )
 
 
 def _faults_of_functions(

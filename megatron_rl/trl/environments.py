@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.environments import CHOOSES, Kind, kind_from
+from megatron_rl.config.environment import CHOOSES
+from megatron_rl.environments import Kind, kind_from
 from megatron_rl.trl.rows import one_set
 from megatron_rl.trl.step_sizes import StepSizes
 

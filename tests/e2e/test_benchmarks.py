@@ -29,8 +29,30 @@ ELSEWHERE = {
 """The other files that run a benchmark of a page."""
 
 
-def numbers(name: str, *options: str) -> dict:
+@pytest.fixture
+def rows(task, tmp_path) -> Path:
+    """A few rows of the demo."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join((task / "train.jsonl").read_text().splitlines()[:64]))
+    return path
+
+
+@pytest.fixture
+def few(rows) -> list[str]:
+    """Options for runs of one rank, one engine and few rows: starting and reading cost more than a test's steps."""
+    return ["--settings", "policy.parallel.tensor=1", "rollout.num_engines=1", f"data.train={rows}"]
+
+
+def numbers(name: str, *options: str, **constants: int) -> dict:
+    """
+    Args:
+        constants: smaller values of the benchmark's own constants, which only its driver knows.
+    """
     command = [sys.executable, str(ROOT / "tools" / "bench" / f"{name}.py"), "--json", *options]
+    if constants:
+        changed = f"vars(module).update({constants})"
+        program = f"from megatron_rl.tools.bench import {name} as module; {changed}; raise SystemExit(module.main())"
+        command = [sys.executable, "-c", program, "--json", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=deadline(180), cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -49,18 +71,20 @@ def test_every_benchmark_of_a_page_runs_in_some_test():
 @pytest.mark.deep
 def test_rollouts_of_static_and_continuous_batches():
     """Both answer the same in each step, so their rates are as their seconds; a static batch wastes slots."""
-    found = numbers("rollout", "--steps", "1", "--modes", "static", "continuous", "--trainer-seconds", "0.1")
+    options = ["--steps", "1", "--modes", "static", "continuous", "--trainer-seconds", "0.1"]
+    found = numbers("rollout", *options, WARM_UP=0, PROMPTS=8)
     static, continuous = (found["modes"][name] for name in ("static", "continuous"))
-    measured = slice(*(step * rollout.PROMPTS * rollout.SAMPLES for step in (rollout.WARM_UP, rollout.WARM_UP + 1)))
+    num_tokens = rollout.LENGTHS[: 8 * rollout.SAMPLES].sum()
     for one in (static, continuous):
-        assert one["tokens_per_s"] * one["seconds_per_step"] == pytest.approx(rollout.LENGTHS[measured].sum(), rel=1e-9)
+        assert one["tokens_per_s"] * one["seconds_per_step"] == pytest.approx(num_tokens, rel=1e-9)
     assert 0 < static["occupancy"] < continuous["occupancy"] <= 1
 
 
 @pytest.mark.deep
 def test_a_stream_of_stubs_carries_a_step_of_32_gpus():
     """8 answers a GPU, whose tokens each data-parallel replica fetches once."""
-    found = numbers("stream", "--modes", "rate", "step", "--rate", "100", "--seconds", "1", "--gpus", "32")
+    options = ["--modes", "rate", "step", "--rate", "100", "--seconds", "1", "--gpus", "32"]
+    found = numbers("stream", *options, NUM_ENGINES=2, NUM_RANK_PROCESSES=2)
     assert found["rate"]["answers_per_s"] > 50
     step = found["step"]
     assert step["answers"] == 256 and step["fetched_gb_of_all_replicas"] >= step["stored_gb"] > 0
@@ -80,13 +104,12 @@ def test_a_push_moves_the_bytes_of_the_model():
 
 
 @pytest.mark.deep
-def test_watching_a_run_costs_nothing_where_nothing_watches():
-    found = numbers("observing", "--rounds", "1", "--steps", "3")
-    assert found["off"] == found["off"] | {"watching": 0.0, "ratios": [1.0]}
-    for mode in ("default", "all"):
-        one = found[mode]
-        assert 0 < one["watching"] < 1
-        assert one["ratios"] == [pytest.approx(one["seconds_of_a_step"] / found["off"]["seconds_of_a_step"])]
+def test_watching_a_run_costs_nothing_where_nothing_watches(few):
+    found = numbers("observing", "--rounds", "1", "--steps", "3", "--modes", "off", "all", *few)
+    off, everything = found["off"], found["all"]
+    assert off == off | {"watching": 0.0, "ratios": [1.0]}
+    assert 0 < everything["watching"] < 1
+    assert everything["ratios"] == [pytest.approx(everything["seconds_of_a_step"] / off["seconds_of_a_step"])]
 
 
 @pytest.mark.deep
@@ -105,24 +128,27 @@ def test_a_random_model_has_one_loss_in_every_layout(tmp_path):
 
 @pytest.mark.deep
 @pytest.mark.deadline(600)
-def test_killed_processes_change_no_number():
-    # This seed kills a trainer rank first, and then, if the run lasts so long, the verifier.
-    found = numbers("chaos", "--steps", "5", "--every", "12", "--seed", "18")
+def test_killed_processes_change_no_number(few):
+    # This seed kills a trainer rank first.
+    found = numbers("chaos", "--steps", "3", "--every", "1", "--most", "1", "--seed", "18", *few)
     assert len(found["checks"]) == 6 and all(found["checks"].values())
-    first, *_ = found["disturbances"]
+    [first] = found["disturbances"]
     assert (first["kind"], first["signal"]) == ("trainer rank", "SIGKILL") and first["recovered_s"] > 0
-    assert 1 <= first["at_step"] < found["steps"] == 5
+    assert 1 <= first["at_step"] < found["steps"] == 3
 
 
 @pytest.mark.deep
 @pytest.mark.deadline(600)
 @pytest.mark.skipif(not (against_trl.TRL / "trl").is_dir(), reason="TRL is not here: make test-trl installs it")
-def test_a_step_against_trl(monkeypatch, capfd):
-    """Without --jobs: both jobs, with fewer and shorter answers, and one of the two ways to run here."""
+def test_a_step_against_trl(monkeypatch, capfd, rows):
+    """Without --jobs there are two, which differ in model and reward; one is run, with fewer and shorter answers."""
     prepare, ours, seconds = against_trl.prepare, against_trl.ours, []
 
     def small(folder, names):
-        return {name: replace(job, num_prompts=2, max_tokens=16) for name, job in prepare(folder, names).items()}
+        jobs = prepare(folder, names)
+        assert list(jobs) == ["demo", "long"] and (jobs["demo"].model / "model.safetensors").exists()
+        assert getattr(against_trl, jobs["demo"].reward)(["1+1="] * 2, ["2</think>2", "2"], ["2", "3"]) == [1.0, 0.0]
+        return {"long": replace(jobs["long"], train=rows, num_prompts=2, max_tokens=16)}
 
     def seen(job, steps, folder, options):
         found = ours(job, steps, folder, options)
@@ -133,8 +159,8 @@ def test_a_step_against_trl(monkeypatch, capfd):
 
     monkeypatch.setattr(against_trl, "prepare", small)
     monkeypatch.setattr(against_trl, "ours", seen)
-    monkeypatch.setattr(against_trl, "MODES", {"max_lag 1": against_trl.MODES["max_lag 1"]})
+    monkeypatch.setattr(against_trl, "WARM_UP", 1)
+    monkeypatch.setattr(against_trl, "MODES", {"max_lag 1": [*against_trl.MODES["max_lag 1"], "rollout.num_engines=1"]})
     assert against_trl.main(["--rounds", "1", "--steps", str(against_trl.WARM_UP + 1), "--json"]) == 0
     found = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert [found[job]["max_lag 1"] for job in ("demo", "long")] == [[one] for one in seconds]
-    assert all(found[job]["TRL"][0] > 0 for job in ("demo", "long"))
+    assert found == {"long": {"TRL": found["long"]["TRL"], "max_lag 1": seconds}} and found["long"]["TRL"][0] > 0

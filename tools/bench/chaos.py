@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -87,10 +88,10 @@ def shared_memory() -> set[str]:
 
 
 def disturb(
-    run: RunProcess, every_s: float, generator: random.Random
+    run: RunProcess, every_s: float, generator: random.Random, most: float = inf
 ) -> tuple[list[Disturbance], list[str], list[psutil.Process]]:
-    """Start the run, and disturb it until it is finished; returns also the stops that ended otherwise than they should,
-    and every process that the run ever had."""
+    """Start the run, and disturb it until it is finished, at most `most` times; returns also the stops that ended
+    otherwise than they should, and every process that the run ever had."""
     done: list[Disturbance] = []
     wrong: list[str] = []
     seen: set[psutil.Process] = set()
@@ -116,7 +117,7 @@ def disturb(
                 if ended != right or run.saved != num_done:
                     wrong.append(f"{pending[1]} after {num_done} steps: status {ended}, step {run.saved} is saved")
             run.start()
-        elif now >= next_at and pending is None and num_done:
+        elif now >= next_at and pending is None and num_done and len(done) < most:
             family = run.family()
             seen.update(family)
             kind = generator.choice([*PATTERNS, DRIVER])
@@ -159,11 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150, help="the steps of the run (default: 150)")
     parser.add_argument("--every", type=float, default=30, help="seconds between disturbances (default: 30)")
+    parser.add_argument("--most", type=int, default=inf, help="the largest number of disturbances (default: no bound)")
     parser.add_argument("--seed", type=int, default=0, help="chooses processes and signals (default: 0)")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--mirror", action="store_true", help="keep mirrors of the trainer's state")
     kind.add_argument("--shared", action="store_true", help="trainers and engines share their memory")
     parser.add_argument("--folder", type=Path, help="keep the runs in this folder (default: a temporary one)")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="section.key=value", help="changes of both runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as temporary:
@@ -171,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         task = [sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")]
         subprocess.run(task, check=True, stdout=sys.stderr)  # stdout is for the result
-        arguments = configuration(folder, given.steps, given.mirror, given.shared)
+        arguments = [*configuration(folder, given.steps, given.mirror, given.shared), *given.settings]
         whole = RunProcess(folder, "undisturbed", arguments)
         before = shared_memory()
         start = time.monotonic()
@@ -181,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         whole_s = time.monotonic() - start
         run = RunProcess(folder, "disturbed", arguments)
         start = time.monotonic()
-        disturbances, wrong, processes = disturb(run, given.every, random.Random(given.seed))
+        disturbances, wrong, processes = disturb(run, given.every, random.Random(given.seed), given.most)
         seconds = time.monotonic() - start
         checks = check(whole.records, run.records, given.steps, PROMPTS * SAMPLES)
         psutil.wait_procs(processes, timeout=90)  # Ray's own agents end a minute after a driver that was killed

@@ -71,23 +71,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="the number of runs of each mode")
     parser.add_argument("--steps", type=int, default=12, help="the number of steps of a run, %(default)s by default")
+    parser.add_argument(
+        "--modes", nargs="+", default=list(MODES), choices=MODES, help="`off` and what is compared to it"
+    )
+    parser.add_argument("--settings", nargs="*", default=[], metavar="section.key=value", help="changes of the demo")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--mode", choices=MODES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.mode is not None:
-        return run(options.mode, options.folder, options.steps)
+        return run(options.mode, options.folder, options.steps, options.settings)
+    if "off" not in options.modes:
+        parser.error("--modes must have `off`, to which the others are compared")
     if options.steps <= NUM_WARM:
         parser.error(f"--steps must be above {NUM_WARM}, the number of steps that are left out")
     with tempfile.TemporaryDirectory() as folder:
-        rounds = [measured(Path(folder), number, options.steps) for number in range(options.rounds)]
-    ratios = {mode: sorted(one[mode] / one["off"] for one in rounds) for mode in MODES}
-    seconds = {mode: median(one[mode] for one in rounds) for mode in MODES}
-    watching = {mode: median(one[f"{mode} watching"] / one[mode] for one in rounds) for mode in MODES}
+        given = ["--steps", str(options.steps), "--settings", *options.settings]
+        rounds = [measured(Path(folder), number, options.modes, given) for number in range(options.rounds)]
+    ratios = {mode: sorted(one[mode] / one["off"] for one in rounds) for mode in options.modes}
+    seconds = {mode: median(one[mode] for one in rounds) for mode in options.modes}
+    watching = {mode: median(one[f"{mode} watching"] / one[mode] for one in rounds) for mode in options.modes}
     if options.json:
         told = {
             mode: {"seconds_of_a_step": seconds[mode], "watching": watching[mode], "ratios": ratios[mode]}
-            for mode in MODES
+            for mode in options.modes
         }
         print(json.dumps(told))
     else:
@@ -100,13 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measured(folder: Path, number: int, steps: int) -> dict[str, float]:
-    """The mean seconds of a step in each mode, in one round, and under `MODE watching` the driver's for watching."""
-    order = MODES[number % len(MODES) :] + MODES[: number % len(MODES)]
+def measured(folder: Path, number: int, modes: Sequence[str], given: Sequence[str]) -> dict[str, float]:
+    """The mean seconds of a step in each mode, in one round, and under `MODE watching` the driver's for watching.
+
+    Args:
+        given: the other options of each run.
+    """
+    order = [*modes[number % len(modes) :], *modes[: number % len(modes)]]
     found = {}
     for mode in order:
         home = folder / f"{number}_{mode}"
-        command = [sys.executable, __file__, "--mode", mode, "--folder", str(home), "--steps", str(steps)]
+        command = [sys.executable, __file__, "--mode", mode, "--folder", str(home), *given]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -118,7 +129,7 @@ def measured(folder: Path, number: int, steps: int) -> dict[str, float]:
     return found
 
 
-def run(mode: str, folder: Path, steps: int) -> int:
+def run(mode: str, folder: Path, steps: int, settings: Sequence[str]) -> int:
     """The demo in this process, in one mode."""
     from megatron_rl.cluster import observing
     from megatron_rl.recipes import grpo
@@ -146,6 +157,7 @@ def run(mode: str, folder: Path, steps: int) -> int:
             "data.eval=null",
             "checkpoint.every=0",
             f"observe={observe}",
+            *settings,
         ]
     )
     (folder / WATCHING).write_text(json.dumps(spent))

@@ -201,6 +201,10 @@ def test_missing_key_file_and_broken_yaml(tmp_path):
         validate(SftRunConfig, {"run": {"name": "x"}})
     keys = [line.split(":")[0].strip() for line in str(told.value).splitlines()[1:]]
     assert keys == ["run.steps", "model.path", "sft.rows"], "and no section"
+    assert "sets it; sft.epochs may take its place\n" in str(told.value)
+    with pytest.raises(ValueError, match="run.steps: this key is required") as told:
+        validate(GrpoRunConfig, {"run": {"name": "x"}})
+    assert "sft" not in str(told.value), "prompts have no epochs"
     with pytest.raises(ValueError, match="no such file"):
         merge_arguments([str(tmp_path / "none.yaml")])
     (tmp_path / "bad.yaml").write_text("run: {name: x\n")

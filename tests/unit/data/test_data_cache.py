@@ -278,7 +278,7 @@ def test_duplicates_are_left_out_and_ambiguous_questions_are_counted(tokenizer, 
     )
     told = str(kept.tally)
     assert told.startswith("8 rows; skipped 1 malformed, 1 too long (the first one is rows.jsonl:8: a row must")
-    assert told.endswith("; left out 2 duplicates; 1 questions have several ground truths")
+    assert told.endswith("; left out 2 duplicates; 1 question has several ground truths")
     everything = load_prompts(rows, tokenizer, Rules(10, "skip"))
     assert len(everything) == 6 and everything.tally.num_duplicates == 0
     assert everything.tally.digest != kept.tally.digest

@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.config.environment import ObjectColumns
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.data import Rules, load_prompts, load_supervised
 from megatron_rl.data.forms import Reading
@@ -109,6 +110,48 @@ def test_a_right_answer_that_no_prefix_can_be_valued_by_is_refused_with_its_line
     rules = Rules(10, prefix_values=PrefixValues())
     path = write({"prompt": "1", "ground_truth": ["2", 3]}, {"prompt": "1"}, {"prompt": "1", "ground_truth": " "})
     with pytest.raises(ValueError, match=r"rows.jsonl:3: column `ground_truth` has ' ', but rollout.prefix_values"):
+        load_prompts(path, tokenizer, rules)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad", "message"),
+    [
+        (
+            {None: ("x", "prompt")},
+            {"x": None},
+            {"y": 1},
+            r"asks for 'x', but it gets the row's columns \['prompt', 'y'\]",
+        ),
+        (
+            {"a": (), "b": ()},
+            {"environment": "b"},
+            {"environment": "c"},
+            "`environment` is 'c'; it must name one of .* a, b",
+        ),
+        ({"a": ()}, {"environment": "a"}, {"environment": ["a"]}, r"column `environment` is \['a'\]; it must name one"),
+        (
+            {"a": ()},
+            {"environment": "a"},
+            {},
+            "column `environment` is missing; it must name one of rollout.environment",
+        ),
+        (
+            {"a": (), "b": ("x",)},
+            {"environment": "a"},
+            {"environment": "b"},
+            r"'b' asks for 'x', .* columns \['prompt'\]",
+        ),
+        (
+            {"a": (), "b": ("environment",)},
+            {"environment": "a"},
+            {"environment": "b"},
+            "'b' asks for 'environment', but",
+        ),
+    ],
+)
+def test_a_row_with_which_no_object_can_begin_is_refused_with_its_line(tokenizer, write, wanted, good, bad, message):
+    path, rules = write({"prompt": "1"} | good, {"prompt": "1"} | bad), Rules(10, objects=ObjectColumns(wanted))
+    with pytest.raises(ValueError, match=rf"rows.jsonl:2: .*{message}"):
         load_prompts(path, tokenizer, rules)
 
 

@@ -111,7 +111,7 @@ def test_any_item_can_be_asked_for_again():
 @pytest.mark.parametrize(
     ("changed", "digests", "message"),
     [
-        ({"a": (3, 1), "b": (5, 2)}, {}, "num_items 4 in the source b, this run has 5"),
+        ({"a": (3, 1), "b": (5, 2)}, {}, "4 rows in the source b, this run has 5"),
         ({"a": (3, 2), "b": (4, 2)}, {}, "share 1 in the source a, this run has 2"),
         (
             {"a": (3, 1), "b": (4, 2)},

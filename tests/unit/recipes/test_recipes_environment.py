@@ -13,6 +13,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.row_sources import heldout_source, training_sources
+from megatron_rl.preflight.rows import faults_of_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
@@ -35,6 +36,25 @@ def untyped(a):
 class Game:
     def reset(self, row): ...
     def step(self, text): ...
+
+class Counter:
+    def reset(self, start): ...
+
+    def add(self, a: int, b: int):
+        \"\"\"Add.
+
+        Args:
+            a: one.
+            b: the other.
+        \"\"\"
+
+class Scored(Counter):
+    def get_reward(self): ...
+
+class NoTool:
+    def reset(self): ...
+
+def nothing(): ...
 """
 
 
@@ -68,6 +88,12 @@ def tools(*names: str) -> dict:
     return {"kind": "tools", "paths": [f"my_tools.py:{name}" for name in names]}
 
 
+def objects(*names: str) -> dict:
+    """One class, or several by their names in small letters."""
+    paths = {name.lower(): f"my_tools.py:{name}" for name in names}
+    return {"kind": "tools", "objects": paths if len(paths) > 1 else paths[names[0].lower()]}
+
+
 GAME = {"kind": "class", "path": "my_tools.py:Game"}
 
 
@@ -95,12 +121,55 @@ def test_a_template_that_does_not_say_how_a_call_is_written_is_told(home):
     [
         (tools("absent"), "rollout.environment.paths: my_tools.py:absent: .*has no function 'absent'"),
         (tools("untyped"), "my_tools.py:untyped cannot be offered as a tool: Argument a is missing"),
+        (objects("nothing"), "objects: my_tools.py:nothing must be a class, or .*; it returned None"),
+        (objects("NoTool"), "objects: my_tools.py:NoTool has no method that could be a tool"),
+        (objects("add"), "objects: my_tools.py:add asks for the argument 'a', but every object is made without"),
+        (objects("Counter") | tools("add"), "rollout.environment: two tools are named 'add'; rename one"),
         (GAME | {"path": "other.py:Game"}, "rollout.environment.path: other.py:Game: there is no file other.py"),
     ],
 )
 def test_code_that_cannot_be_loaded_is_named(home, environment, message):
     [fault] = faults(config(environment))
     assert re.search(message, fault), fault
+
+
+def test_a_reward_that_no_object_gives_is_refused(home):
+    reward = [{"kind": "environment"}]
+    assert faults(config(objects("Scored"), reward)) == faults(config(objects("Counter", "Scored"), reward)) == []
+    assert faults(config(objects("Counter"))) == faults(config(GAME, reward)) == []
+    assert faults(config(objects("Counter"), reward)) == [
+        "rewards: environment is what get_reward returns, and no class of rollout.environment.objects has this method "
+        "(Counter); write it, or choose another reward"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "row", "message"),
+    [
+        (
+            objects("Counter"),
+            {},
+            "reset of rollout.environment.objects asks for 'start', but it gets the row's columns",
+        ),
+        (objects("Counter", "Scored"), {"start": 1}, "column `environment` is missing; it must name one of .*, scored"),
+        (
+            objects("Counter", "Scored"),
+            {"start": 1, "environment": "count"},
+            "column `environment` is 'count'; it must",
+        ),
+        (objects("Counter"), {"start": 1}, None),
+        (objects("Counter", "Scored"), {"start": 1, "environment": "scored"}, None),
+        (GAME, {}, None),
+    ],
+)
+def test_rows_with_which_no_object_can_begin_are_refused(home, environment, row, message):
+    whole = {"prompt": [{"role": "user", "content": "a"}], "ground_truth": "1"} | row
+    for name in ("train.jsonl", "eval.jsonl"):
+        Path(name).write_text(json.dumps(whole) + "\n")
+    found = faults_of_rows(config(environment), None, [].append)
+    assert len(found) == (2 if message else 0)
+    for name, fault in zip(("train", "eval"), found, strict=False):
+        assert fault.startswith(f"data.{name}: {name}.jsonl:1: ") and re.search(message, fault), fault
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.data import ItemSource, ShuffledStream
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
@@ -468,7 +469,7 @@ def test_rows_of_other_forms_are_read_as_the_run_reads_them(home):
     notes = []
     assert preflight(grpo(data__eval=None, rewards=rewards), notes.append) == []
     assert [note.split(":")[:2] for note in notes] == [
-        ["data.train", " 1 of the rows that were checked are in verl's form"]
+        ["data.train", " 1 of the rows that were checked is in verl's form"]
     ]
     longer = grpo(data__eval=None, rewards=rewards, data__chat_template={"short": True}, rollout__max_prompt_tokens=6)
     assert "the prompt has 7 tokens" in faults(longer)[0]
@@ -851,6 +852,30 @@ def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(home, monkeypatch
     assert faults(grpo(), resume="auto") == []
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, needed - 1))
     assert "a further checkpoint needs" in faults(grpo(), resume="auto")[0]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "on_bad_row", "told"),
+    [(3, "fail", None), (4, "fail", "4 rows"), (1, "fail", "1 row"), (4, "skip", None), (2, "skip", "2 rows")],
+)
+def test_rows_that_came_or_went_since_the_checkpoint_are_told_with_their_numbers(home, num_rows, on_bad_row, told):
+    folder = home / "runs" / "warm" / "checkpoints" / "step_000002"
+    folder.mkdir(parents=True)
+    config = sft(on_bad_row=on_bad_row)
+    state = ShuffledStream({"sft.rows": ItemSource(range(3))}, 2, 0).state()
+    (folder / "extra.json").write_text(json.dumps({"config": config.model_dump(mode="json"), "stream": state}))
+    rows("rows.jsonl", *[{"prompt": "1+1=", "completion": "2"}] * num_rows)
+    assert faults(config, resume=2) == faults(config, resume="auto")
+    assert faults(config, resume="auto", planning=True) == (
+        [
+            f"sft.rows: rows.jsonl has {told}, and at runs/warm/checkpoints/step_000002 it had 3, so the run cannot go "
+            "on in the order of then; give the rows of then, or begin a run with another run.name and, as model.path, "
+            "what `megatron-rl export runs/warm FOLDER` writes"
+        ]
+        if told
+        else []
+    )
+    assert faults(config, resume="auto") == faults(config, resume="auto", planning=True)
 
 
 def test_a_tracker_whose_package_is_missing(home, monkeypatch):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -102,3 +103,16 @@ def test_a_mixture_becomes_a_stream_in_its_shares(environment, tokenizer, tmp_pa
     }
     assert [prompt.uid for prompt in prompts.heldout] == ["sums.jsonl:1", "sums.jsonl:2"]
     assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def test_the_run_refuses_rows_with_which_no_object_can_begin(environment, tokenizer, tmp_path):
+    from megatron_rl.recipes.grpo import read_prompts
+
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    question = {"messages": [{"role": "user", "content": "sum"}], "ground_truth": "1"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(question | {'at': 1})}\n{json.dumps(question)}\n")
+    objects = f"{Path(__file__).parents[1]}/rollout/some_objects.py:Breaks"
+    keys = [f"data.train={tmp_path}/rows.jsonl", "data.eval=null", "rollout.delimiter=''"]
+    keys += [f"rollout.environment={{kind: tools, objects: '{objects}'}}", "data.deduplicate=true"]
+    with pytest.raises(ValueError, match="rows.jsonl:2: reset of rollout.environment.objects asks for 'at', but it"):
+        read_prompts(load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", *keys]), tokenizer)

@@ -54,12 +54,53 @@ class Breaks:
             raise OSError("the disk is gone")
         return 3 if at == "text" else "x" * 500 if at == "length" else None
 
+    async def rest(self) -> None:
+        """Do nothing."""
+
     def get_reward(self) -> Any:
         return float("nan") if self.at == "reward" else None
 
 
 class NoReset:
     pass
+
+
+def makes_nothing() -> None: ...
+
+
+def makes_no_reset() -> NoReset:
+    return NoReset()
+
+
+class NoTool:
+    def reset(self) -> None: ...
+
+    def get_reward(self) -> float:
+        return 1.0
+
+    def _act(self) -> None: ...
+
+
+class Multiplies(NoTool):
+    def multiply(self) -> None:
+        """Multiply."""
+
+
+class Asks(Counter):
+    def __init__(self, url: str, seconds: int = 1) -> None: ...
+
+
+class Unnamed(Counter):
+    def reset(self, start: int, /) -> str:  # type: ignore[override]
+        return ""
+
+
+class Exits(Counter):
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
+NO_CLASS = Counter()
 
 
 class NoDescription:

@@ -202,14 +202,28 @@ def test_what_an_object_gets_wrong_is_a_fault_and_no_reward(folder, at, fault):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("NoReset", "makes a NoReset, which has no method reset"),
-        ("NoDescription", "the method act, cannot be offered as a tool: .*docstring"),
+        ("NoReset", "py:NoReset is a class without a method reset, which begins an answer; write it"),
+        ("makes_nothing", "py:makes_nothing must be a class, or a function that returns .* reset; it returned None"),
+        ("makes_no_reset", "must be a class, or a function .*; it returned an object of the class NoReset"),
+        ("NO_CLASS", "'NO_CLASS' is no function and no class, but an object of the type Counter"),
+        ("NoTool", "py:NoTool has no method that could be a tool, so the model could do nothing; write one"),
+        ("Asks", "py:Asks asks for the argument 'url', but every object is made without arguments; give it a default"),
+        ("Unnamed", "py:Unnamed, reset takes 'start' by its position alone; remove the `/`"),
+        ("Exits", r"py:Exits raised SystemExit: 3 \(.*some_objects.py:\d+\); correct it"),
+        ("NoDescription", "the method act, cannot be offered as a tool: .* no docstring; it needs a type for each arg"),
         ("Costly", r"objects: .*some_objects.py:Costly raised ConnectionError: no server \(.*some_objects.py"),
     ],
 )
 def test_objects_that_cannot_serve_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         Sessions(ToolsEnvironment(objects=f"{HERE}:{name}"), "")
+
+
+def test_an_object_without_tools_may_go_with_functions_of_other_names():
+    functions = (f"{HERE.parent.parent}/environments/some_tools.py:multiply",)
+    Sessions(ToolsEnvironment(objects=f"{HERE}:NoTool", paths=functions), "")
+    with pytest.raises(ValueError, match="rollout.environment: two tools are named 'multiply'; rename one"):
+        Sessions(ToolsEnvironment(objects=f"{HERE}:Multiplies", paths=functions), "")
 
 
 def test_a_result_that_nobody_would_read_is_not_computed(folder):

@@ -301,7 +301,7 @@ def guess(word: str) -> str:
     ("given", "told"),
     [
         (dict(environment_factory=Plain), "reward_funcs is empty"),
-        (dict(environment_factory=object), "environment_factory makes a object, which has no method reset"),
+        (dict(environment_factory=object), "environment_factory is a class without a method reset"),
         (dict(environment_factory={"a": Game}), "requires a train_dataset, whose column `environment`"),
         (dict(environment_factory={"a": Game}, train_dataset=NAMED), "row 1 has environment='b', which is not among"),
         (dict(environment_factory=Game), "the length of the training is max_steps"),

@@ -658,7 +658,7 @@ def takes_two(completions, method="strict"):
         ("math", "must read `package.module:function` or `folder/file.py:function`"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("json:no_such_function", "has no function 'no_such_function'"),
-        ("json:__name__", "has no function"),
+        ("json:__name__", "'__name__' is no function and no class, but an object of the type str"),
         ("no/such/file.py:f", "there is no file no/such/file.py"),
     ],
 )
