@@ -46,7 +46,7 @@ def _same_numbers(a: Any, b: Any) -> bool:
     the empty set, also one without a variable."""
     sets = _solutions(a), _solutions(b)
     if None in sets or sympy.EmptySet in sets:  # sympy takes the empty set for equal to a set of all there is
-        return sets[0] == sets[1] == sympy.EmptySet
+        return bool(sets[0] == sets[1] == sympy.EmptySet)
     return bool(sets[0] == sets[1] or sympy_expr_eq(*sets, 6, 15))
 
 
