@@ -25,7 +25,7 @@ def dtype(settings: Settings, key: str, value: Any) -> Meaning:
 
 
 def trained_in(settings: Settings) -> str:
-    """The type in which verl's trainer computes, by our names."""
+    """The type of the numbers that verl's trainer computes with, by our names."""
     value = settings[f"{ACTOR}.{DTYPE_OF[settings.engine]}"] if settings.engine in DTYPE_OF else None
     return DTYPES.get(value or "bfloat16", str(value))
 
