@@ -36,15 +36,15 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.tools.from_verl import problems_of
-from megatron_rl.tools.verl.call import VerlCall, read_overrides
-from megatron_rl.tools.verl.content import MISSING
-from megatron_rl.tools.verl.conversion import Converted, check_types, convert
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.names import rule_of
-from megatron_rl.tools.verl.script import read_script
-from megatron_rl.tools.verl.settings import Settings, old_name
+from megatron_rl.migrate.verl.command import problems_of
+from megatron_rl.migrate.verl.call import VerlCall, read_overrides
+from megatron_rl.migrate.verl.content import MISSING
+from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.names import rule_of
+from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.settings import Settings, old_name
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 CHOICES = {"DEVICE": "gpu", "INFER_BACKEND": "vllm"}

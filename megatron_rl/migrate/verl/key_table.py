@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from megatron_rl.tools.verl import adapters
-from megatron_rl.tools.verl import algorithm as how
-from megatron_rl.tools.verl import content as what
-from megatron_rl.tools.verl import fields as field
-from megatron_rl.tools.verl import machine as where
-from megatron_rl.tools.verl import precision as types
-from megatron_rl.tools.verl.keys import TABLE
-from megatron_rl.tools.verl.rules import Judge, KeyRule, Shared
-from megatron_rl.tools.verl.settings import DEFAULTS, ENGINES, RENAMED
+from megatron_rl.migrate.verl import adapters
+from megatron_rl.migrate.verl import algorithm as how
+from megatron_rl.migrate.verl import content as what
+from megatron_rl.migrate.verl import fields as field
+from megatron_rl.migrate.verl import machine as where
+from megatron_rl.migrate.verl import precision as types
+from megatron_rl.migrate.verl.keys import TABLE
+from megatron_rl.migrate.verl.rules import Judge, KeyRule, Shared
+from megatron_rl.migrate.verl.settings import DEFAULTS, ENGINES, RENAMED
 
 HEAD = """# The keys of verl
 

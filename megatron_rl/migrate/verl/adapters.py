@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.layout.peft import read_adapters
-from megatron_rl.tools.verl.settings import Meaning, Settings
+from megatron_rl.migrate.verl.settings import Meaning, Settings
 
 FSDP = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "start": "lora_adapter_path"}
 MEGATRON = {

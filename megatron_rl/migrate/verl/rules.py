@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_rl.tools.verl.settings import Meaning, Settings
+from megatron_rl.migrate.verl.settings import Meaning, Settings
 
 Judge = Callable[[Settings, str, Any], Meaning]
 NUMBER = (int, float)

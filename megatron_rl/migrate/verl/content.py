@@ -7,8 +7,8 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_rl.tools.verl.machine import num_steps
-from megatron_rl.tools.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
+from megatron_rl.migrate.verl.machine import num_steps
+from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
 
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")

@@ -15,16 +15,16 @@ from leaks import lasting
 from megatron_rl.__main__ import main as command
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.from_verl import main
-from megatron_rl.tools.verl.call import read_overrides
-from megatron_rl.tools.verl.content import local_model
-from megatron_rl.tools.verl.conversion import Converted, check_types, convert
-from megatron_rl.tools.verl.keys import RULES
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.names import NAMES, rule_of
-from megatron_rl.tools.verl.script import read_script
-from megatron_rl.tools.verl.settings import DEFAULTS, Settings
+from megatron_rl.migrate.verl.command import main
+from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.content import local_model
+from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
+from megatron_rl.migrate.verl.keys import RULES
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.names import NAMES, rule_of
+from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.settings import DEFAULTS, Settings
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 GRPO = (

@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.tools.verl import algorithm, content, machine
-from megatron_rl.tools.verl.call import Override, VerlCall
-from megatron_rl.tools.verl.keys import RULES
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.names import nearest, rule_of
-from megatron_rl.tools.verl.rules import KeyRule
-from megatron_rl.tools.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status, engine_of, old_name
-from megatron_rl.tools.verl.values import parse
+from megatron_rl.migrate.verl import algorithm, content, machine
+from megatron_rl.migrate.verl.call import Override, VerlCall
+from megatron_rl.migrate.verl.keys import RULES
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.names import nearest, rule_of
+from megatron_rl.migrate.verl.rules import KeyRule
+from megatron_rl.migrate.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status, engine_of, old_name
+from megatron_rl.migrate.verl.values import parse
 
 NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", list: "a list"}
 READ_NULL = (

@@ -35,13 +35,13 @@ from rich.table import Table
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.verl.call import UnsetVariables, VerlCall, read_overrides
-from megatron_rl.tools.verl.conversion import Converted, KeyRow, check_types
-from megatron_rl.tools.verl.key_table import markdown
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_script
-from megatron_rl.tools.verl.settings import NoSuchEngine, Settings
+from megatron_rl.migrate.verl.call import UnsetVariables, VerlCall, read_overrides
+from megatron_rl.migrate.verl.conversion import Converted, KeyRow, check_types
+from megatron_rl.migrate.verl.key_table import markdown
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings
 
 FROM_SHELL = ("HOME", "PWD", "USER")
 """The variables of this shell that a script may use; others are given with --set."""

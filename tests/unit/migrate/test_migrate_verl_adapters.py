@@ -9,11 +9,11 @@ import pytest
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.verl.call import read_overrides
-from megatron_rl.tools.verl.conversion import Converted, check_types, convert
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.settings import Settings
+from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.settings import Settings
 
 MODEL = "actor_rollout_ref.model"
 PPO = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=100")

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.tools.from_verl import main
-from megatron_rl.tools.verl.call import read_overrides
-from megatron_rl.tools.verl.conversion import Converted, check_types, convert
-from megatron_rl.tools.verl.names import rule_of
-from megatron_rl.tools.verl.settings import Settings, old_name
+from megatron_rl.migrate.verl.command import main
+from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
+from megatron_rl.migrate.verl.names import rule_of
+from megatron_rl.migrate.verl.settings import Settings, old_name
 
 LINES = (Path(__file__).parent / "verl_keys.txt").read_text().splitlines()
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.tools.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
+from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
 
 MESH = {
     "tensor_model_parallel_size": "tensor",

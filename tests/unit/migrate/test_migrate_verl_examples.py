@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.tools.from_verl import main, problems_of
-from megatron_rl.tools.verl.call import VerlCall, read_overrides
-from megatron_rl.tools.verl.conversion import check_types, convert
-from megatron_rl.tools.verl.expansion import Word
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.names import rule_of
-from megatron_rl.tools.verl.settings import NoSuchEngine, Settings, old_name
+from megatron_rl.migrate.verl.command import main, problems_of
+from megatron_rl.migrate.verl.call import VerlCall, read_overrides
+from megatron_rl.migrate.verl.conversion import check_types, convert
+from megatron_rl.migrate.verl.expansion import Word
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.names import rule_of
+from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings, old_name
 
 FACTS = json.loads((Path(__file__).parent / "verl_scripts.json").read_text())
 NAMES = [line.split()[1] for line in (Path(__file__).parent / "verl_keys.txt").read_text().splitlines()]

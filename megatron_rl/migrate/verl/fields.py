@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.tools.verl.settings import ACTOR, Meaning, Settings
+from megatron_rl.migrate.verl.settings import ACTOR, Meaning, Settings
 
 SPEED = frozenset(
     """

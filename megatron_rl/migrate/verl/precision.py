@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.tools.verl.fields import DTYPES
-from megatron_rl.tools.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
+from megatron_rl.migrate.verl.fields import DTYPES
+from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
 
 SAME_TYPE = Meaning("implied", {}, "computed in bfloat16, added in float32")
 DTYPE_OF = {"dp": "fsdp_config.dtype", "megatron": "megatron.dtype", "torchtitan": "torchtitan.dtype"}

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
-from megatron_rl.tools.verl.keys import RULES
-from megatron_rl.tools.verl.rules import KeyRule
-from megatron_rl.tools.verl.settings import old_name
+from megatron_rl.migrate.verl.keys import RULES
+from megatron_rl.migrate.verl.rules import KeyRule
+from megatron_rl.migrate.verl.settings import old_name
 
 _WRITTEN = (Path(__file__).parent / "names.txt").read_text().split()
 NAMES = frozenset((*_WRITTEN, *map(old_name, _WRITTEN)))

@@ -6,13 +6,13 @@ not give its key: verl's default then enters the configuration. `*` in a pattern
 
 from __future__ import annotations
 
-from megatron_rl.tools.verl import adapters
-from megatron_rl.tools.verl import algorithm as how
-from megatron_rl.tools.verl import content as what
-from megatron_rl.tools.verl import fields as field
-from megatron_rl.tools.verl import machine as where
-from megatron_rl.tools.verl import precision as types
-from megatron_rl.tools.verl.rules import (
+from megatron_rl.migrate.verl import adapters
+from megatron_rl.migrate.verl import algorithm as how
+from megatron_rl.migrate.verl import content as what
+from megatron_rl.migrate.verl import fields as field
+from megatron_rl.migrate.verl import machine as where
+from megatron_rl.migrate.verl import precision as types
+from megatron_rl.migrate.verl.rules import (
     NUMBER,
     KeyRule,
     implied,
@@ -24,7 +24,7 @@ from megatron_rl.tools.verl.rules import (
     used,
     with_critic,
 )
-from megatron_rl.tools.verl.settings import ENGINE_GROUP
+from megatron_rl.migrate.verl.settings import ENGINE_GROUP
 
 TEXT_ALONE = "the models here are of text alone"
 TEXT, BOOL, INT = (str,), (bool,), (int,)

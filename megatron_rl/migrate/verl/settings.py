@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from megatron_rl.tools.verl.call import Override, VerlCall
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.values import parse
+from megatron_rl.migrate.verl.call import Override, VerlCall
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.values import parse
 
 Status = Literal["used", "mapped", "implied", "left out", "refused"]
 """`left out` trains the same, and something besides differs: evaluations, records, checkpoints, the machine. `refused`
