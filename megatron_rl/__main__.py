@@ -32,7 +32,7 @@ COMMANDS = {
     "watch": ("tools.watch", "serve the report of a run to a browser, and follow the run"),
     "where": ("tools.where", "print where a run's time goes, who waits for whom, and what would help first"),
     "from-verl": (
-        "tools.from_verl",
+        "migrate.verl.command",
         "write a configuration from a run script of verl, with what became of each key",
     ),
     "convert to-megatron": ("tools.hf_to_megatron", "Hugging Face folder to Megatron-Core checkpoint"),

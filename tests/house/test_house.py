@@ -38,7 +38,7 @@ LAYERS = {
     **dict.fromkeys(["cluster", "preflight"], 4),
     "recipes": 5,
     **dict.fromkeys(["tools", "slurm", "api"], 6),
-    **dict.fromkeys(["__main__", "trl"], 7),
+    **dict.fromkeys(["__main__", "trl", "migrate"], 7),
 }
 VENDOR_ROOMS = {
     "megatron": {"actor"},

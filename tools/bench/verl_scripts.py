@@ -1,8 +1,8 @@
 """Convert every run script of a snapshot of verl, and dry-run the results.
 
 SNAPSHOT is a git directory of github.com/volcengine/verl, bare or not. For each script that calls `main_ppo` it prints
-the numbers of keys that are used, mapped, implied and not expressible, the share of keys that have a row, and what the
-dry run says. No script is run, and nothing of the snapshot is written anywhere but into a temporary folder.
+the numbers of keys that are used, mapped, implied, left out and refused, the share of keys that have a row, and what
+the dry run says. No script is run, and nothing of the snapshot is written anywhere but into a temporary folder.
 
 With --bash, bash runs each script in a temporary folder, with a `python3` that only writes down its words, and without
 the commands that would change anything; the words are compared with what from-verl has read. A script could still
@@ -36,15 +36,15 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.tools.from_verl import problems_of
-from megatron_rl.tools.verl.call import VerlCall, read_overrides
-from megatron_rl.tools.verl.content import MISSING
-from megatron_rl.tools.verl.conversion import Converted, check_types, convert
-from megatron_rl.tools.verl.keys import rule_of
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_script
-from megatron_rl.tools.verl.settings import Settings, old_name
+from megatron_rl.migrate.verl.command import problems_of
+from megatron_rl.migrate.verl.call import VerlCall, read_overrides
+from megatron_rl.migrate.verl.content import MISSING
+from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.names import rule_of
+from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.settings import Settings, old_name
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 CHOICES = {"DEVICE": "gpu", "INFER_BACKEND": "vllm"}
@@ -158,8 +158,8 @@ def print_defaults(snapshot: str) -> None:
             print(f"{engine}: {key} has no row")
         elif "${" not in text and text != "???" and key != "model_engine":
             words = list(dict.fromkeys((f"model_engine={engine}", f"{key}={text}")))
-            row = convert(Settings(read_overrides(words), 100_000)).rows[-1]
-            if row.status == "not expressible":
+            row = convert(Settings(read_overrides(words), [100_000])).rows[-1]
+            if row.status == "refused":
                 print(f"{engine}: {key}={text} is refused: {row.why}")
 
 
@@ -233,7 +233,7 @@ def dry_run(settings: Settings, found: Converted, folder: Path) -> str:
         return "family is not here"
     if not (folder / "configs" / "model" / f"{name}.json").is_file():
         return "sizes are not known"
-    problems = problems_of(found.configuration)
+    problems = found.refused or problems_of(found.configuration)
     if problems:
         return f"refused: {problems[0]}"
     configuration = {key: value for key, value in found.configuration.items() if key != "observe"}
@@ -253,8 +253,11 @@ def outcome(name: str, text: str, given: argparse.Namespace, folder: Path) -> di
     """The row of one script."""
     try:
         call, variables = read_with_stand_ins(text)
-        settings = Settings(call, given.rows)
+        settings = Settings(call)
         check_types(settings)
+        files = settings["data.train_files"]
+        number = len(files) if isinstance(files, list) else 1
+        settings.rows = [given.rows // number] * number
         write_sizes(folder, settings.model_name)
         found, notes = converted(settings)
     except ScriptError as error:
@@ -266,14 +269,17 @@ def outcome(name: str, text: str, given: argparse.Namespace, folder: Path) -> di
         "estimator": settings["algorithm.adv_estimator"],
         "model": settings.model_name,
         "keys": len(call.overrides) + len(call.options),
-        **found.counts(),
+        "counts": found.counts(),
         "accounted": len(found.rows) / max(len(call.overrides) + len(call.options), 1),
-        "unknown": [row.key for row in found.rows if row.why.startswith("not known")],
-        "left_out": [f"{row.key}: {row.why}" for row in found.rows if row.status == "not expressible"],
+        "left_out": [f"{row.key}: {row.why}" for row in found.rows if row.status == "left out"],
+        "refused": found.refused,
         "given": variables,
         "notes": notes,
         "dry_run": dry_run(settings, found, folder),
     }
+
+
+COUNTED = ("used", "mapped", "implied", "left out", "refused")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -286,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     snapshot = os.path.abspath(given.snapshot)
     results = Counter[str]()
-    print("" if given.json else "script | trainer, estimator | used | mapped | implied | not expressible | dry run")
+    print("" if given.json else "script | trainer, estimator | used | mapped | implied | left out | refused | dry run")
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         for name, text in scripts(snapshot, given.match):
             row = outcome(name, text, given, Path(folder))
@@ -294,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if given.json:
                 print(json.dumps(row), flush=True)
                 continue
-            numbers = [str(row.get(key, "")) for key in ("used", "mapped", "implied", "not expressible")]
+            numbers = [str(row["counts"][key]) if "counts" in row else "" for key in COUNTED]
             kind = f"{row.get('trainer', '')}, {row.get('estimator', '')}"
             print(" | ".join([name, kind, *numbers, row["dry_run"][:160]]), flush=True)
             for word in row.get("unlike_bash") or ():

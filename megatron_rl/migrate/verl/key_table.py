@@ -8,33 +8,41 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from megatron_rl.tools.verl import adapters
-from megatron_rl.tools.verl import algorithm as how
-from megatron_rl.tools.verl import content as what
-from megatron_rl.tools.verl import fields as field
-from megatron_rl.tools.verl import machine as where
-from megatron_rl.tools.verl.keys import TABLE
-from megatron_rl.tools.verl.rules import Judge, KeyRule, Shared
-from megatron_rl.tools.verl.settings import DEFAULTS, ENGINES, RENAMED
+from megatron_rl.migrate.verl import adapters
+from megatron_rl.migrate.verl import algorithm as how
+from megatron_rl.migrate.verl import content as what
+from megatron_rl.migrate.verl import fields as field
+from megatron_rl.migrate.verl import machine as where
+from megatron_rl.migrate.verl import precision as types
+from megatron_rl.migrate.verl.keys import TABLE
+from megatron_rl.migrate.verl.rules import Judge, KeyRule, Shared
+from megatron_rl.migrate.verl.settings import DEFAULTS, ENGINES, RENAMED
 
 HEAD = """# The keys of verl
 
 All keys of verl that `megatron-rl from-verl` knows, and what becomes of them here; the [guide](coming_from_verl.md)
-explains the words. A `*` is any text. A key with a default in brackets enters the configuration also where a script
-does not give it. A key that is not here is in the command's table as not known. This page is written by
-`megatron-rl from-verl --markdown`.
+explains the words. A `*` is any text, in names that verl has. A key with a default in brackets enters the configuration
+also where a script does not give it. A key that verl does not have is refused, with the nearest one that it has. This
+page is written by `megatron-rl from-verl --markdown`.
 """
 WORDS: dict[Judge, str] = {
     what.train_rows: "`data.train`",
     what.eval_rows: "`data.eval` and `eval.num_prompts`; one file",
     what.batch_of_generation: "the same as `data.train_batch_size`, unless groups are filtered",
-    what.long_prompts: "`data.on_bad_row`; too long prompts are left out, never cut",
+    what.long_prompts: "`data.on_bad_row`; a prompt that is too long is left out or ends the run, and is never cut",
     what.column: "`data.columns`, unless it is the name in verl's own rows",
     what.chat_argument: "`data.chat_template`",
     what.model_path: "`model.path`, `critic.model.path`; a name on the hub with its download",
     what.recompute: "`model.recompute`, except with Megatron",
     adapters.lora: "`policy.lora` or `critic.lora`; `lora.merge` is `rollout.lora: merged`",
     where.mini_batch: "`algorithm.updates_per_step`, `critic.updates_per_step`: prompts of a step / of a mini-batch",
+    types.trainer_dtype: "`model.dtype`, which is the engine's, too",
+    types.weights_dtype: "`model.dtype`; the optimizer's weights are float32",
+    types.reduced_in: "`optimizer.gradients`; weights are bfloat16",
+    what.entry: "one by one, as `KEY.NAME`",
+    what.engine_of_actor: "the engine of `model_engine` alone",
+    what.resume_path: "implied: `resume_mode=resume_path` alone reads it",
+    how.filter_metric: "the rewards of a group",
     where.epochs: "1 alone: every answer is trained on once",
     where.is_dynamic: "samples are always packed, up to `balance.max_tokens_per_microbatch`",
     where.token_bound: "`balance.max_tokens_per_microbatch`, times the ranks of a sequence",
@@ -67,7 +75,7 @@ WORDS: dict[Judge, str] = {
     where.engines: "`rollout.tensor`, `rollout.pipeline`, and from them `rollout.num_engines`",
     where.engine_replicas: "1 alone: a replica is an engine (`rollout.num_engines`)",
     where.engine_experts: "`rollout.expert_parallel`",
-    what.dtype: "`model.dtype`",
+    types.dtype: "`model.dtype`",
     what.eval_sampling: "as in training; others are refused",
     what.multi_turn: "`rollout.environment`, to be written; without tools an answer is one turn",
     what.engine_length: "the lengths of `data`; others are refused",

@@ -20,9 +20,9 @@ from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.preflight.adapters import unserved
-from megatron_rl.tools.verl.conversion import Converted, convert
-from megatron_rl.tools.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
-from megatron_rl.tools.verl.settings import Settings
+from megatron_rl.migrate.verl.conversion import Converted, convert
+from megatron_rl.migrate.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
+from megatron_rl.migrate.verl.settings import Settings
 
 TRAINED_BYTES = 6
 """Of each parameter of a rank: its weight in bfloat16 and its gradient in fp32."""
@@ -230,10 +230,12 @@ def _sizes(layout: Layout) -> dict[str, int]:
 
 
 def _read(configuration: dict[str, Any]) -> GrpoRunConfig | None:
-    """The configuration, with one step if the number of steps is not known yet; None if it is not valid."""
+    """The configuration, with one step if the number of steps is not known yet; None if it is not valid. Rewards do not
+    change what fits."""
     run = {"name": "run", "steps": 1, **configuration.get("run", {})}
+    rewards = [{"kind": "compute_score", "path": "any.py:reward"}]  # one may still need its url
     try:
-        return validate(GrpoRunConfig, {**configuration, "run": run})
+        return validate(GrpoRunConfig, {**configuration, "run": run, "rewards": rewards})
     except ValueError:
         return None
 

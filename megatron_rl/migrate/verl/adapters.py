@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.layout.peft import read_adapters
-from megatron_rl.tools.verl.settings import Meaning, Settings
+from megatron_rl.migrate.verl.settings import Meaning, Settings
 
 FSDP = {"rank": "lora_rank", "alpha": "lora_alpha", "targets": "target_modules", "start": "lora_adapter_path"}
 MEGATRON = {
@@ -88,9 +88,9 @@ def lora(settings: Settings, key: str, value: Any) -> Meaning:
     if name in unread.values() and not is_off:
         why = f"verl's {settings.trainer} trainer does not read it, but {prefix}{read[_key_of(unread, name)]}"
         is_switch = name in (unread["rank"], unread["start"])
-        return Meaning("not expressible" if is_switch else "implied", {}, why)
+        return Meaning("refused" if is_switch else "implied", {}, why)
     if settings.engine == "torchtitan" and not is_off and name in (read["rank"], read["start"]):
-        return Meaning("not expressible", {}, "verl's TorchTitan trainer makes no adapters; remove the key")
+        return Meaning("refused", {}, "verl's TorchTitan trainer makes no adapters; remove the key")
     # Megatron-Bridge makes adapters by the rank alone.
     if not settings[prefix + read["rank"]] and (settings.is_megatron or not settings[prefix + read["start"]]):
         return Meaning("implied", {}, "all weights are trained")
@@ -108,9 +108,9 @@ def lora(settings: Settings, key: str, value: Any) -> Meaning:
     if plain in OTHERS:
         same, why, otherwise = OTHERS[plain]
         is_same = value is None or value in same
-        return Meaning("implied", {}, why) if is_same else Meaning("not expressible", {}, otherwise)
+        return Meaning("implied", {}, why) if is_same else Meaning("refused", {}, otherwise)
     why = ABSENT.get(plain, f"{section} has no such key").replace("policy.lora", section)
-    return Meaning("not expressible", {}, why)
+    return Meaning("refused", {}, why)
 
 
 def _key_of(names: dict[str, str], name: str) -> str:
@@ -123,9 +123,9 @@ def _of_section(settings: Settings, prefix: str, section: str, ours: str, value:
     try:
         values, why = _values(settings, prefix, targets)
     except (ValueError, OSError) as error:
-        return Meaning("not expressible", {}, str(error))
+        return Meaning("refused", {}, str(error))
     if ours == "targets" and problem and "targets" not in values:
-        return Meaning("not expressible", {}, f"{problem}; {LEFT_OUT.replace('policy.lora', section)}")
+        return Meaning("refused", {}, f"{problem}; {LEFT_OUT.replace('policy.lora', section)}")
     if ours in ("alpha", "targets"):
         values = {ours: values[ours]} if ours in values else {}
     if not values or value is None or (ours == "start" and not value):

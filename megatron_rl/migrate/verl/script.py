@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from megatron_rl.tools.verl import grammar
-from megatron_rl.tools.verl.call import OVERRIDE, Override, UnsetVariables, VerlCall, take
-from megatron_rl.tools.verl.conditions import decide
-from megatron_rl.tools.verl.expansion import Problem, Variables, Word, matches
-from megatron_rl.tools.verl.grammar import Node, Parser
-from megatron_rl.tools.verl.lexer import Lexer, RawWord, ScriptError
-from megatron_rl.tools.verl.shell import ASSIGNMENT, BUILTINS, Left, Shell
+from megatron_rl.migrate.verl import grammar
+from megatron_rl.migrate.verl.call import OVERRIDE, Override, UnsetVariables, VerlCall, take
+from megatron_rl.migrate.verl.conditions import decide
+from megatron_rl.migrate.verl.expansion import Problem, Variables, Word, matches
+from megatron_rl.migrate.verl.grammar import Node, Parser
+from megatron_rl.migrate.verl.lexer import Lexer, RawWord, ScriptError
+from megatron_rl.migrate.verl.shell import ASSIGNMENT, BUILTINS, Left, Shell
 
 MODULE = re.compile(r"[\w.]+\.main_(?:ppo|dapo)")
 FILE = re.compile(r"[\w./-]*main_(?:ppo|dapo)\w*\.py")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from megatron_rl.tools.verl.settings import Meaning, Settings
+from megatron_rl.migrate.verl.settings import Meaning, Settings
 
 Judge = Callable[[Settings, str, Any], Meaning]
 NUMBER = (int, float)
+NO_CRITIC = "this estimator has no critic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +43,52 @@ def implied(why: str) -> Shared:
     return Shared(lambda settings, key, value: Meaning("implied", {}, why), f"implied: {why}")
 
 
-def refused(why: str) -> Shared:
-    """Not expressible, unless the value is null, false, 0 or empty."""
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+
+
+def refused(why: str, status: Literal["left out", "refused"] = "refused", harmless: tuple[Any, ...] = OFF) -> Shared:
+    """Refused, unless the value is one of the harmless ones: null, false, 0 or empty."""
 
     def judge(settings: Settings, key: str, value: Any) -> Meaning:
-        if value in (None, False, 0, "", [], {}):
+        if value in harmless:
             return Meaning("implied", {}, "it is off")
-        return Meaning("not expressible", {}, why)
+        return Meaning(status, {}, why)
 
-    return Shared(judge, f"not expressible: {why}")
+    return Shared(judge, f"{status}: {why}")
 
 
-def only(values: tuple[Any, ...], why: str, otherwise: str) -> Shared:
-    """Implied for these values, not expressible for others."""
+def never(why: str) -> Shared:
+    """Refused with every value, because false and 0 say something there too."""
+    return refused(why, harmless=())
+
+
+def left_out(why: str) -> Shared:
+    """Left out, unless the value is null, false, 0 or empty: training is the same without it."""
+    return refused(why, "left out")
+
+
+def only(
+    values: tuple[Any, ...], why: str, otherwise: str, status: Literal["left out", "refused"] = "refused"
+) -> Shared:
+    """Implied for these values; others are refused, or left out."""
 
     def judge(settings: Settings, key: str, value: Any) -> Meaning:
         if value is None or value in values:
             return Meaning("implied", {}, why)
-        return Meaning("not expressible", {}, otherwise)
+        return Meaning(status, {}, otherwise)
 
     same = ", ".join(f"`{one}`" for one in values if one is not None)
-    return Shared(judge, f"implied for {same}: {why}" + ("" if why == otherwise else f"; others: {otherwise}"))
+    return Shared(judge, f"implied for {same}: {why}; others are {status}: {otherwise}")
+
+
+def with_critic(judge: Judge) -> Shared:
+    """The judge where the run has a critic; otherwise nothing reads the key."""
+
+    def judged(settings: Settings, key: str, value: Any) -> Meaning:
+        return judge(settings, key, value) if settings.has_critic else Meaning("implied", {}, NO_CRITIC)
+
+    assert isinstance(judge, Shared), "its words are on the page"
+    return Shared(judged, f"with a critic {judge.words}")
 
 
 def rows(kinds: tuple[type, ...], judge: Judge, *patterns: str, always: bool = False) -> tuple[KeyRule, ...]:

@@ -7,15 +7,16 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron_rl.tools.verl.machine import num_steps
-from megatron_rl.tools.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
+from megatron_rl.migrate.verl.machine import num_steps
+from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
 
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
 """First parts of paths that are folders and no owners on the hub."""
 MISSING = {
     r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.\dv|vla\b": "it reads images, and the models here are of text alone",
-    r"(?i)gemma|mistral|phi-?\d|seed-?oss|minimax|falcon|mimo|baichuan|internlm": "its family is not here",
+    r"(?i)pixtral|mistral-small-3\.[1-9]": "it reads images, and the models here are of text alone",
+    r"(?i)gemma|phi-?\d|seed-?oss|minimax|falcon|mimo|baichuan|internlm": "its family is not here",
     r"(?i)glm-?5|chatglm|glm-?4(?![.-]?[567])|nemotron|deepseek-?v4|hunyuan|^hy-?\d": "its family is not here",
     r"(?i)qwen1\.5-moe|qwen2[-_.].*a14b": "its family is not here",
 }
@@ -42,7 +43,7 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
     path = str(value)
     if path.startswith(("hdfs:", "s3:", "gs:")):
         to = {f"{section}.path": f"models/{PurePosixPath(path).name}"}
-        return Meaning("not expressible", to, "copy the folder to a file system that all nodes see")
+        return Meaning("refused", to, "copy the folder to a file system that all nodes see")
     folder, command = local_model(path)
     to = {f"{section}.path": str(folder)}
     if section == "critic.model":
@@ -51,7 +52,7 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
             to["critic.model.recompute"] = "full"
     for pattern, why in MISSING.items():
         if re.search(pattern, PurePosixPath(path).name) and not (folder / "config.json").exists():
-            return Meaning("not expressible", to, f"{why}; docs/families.md has those that are")
+            return Meaning("refused", to, f"{why}; docs/families.md has those that are")
     if WITH_TOWER.search(PurePosixPath(path).name) and not path.rstrip("/").endswith("text"):
         tower = "a published folder also reads images: take out its model of text once (docs/families.md)"
         return Meaning("mapped", to, f"{command}; {tower}" if command else tower)
@@ -79,24 +80,19 @@ def granularity(settings: Settings, key: str, value: Any) -> Meaning:
     return Meaning("used", {f"policy.megatron.transformer.{name}": one for name, one in switches.items() if one})
 
 
-def dtype(settings: Settings, key: str, value: Any) -> Meaning:
-    if value in ("bfloat16", "bf16"):
-        return Meaning("used", {"model.dtype": "bfloat16"})
-    if value in ("float32", "fp32"):
-        return Meaning("used", {"model.dtype": "float32"})
-    return Meaning("not expressible", {}, "weights are bfloat16 or float32 here")
-
-
 def train_rows(settings: Settings, key: str, value: Any) -> Meaning:
     files = [os.path.expanduser(str(one)) for one in (value if isinstance(value, list) else [value])]
     if len(files) == 1:
         return Meaning("used", {"data.train": files[0]})
-    why = "set the weights to the numbers of rows, which verl uses all of in an epoch"
+    if settings.rows is None or len(settings.rows) != len(files):
+        why = f"verl mixes {len(files)} files by their numbers of rows; give them, in this order, as --rows N,M,..."
+        return Meaning("refused", {}, why)
     stems = [PurePosixPath(one).stem for one in files]
     folders = [PurePosixPath(one).parent.name for one in files]
     short = next((one for one in (stems, folders) if len(set(one)) == len(files)), [str(n) for n in range(len(files))])
-    sources = [{"path": one, "weight": 1.0, "name": name} for one, name in zip(files, short, strict=True)]
-    return Meaning("mapped", {"data.train": sources}, why)
+    named = zip(files, settings.rows, short, strict=True)
+    sources = [{"path": one, "weight": float(number), "name": name} for one, number, name in named]
+    return Meaning("mapped", {"data.train": sources}, "the weights are the numbers of rows")
 
 
 def eval_rows(settings: Settings, key: str, value: Any) -> Meaning:
@@ -107,17 +103,16 @@ def eval_rows(settings: Settings, key: str, value: Any) -> Meaning:
     if to["eval.num_prompts"] == -1:
         to["eval.num_prompts"] = ALL_ROWS
     if len(files) > 1:
-        return Meaning("not expressible", to, "evaluations read one file or folder; put the files into one folder")
+        return Meaning("left out", to, "evaluations read one file or folder; put the files into one folder")
     return Meaning("used", to, "all its rows")
 
 
 def long_prompts(settings: Settings, key: str, value: Any) -> Meaning:
     """`filter_overlong_prompts` and `truncation`."""
     is_filtered, cut = settings["data.filter_overlong_prompts"], settings["data.truncation"]
-    to = {"data.on_bad_row": "skip" if is_filtered or cut != "error" else "fail"}
-    if key == "data.truncation" and cut != "error":
-        why = "too long prompts are left out and counted, not cut"
-        return Meaning("implied" if is_filtered else "not expressible", to, why)
+    to = {"data.on_bad_row": "skip" if is_filtered else "fail"}
+    if key == "data.truncation" and cut != "error" and not is_filtered:
+        return Meaning("mapped", to, "no prompt is cut: a run ends at a row whose prompt is too long")
     return Meaning("mapped", to)
 
 
@@ -147,11 +142,11 @@ def total_steps(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, "total_training_steps says when the run ends")
     prompts, steps = settings["data.train_batch_size"], num_steps(settings)
     if steps is None:
-        why = f"give --rows N, or set run.steps to {value} x (rows of data.train_files // {prompts})"
-        return Meaning("not expressible", {}, why)
+        why = f"the steps are {value} x (rows of data.train_files // {prompts}); give --rows N"
+        return Meaning("refused", {}, why)
     if steps == 0:
-        why = f"{settings.num_rows} rows are fewer than the {prompts} of a step; set run.steps yourself"
-        return Meaning("not expressible", {}, why)
+        why = f"{settings.num_rows} rows are fewer than the {prompts} of a step; give trainer.total_training_steps"
+        return Meaning("refused", {}, why)
     return Meaning("mapped", {"run.steps": steps}, f"{value} epochs x ({settings.num_rows} rows // {prompts})")
 
 
@@ -159,8 +154,8 @@ def rewards(settings: Settings, key: str, value: Any) -> Meaning:
     """The reward of the run, wherever verl has it from."""
     if settings["reward_model.enable"]:
         model = str(settings["reward_model.model.path"] or "reward-model")
-        ours = {"kind": "reward_model", "url": "http://localhost:8000", "model": model, "unfinished_score": 0.0}
-        why = "serve it with vLLM as a classifier, and set url and unfinished_score"
+        ours: dict[str, Any] = {"kind": "reward_model", "model": model}
+        why = "serve it with vLLM as a classifier, and add url and unfinished_score"
         return Meaning("mapped", {"rewards": [ours]}, why)
     path = settings["custom_reward_function.path"]
     if path is not None:
@@ -179,8 +174,8 @@ def rewards(settings: Settings, key: str, value: Any) -> Meaning:
         why = "verl's own functions compare the number after #### or in a box, as this reward does"
         return Meaning("mapped", {"rewards": [ours]}, why)
     ours = {"kind": "compute_score", "path": "verl.utils.reward_score:default_compute_score"}
-    why = "verl's own function is chosen by data_source; install verl, or choose a reward in megatron_rl/verifiers"
-    return Meaning("not expressible", {"rewards": [ours]}, why)
+    why = "verl's own function, which it chooses by data_source; it needs verl to be installed"
+    return Meaning("mapped", {"rewards": [ours]}, why)
 
 
 def reward_part(settings: Settings, key: str, value: Any) -> Meaning:
@@ -193,9 +188,11 @@ def reward_part(settings: Settings, key: str, value: Any) -> Meaning:
 
 
 def manager(settings: Settings, key: str, value: Any) -> Meaning:
+    if value == "batch" and settings["custom_reward_function.path"] is not None:
+        return Meaning("refused", {}, "the function gets one answer in a call here; write one that takes one answer")
     if value in ("naive", "batch", "prime", "dapo"):
         return Meaning("implied", {}, "each answer is scored as soon as its group is complete")
-    return Meaning("not expressible", {}, "there is no such manager; write its scores as a reward of kind function")
+    return Meaning("refused", {}, "there is no such manager; write its scores as a reward of kind function")
 
 
 def overlong_buffer(settings: Settings, key: str, value: Any) -> Meaning:
@@ -211,7 +208,7 @@ def overlong_buffer(settings: Settings, key: str, value: Any) -> Meaning:
     factor = settings[f"{prefix}.penalty_factor"]
     if factor not in (None, 1):
         why = f"the largest penalty is 1 here, not {factor}; write it as a reward of kind function"
-        return Meaning("not expressible", {}, why)
+        return Meaning("refused", {}, why)
     length = settings["reward_model.reward_kwargs.max_resp_len"] or settings["data.max_response_length"]
     shaping = {"kind": "soft_overlong", "max_tokens": length, "cache_tokens": settings[f"{prefix}.len"]}
     return Meaning("mapped", {"algorithm.shaping": [shaping]})
@@ -227,7 +224,7 @@ def evaluation(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, "every run evaluates before its first step")
     if every <= 0:
         return Meaning("mapped", {"data.eval": None}, "verl never evaluates with this test_freq")
-    return Meaning("not expressible", {}, "every run with data.eval evaluates before its first step too")
+    return Meaning("left out", {}, "every run with data.eval evaluates before its first step too")
 
 
 def eval_sampling(settings: Settings, key: str, value: Any) -> Meaning:
@@ -239,7 +236,7 @@ def eval_sampling(settings: Settings, key: str, value: Any) -> Meaning:
     same = usual.get(name, (settings[f"{ROLLOUT}.temperature"],))
     if value in same:
         return Meaning("implied", {}, "evaluations sample as training does")
-    return Meaning("not expressible", {}, f"evaluations sample as training does, with {name} {same[0]}")
+    return Meaning("left out", {}, f"evaluations sample as training does, with {name} {same[0]}")
 
 
 def names(settings: Settings, key: str, value: Any) -> Meaning:
@@ -265,7 +262,7 @@ def loggers(settings: Settings, key: str, value: Any) -> Meaning:
     unknown = [kind for kind in given if kind not in (*TRACKERS, "console", "file")]
     to: dict[str, Any] = {"observe": trackers} if trackers else {}
     if unknown:
-        return Meaning("not expressible", to, f"there is no tracker {', '.join(map(str, unknown))}; see observe")
+        return Meaning("left out", to, f"there is no tracker {', '.join(map(str, unknown))}; see observe")
     return Meaning(
         "mapped" if trackers else "implied", to, "" if trackers else "metrics are printed and in metrics.jsonl"
     )
@@ -292,7 +289,12 @@ def resume(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, "the command continues with --resume auto")
     if value == "disable":
         return Meaning("implied", {}, "a run starts from the beginning without --resume")
-    return Meaning("not expressible", {}, "verl's checkpoints are not read; export one for Hugging Face as model.path")
+    return Meaning("refused", {}, "verl's checkpoints are not read; export one for Hugging Face as model.path")
+
+
+def resume_path(settings: Settings, key: str, value: Any) -> Meaning:
+    """verl reads it with `resume_mode=resume_path` alone, which `resume` refuses."""
+    return Meaning("implied", {}, "verl reads it with resume_mode=resume_path alone")
 
 
 def engine(settings: Settings, key: str, value: Any) -> Meaning:
@@ -302,16 +304,29 @@ def engine(settings: Settings, key: str, value: Any) -> Meaning:
     return Meaning("implied", {}, f"the trainer is Megatron-Core, and not {settings.trainer}; {settings.mesh_reason}")
 
 
+def engine_of_actor(settings: Settings, key: str, value: Any) -> Meaning:
+    """`actor.model_engine`, which no engine of verl reads."""
+    why = f"verl reads model_engine at the top alone, and its trainer is {settings.trainer}"
+    return Meaning("implied" if value == settings.engine else "refused", {}, why)
+
+
+def entry(settings: Settings, key: str, value: Any) -> Meaning:
+    """A whole section as one mapping."""
+    if value in (None, {}, "", []):
+        return Meaning("implied", {}, "it is empty")
+    return Meaning("refused", {}, f"give its entries one by one, as {key}.NAME=VALUE")
+
+
 def engine_length(settings: Settings, key: str, value: Any) -> Meaning:
     """Lengths that verl gives to its engines, which are sums of the lengths of prompts and answers by default."""
     name = key.rpartition(".")[2]
     lengths = {"prompt_length": "data.max_prompt_length", "response_length": "data.max_response_length"}
     if name in lengths and value != settings[lengths[name]]:
         why = f"engines read {lengths[name]} here, which is {settings[lengths[name]]}; give both the same value"
-        return Meaning("not expressible", {}, why)
+        return Meaning("refused", {}, why)
     if name not in lengths and value is not None and value < settings.longest:
         why = f"verl's engines cut a sequence after it; here one may have {settings.longest} tokens"
-        return Meaning("not expressible", {}, why)
+        return Meaning("refused", {}, why)
     return Meaning("implied", {}, "prompt and answer lengths give the longest sequence")
 
 
@@ -325,7 +340,7 @@ def critic_warmup(settings: Settings, key: str, value: Any) -> Meaning:
 def batch_of_generation(settings: Settings, key: str, value: Any) -> Meaning:
     if value == settings["data.train_batch_size"] or settings["algorithm.filter_groups.enable"] or not value:
         return Meaning("implied", {}, "prompts are requested until the batch is full")
-    return Meaning("not expressible", {}, "a step has as many prompts as data.train_batch_size says")
+    return Meaning("refused", {}, "a step has as many prompts as data.train_batch_size says")
 
 
 def multi_turn(settings: Settings, key: str, value: Any) -> Meaning:
@@ -335,7 +350,7 @@ def multi_turn(settings: Settings, key: str, value: Any) -> Meaning:
     if not (settings[f"{prefix}.enable"] or settings[f"{prefix}.tool_config_path"]):
         return Meaning("implied", {}, "an answer is one turn")
     why = "write the tools as typed functions in rollout.environment (docs/environments.md)"
-    return Meaning("not expressible", {}, why)
+    return Meaning("refused", {}, why)
 
 
 def dumped(settings: Settings, key: str, value: Any) -> Meaning:

@@ -17,8 +17,8 @@ from fnmatch import translate
 from glob import escape
 from pathlib import PurePosixPath
 
-from megatron_rl.tools.verl.arithmetic import number
-from megatron_rl.tools.verl.lexer import Lexer, RawWord, piece_size
+from megatron_rl.migrate.verl.arithmetic import number
+from megatron_rl.migrate.verl.lexer import Lexer, RawWord, piece_size
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 ALL_ELEMENTS = re.compile(r"\$(?:\{([A-Za-z_]\w*)\[([@*])\](?:(:?[-+])(.*))?\}|([@*])|\{([@*])\}|\{@:1\})", re.DOTALL)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 
-from megatron_rl.tools.verl.expansion import Problem, Word
-from megatron_rl.tools.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.expansion import Problem, Word
+from megatron_rl.migrate.verl.lexer import ScriptError
 
 OVERRIDE = re.compile(r"(~|\+{0,2})([A-Za-z_][\w./@-]*)(?:=(.*))?", re.DOTALL)
 HYDRA = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}

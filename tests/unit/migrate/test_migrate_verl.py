@@ -15,15 +15,16 @@ from leaks import lasting
 from megatron_rl.__main__ import main as command
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.from_verl import main
-from megatron_rl.tools.verl.call import read_overrides
-from megatron_rl.tools.verl.content import local_model
-from megatron_rl.tools.verl.conversion import Converted, check_types, convert
-from megatron_rl.tools.verl.keys import RULES, rule_of
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_script
-from megatron_rl.tools.verl.settings import DEFAULTS, Settings
+from megatron_rl.migrate.verl.command import main
+from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.content import local_model
+from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
+from megatron_rl.migrate.verl.keys import RULES
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.names import NAMES, rule_of
+from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.settings import DEFAULTS, Settings
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 GRPO = (
@@ -38,7 +39,7 @@ MEGATRON = (f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.tensor_model_parall
 
 
 def settings_of(*overrides: str, rows: int | None = None) -> Settings:
-    settings = Settings(read_overrides([*GRPO, *overrides]), rows)
+    settings = Settings(read_overrides([*GRPO, *overrides]), None if rows is None else [rows])
     check_types(settings)
     return settings
 
@@ -300,40 +301,40 @@ def test_the_numbers(overrides, key, expected):
     [
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=32", "implied", "packed"),
         (f"{ACTOR}.ppo_epochs=1", "implied", "once"),
-        (f"{ACTOR}.ppo_epochs=2", "not expressible", "smaller ppo_mini_batch_size"),
+        (f"{ACTOR}.ppo_epochs=2", "refused", "smaller ppo_mini_batch_size"),
         (f"{ROLLOUT}.top_p=1.0", "implied", "all tokens"),
-        (f"{ROLLOUT}.top_p=0.9", "not expressible", "full distribution"),
+        (f"{ROLLOUT}.top_p=0.9", "refused", "full distribution"),
         (f"{ROLLOUT}.top_k=-1", "implied", "all tokens"),
         (f"{ROLLOUT}.temperature=0.8", "used", ""),
-        (f"{ROLLOUT}.val_kwargs.temperature=0.6", "not expressible", "as training does, with temperature 1.0"),
+        (f"{ROLLOUT}.val_kwargs.temperature=0.6", "left out", "as training does, with temperature 1.0"),
         (f"{ROLLOUT}.tensor_model_parallel_size=16", "mapped", "in one node"),
-        (f"{ROLLOUT}.n=1", "not expressible", "use 2 or more"),
+        (f"{ROLLOUT}.n=1", "refused", "use 2 or more"),
         ("trainer.test_freq=False", "mapped", "after the last one"),
-        (f"{ROLLOUT}.name=sglang", "not expressible", "vLLM answers"),
+        (f"{ROLLOUT}.name=sglang", "left out", "vLLM answers"),
         (f"{MODEL}.lora_rank=0", "implied", "all weights"),
-        (f"{ROLLOUT}.multi_turn.enable=True", "not expressible", "rollout.environment"),
+        (f"{ROLLOUT}.multi_turn.enable=True", "refused", "rollout.environment"),
         (f"{ACTOR}.fsdp_config.param_offload=True", "implied", "node's memory"),
         (f"{ACTOR}.fsdp_config.fsdp_size=32", "mapped", "Megatron-Core"),
-        (f"{MODEL}.path=Qwen/Qwen2.5-VL-7B-Instruct", "not expressible", "text alone"),
-        (f"{MODEL}.path=google/gemma-2-2b-it", "not expressible", "family is not here"),
+        (f"{MODEL}.path=Qwen/Qwen2.5-VL-7B-Instruct", "refused", "text alone"),
+        (f"{MODEL}.path=google/gemma-2-2b-it", "refused", "family is not here"),
         (f"{MODEL}.path=Qwen/Qwen3-8B", "mapped", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"),
-        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl", "not expressible", "gradient of k1"),
-        ("algorithm.use_kl_in_reward=True", "not expressible", "use_kl_loss"),
-        ("algorithm.adv_estimator=optimal_token_baseline", "not expressible", "no such estimator"),
-        ("algorithm.rollout_correction.rollout_is=sequence", "not expressible", "each token has its own weight"),
+        (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl", "refused", "gradient of k1"),
+        ("algorithm.use_kl_in_reward=True", "refused", "use_kl_loss"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "refused", "no such estimator"),
+        ("algorithm.rollout_correction.rollout_is=sequence", "refused", "each token has its own weight"),
         (
             "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce",
-            "not expressible",
+            "refused",
             "only loss_type ppo_clip",
         ),
         ("trainer.resume_mode=auto", "implied", "--resume auto"),
-        ("trainer.logger=[console,swanlab]", "not expressible", "swanlab"),
-        ("trainer.device=npu", "not expressible", "CUDA"),
-        ("data.shuffle=False", "not expressible", "shuffled"),
+        ("trainer.logger=[console,swanlab]", "left out", "swanlab"),
+        ("trainer.device=npu", "left out", "CUDA"),
+        ("data.shuffle=False", "used", ""),
         ("critic.optim.lr=1e-5", "implied", "no critic"),
-        ("no.such_key=1", "not expressible", "not known"),
-        ("data.train_batch_sise=1", "not expressible", "did you mean data.train_batch_size?"),
-        ("~data.seed", "not expressible", "removed"),
+        ("no.such_key=1", "refused", "no such key"),
+        ("data.train_batch_sise=1", "refused", "did you mean data.train_batch_size?"),
+        ("~data.seed", "refused", "removed"),
         ("reward_model.reward_kwargs.overlong_buffer_cfg.len=1", "implied", "off"),
     ],
 )
@@ -347,15 +348,15 @@ def test_the_verdicts(override, expected, why):
 def test_epochs_become_steps_where_the_rows_are_known():
     without = [one for one in GRPO if "total_training_steps" not in one]
     words = [*without, "trainer.total_epochs=15", "data.train_batch_size=1024"]
-    known = convert(Settings(read_overrides(words), 7473))
+    known = convert(Settings(read_overrides(words), [7473]))
     assert known.configuration["run"]["steps"] == 15 * 7
-    both = convert(Settings(read_overrides([*words, "trainer.total_training_steps=500"]), 7473))
+    both = convert(Settings(read_overrides([*words, "trainer.total_training_steps=500"]), [7473]))
     assert both.configuration["run"]["steps"] == 105  # verl ends when the epochs do
     unknown = convert(Settings(read_overrides(words)))
     assert "steps" not in unknown.configuration["run"]
     row = next(row for row in unknown.rows if row.key == "trainer.total_epochs")
-    assert row.status == "not expressible"
-    assert row.why == "give --rows N, or set run.steps to 15 x (rows of data.train_files // 1024)"
+    assert row.status == "refused"
+    assert row.why == "the steps are 15 x (rows of data.train_files // 1024); give --rows N"
 
 
 def test_a_key_that_is_given_twice_has_two_rows_and_its_last_value():
@@ -384,16 +385,17 @@ def test_a_value_of_the_wrong_type_is_an_error(override, message):
 
 def test_every_override_has_one_row_in_its_order():
     """Also unknown, repeated, removed and computed ones, and every key that the table knows."""
-    keys = [rule.pattern.replace("*", "x") for rule in RULES]
+    keys = [rule.pattern.replace("*", "x") for rule in RULES] + sorted(NAMES)
+    keys = list(dict.fromkeys(keys))
     script = "X=$(date)\npython3 -m verl.trainer.main_ppo --config-name=mine \\\n  trainer.experiment_name=$X nobody=1"
     call = read_script(script, {})
     call.overrides += read_overrides([*GRPO, *(f"{key}=null" for key in keys if key not in DEFAULTS), "~a.b"]).overrides
     found = convert(Settings(call))
     expected = ["--config-name", *(one.prefix + one.key for one in call.overrides)]
     assert [row.key for row in found.rows] == expected
-    assert all(row.status in ("used", "mapped", "implied", "not expressible") for row in found.rows)
+    assert all(row.status in ("used", "mapped", "implied", "left out", "refused") for row in found.rows)
     assert all(row.to for row in found.rows if row.status in ("used", "mapped"))
-    assert all(row.why for row in found.rows if row.status in ("implied", "not expressible"))
+    assert all(row.why for row in found.rows if row.status in ("implied", "left out", "refused"))
     assert sum(found.counts().values()) == len(expected)
 
 
@@ -453,15 +455,16 @@ def test_no_family_that_is_here_is_refused():
         "Qwen3.5-27B",
         "Llama-3.1-8B",
         "OLMo-2",
+        "Mistral-Nemo-Instruct-2407",
     ]
     assert len(names) > 20
     for name in names:
         row = next(row for row in found_of(f"{MODEL}.path={name}").rows if row.key == f"{MODEL}.path" and row.to)
         assert row.status in ("used", "mapped"), f"{name}: {row.why}"
-    for name in ("Mistral-Nemo-12B", "Hy3", "DeepSeek-V4-Flash", "GLM-5", "GLM-4.1V-9B", "Qwen3-VL-8B", "gemma-2-2b"):
+    for name in ("Pixtral-12B", "Hy3", "DeepSeek-V4-Flash", "GLM-5", "GLM-4.1V-9B", "Qwen3-VL-8B", "gemma-2-2b"):
         found = found_of(f"{MODEL}.path={name}")
-        assert found.rows[-1].status == "not expressible" and name not in found.rows[-1].why
-        assert found.open and found.open[0].startswith(f"{MODEL}.path: ")
+        assert found.rows[-1].status == "refused" and name not in found.rows[-1].why
+        assert found.refused and found.refused[-1].startswith(f"{MODEL}.path=")
 
 
 def test_the_page_of_keys_is_what_the_command_prints(capsys):
@@ -490,7 +493,7 @@ def test_the_command_writes_a_file_that_passes_the_dry_run(tmp_path, capsys, mon
     assert command(["from-verl", str(script), "--out", str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["configuration"] == yaml.safe_load(out.read_text())
-    assert told["counts"] == {"used": 5, "mapped": 1, "implied": 0, "not expressible": 0}
+    assert told["counts"] == {"used": 5, "mapped": 1, "implied": 0, "left out": 0, "refused": 0}
     assert [row["line"] for row in told["keys"]] == [4, 5, 6, 7, 8, 9]
     assert told["to_add"] == [] and told["command"] == f"megatron-rl grpo {out} --dry-run"
     with lasting("session"):  # the recipe sets variables when it is imported
@@ -500,7 +503,7 @@ def test_the_command_writes_a_file_that_passes_the_dry_run(tmp_path, capsys, mon
 def test_rows_are_counted_where_the_file_is_here(capsys):
     rows = Path(__file__).parents[3] / "recipes/tiny/data/gsm8k_verl.parquet"
     words = [f"data.train_files={rows}", "data.train_batch_size=10", "trainer.total_epochs=3", "trainer.save_freq=2"]
-    main(["algorithm.adv_estimator=grpo", *words, "--json"])
+    main(["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8", *words, "--json"])
     told = json.loads(capsys.readouterr().out)
     number = len(import_module("pyarrow.parquet").read_table(rows))
     assert told["configuration"]["run"]["steps"] == number // 10 * 3 > 0
@@ -528,7 +531,7 @@ def test_the_command_prints_its_tables_and_what_is_to_add(capsys):
     words = [one for one in GRPO if "total_training_steps" not in one]
     assert main([*words, "trainer.total_epochs=2"]) == 1
     printed = capsys.readouterr().out
-    for part in ("algorithm.adv_estimator=grpo", "not expressible", "to add: run.steps", "next: megatron-rl grpo"):
+    for part in ("algorithm.adv_estimator=grpo", "refused: trainer.total_epochs=2: the steps are", "next: give values"):
         assert part in printed
 
 

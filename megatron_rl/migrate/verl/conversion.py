@@ -7,16 +7,16 @@ values.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-from megatron_rl.tools.verl import algorithm, content, machine
-from megatron_rl.tools.verl.call import Override, VerlCall
-from megatron_rl.tools.verl.keys import RULES, rule_of
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.rules import KeyRule
-from megatron_rl.tools.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status, old_name
-from megatron_rl.tools.verl.values import parse
+from megatron_rl.migrate.verl import algorithm, content, machine
+from megatron_rl.migrate.verl.call import Override, VerlCall
+from megatron_rl.migrate.verl.keys import RULES
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.names import nearest, rule_of
+from megatron_rl.migrate.verl.rules import KeyRule
+from megatron_rl.migrate.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status, engine_of, old_name
+from megatron_rl.migrate.verl.values import parse
 
 NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", list: "a list"}
 READ_NULL = (
@@ -62,11 +62,13 @@ class Converted:
     """One for every override of the call, in its order, and one for each of Hydra's options."""
     defaults: list[KeyRow] = field(default_factory=list)
     """verl's defaults that the configuration has, because ours are different or may change."""
+    refused: list[str] = field(default_factory=list)
+    """The keys without which, or as this project would have them, something else would be trained, with the reasons."""
     open: list[str] = field(default_factory=list)
-    """Sentences about what has to be decided before a run: values that are not known, and a model that is not here."""
+    """Sentences about what has to be decided before a run, such as a layout that fits."""
 
     def counts(self) -> dict[str, int]:
-        found = dict.fromkeys(("used", "mapped", "implied", "not expressible"), 0)
+        found = dict.fromkeys(("used", "mapped", "implied", "left out", "refused"), 0)
         for row in self.rows:
             found[row.status] += 1
         return found
@@ -80,21 +82,26 @@ def convert(settings: Settings) -> Converted:
     """
     found = Converted()
     for name, option in settings.call.options.items():
-        found.rows.append(_option(name, option.text, settings.call))
+        row = _option(name, option.text, settings.call)
+        found.rows.append(row)
+        found.refused += [f"line {row.line}: {name}={row.value}: {row.why}"] if row.status == "refused" else []
     for override in settings.call.overrides:
         verdict = _judge_override(settings, override)
         text = override.text if override.problem is None else ""
         key = override.prefix + override.key
         found.rows.append(KeyRow(key, text, override.line, verdict.status, verdict.to, verdict.why))
-        if override.problem is not None or (verdict.status == "not expressible" and "model.path" in verdict.to):
-            found.open.append(f"{key}: {verdict.why}")
+        if verdict.status == "refused":
+            where = f"line {override.line}: " if override.line else ""
+            found.refused.append(f"{where}{key}{f'={text}' if text else ''}: {verdict.why}")
     for rule in RULES:
         if rule.always and rule.pattern not in settings:
             value = settings[rule.pattern]
             verdict = _judge(settings, rule, rule.pattern, value)
-            if verdict.to or verdict.status == "not expressible":
+            if verdict.to or verdict.status == "refused":
                 row = KeyRow(rule.pattern, str(value), None, verdict.status, verdict.to, verdict.why)
                 found.defaults.append(row)
+                if verdict.status == "refused":
+                    found.refused.append(f"verl's default {rule.pattern}={value}: {verdict.why}")
     for row in (*found.rows, *found.defaults):
         for target, value in row.to.items():
             put(found.configuration, target, value)
@@ -119,15 +126,15 @@ def _option(name: str, text: str, call: VerlCall) -> KeyRow:
             why = "it chooses verl's engine" if "megatron" in plain else "verl's own configuration"
             return KeyRow(name, text, call.line, "implied", {}, why)
         why = "the file is not read; add the keys that it sets to the command, as key=value"
-        return KeyRow(name, text, call.line, "not expressible", {}, why)
+        return KeyRow(name, text, call.line, "refused", {}, why)
     return KeyRow(name, text, call.line, "implied", {}, "an option of Hydra")
 
 
 def _judge_override(settings: Settings, override: Override) -> Meaning:
     if override.problem is not None:
-        return Meaning("not expressible", {}, override.problem)
+        return Meaning("refused", {}, override.problem)
     if override.prefix == "~":
-        return Meaning("not expressible", {}, "verl's key is removed; nothing here is removed")
+        return Meaning("refused", {}, "a default of verl cannot be removed here; give the value that verl then has")
     key = old_name(override.key)
     last = settings.given[key]
     if last is not override:
@@ -135,13 +142,12 @@ def _judge_override(settings: Settings, override: Override) -> Meaning:
         return Meaning("implied", {}, f"{where}, and the last value counts")
     rule = rule_of(key)
     if rule is None:
-        known = [one.pattern for one in RULES if "*" not in one.pattern]
-        near = get_close_matches(key, known, 1, 0.85)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return Meaning("not expressible", {}, f"not known{hint}")
+        return Meaning("refused", {}, f"verl has no such key; did you mean {nearest(override.key)}?")
+    if engine_of(key) not in (None, settings.engine):
+        return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
     value = settings[key]
     if isinstance(value, str) and "${" in value:
-        return Meaning("not expressible", {}, f"Hydra computes {value}; write its value")
+        return Meaning("refused", {}, f"Hydra computes {value}; write its value")
     _check_type(rule, override, parse(override.text) if not isinstance(value, str) else value)
     if isinstance(value, bool | int | float) and rule.kinds == (str,):
         value = override.text

@@ -5,13 +5,15 @@ only a shell could tell is asked for, with the line. Instead of a script, the ov
 
     megatron-rl from-verl run_qwen3_8b.sh --out run.yaml
     megatron-rl from-verl run_qwen3_8b.sh --set DATA_ROOT=/data --rows 7473 --json
+    megatron-rl from-verl run_qwen3_8b.sh actor_rollout_ref.actor.ppo_epochs=1      in place of the script's value
     megatron-rl from-verl algorithm.adv_estimator=grpo data.train_files=train.parquet
     megatron-rl from-verl --markdown                    docs/verl_keys.md
 
 Each key is `used` (the same meaning), `mapped` (converted), `implied` (what happens here anyway, or what has no meaning
-here), or `not expressible` (it is left out, and the table says what differs). The exit status is 0 if the configuration
-is complete, 1 if something has to be added before a dry run accepts it, or verl has no such engine, and 2 if the script
-cannot be read.
+here), `left out` (training is the same, and the table says what else differs), or `refused`: something else would be
+trained without it. One refused key ends the conversion, and all of them are listed. The exit status is 0 if the
+configuration is complete, 1 if a key is refused, something has to be added before a dry run accepts it, or verl has no
+such engine, and 2 if the script cannot be read.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,31 +35,31 @@ from rich.table import Table
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.verl.call import UnsetVariables, VerlCall, read_overrides
-from megatron_rl.tools.verl.conversion import Converted, KeyRow, check_types
-from megatron_rl.tools.verl.key_table import markdown
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_script
-from megatron_rl.tools.verl.settings import NoSuchEngine, Settings
+from megatron_rl.migrate.verl.call import UnsetVariables, VerlCall, read_overrides
+from megatron_rl.migrate.verl.conversion import Converted, KeyRow, check_types
+from megatron_rl.migrate.verl.key_table import markdown
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings
 
 FROM_SHELL = ("HOME", "PWD", "USER")
 """The variables of this shell that a script may use; others are given with --set."""
 WIDTH = 180
 """The width of tables that no terminal shows."""
-STYLES = {"used": "green", "mapped": "cyan", "implied": "dim", "not expressible": "yellow"}
+STYLES = {"used": "green", "mapped": "cyan", "implied": "dim", "left out": "yellow", "refused": "red"}
 SECTIONS = ("run", "model", "policy", "critic", "data", "rollout", "balance", "algorithm", "rewards", "eval")
 
 
 def read(given: argparse.Namespace) -> VerlCall:
-    """The call of verl in a script, or the call with the given overrides.
+    """The call of verl in a script, with the overrides that follow it; or the call with the given overrides.
 
     Raises:
         ScriptError: neither can be read.
         OSError: the file cannot be read.
     """
     words = given.words
-    if len(words) == 1 and ("=" not in words[0] or Path(words[0]).is_file()):
+    if "=" not in words[0] or Path(words[0]).is_file():
         variables = {name: os.environ[name] for name in FROM_SHELL if name in os.environ}
         for pair in given.set:
             name, equals, value = pair.partition("=")
@@ -64,24 +67,26 @@ def read(given: argparse.Namespace) -> VerlCall:
                 raise ScriptError(f"--set {pair}: write it as --set NAME=VALUE")
             variables[name] = value
         try:
-            return read_script(Path(words[0]).read_text(), variables)
+            call = read_script(Path(words[0]).read_text(), variables)
         except UnsetVariables as error:
             exported = [f'--set {name}="${name}"' for name in error.names if name in os.environ]
             hint = f"\nThis shell has a value: {' '.join(exported)}" if exported else ""
             raise ScriptError(f"{error}{hint}") from error
+        call.overrides += read_overrides(words[1:]).overrides
+        return call
     return read_overrides(words)
 
 
-def count_rows(settings: Settings) -> int | None:
-    """The number of rows of the training files; None if one of them is not here or is no Parquet file."""
+def count_rows(settings: Settings) -> list[int] | None:
+    """The numbers of rows of the training files; None if one of them is not here or is no Parquet file."""
     files = settings["data.train_files"]
-    total = 0
+    counts = []
     for name in files if isinstance(files, list) else [files]:
         path = Path(os.path.expanduser(str(name)))
         if path.suffix != ".parquet" or not path.is_file():
             return None
-        total += int(import_module("pyarrow.parquet").read_metadata(path).num_rows)
-    return total
+        counts.append(int(import_module("pyarrow.parquet").read_metadata(path).num_rows))
+    return counts
 
 
 def problems_of(configuration: dict[str, Any]) -> list[str]:
@@ -89,7 +94,11 @@ def problems_of(configuration: dict[str, Any]) -> list[str]:
     try:
         validate(GrpoRunConfig, configuration)
     except ValueError as error:
-        return [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+        sizes = yaml.safe_dump(
+            configuration.get("policy", {}).get("parallel", {}), default_flow_style=True, width=WIDTH
+        )
+        told = re.sub(r"Mesh\(.*?\)(?=:)", lambda _: sizes.strip(), str(error))
+        return [line.strip() for line in told.splitlines()[1:]] or [told]
     return []
 
 
@@ -132,10 +141,11 @@ def _short(value: Any) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="SCRIPT.sh | key=value", help="the script, or verl's overrides")
+    parser.add_argument("words", nargs="*", metavar="SCRIPT.sh key=value", help="the script, verl's overrides, or both")
     parser.add_argument("--out", metavar="FILE.yaml", help="write the configuration into this file")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
-    parser.add_argument("--rows", type=int, metavar="N", help="the number of training rows, to compute run.steps")
+    counts = "the numbers of rows of the training files, for run.steps and the mixture of several files"
+    parser.add_argument("--rows", type=_numbers, metavar="N,M,...", help=counts)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--markdown", action="store_true", help="print the table of all keys of verl")
     given = parser.parse_intermixed_args(arguments)
@@ -147,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = Settings(read(given))
         check_types(settings)
-        settings.num_rows = count_rows(settings) if given.rows is None else given.rows
+        settings.rows = count_rows(settings) if given.rows is None else given.rows
         found, notes = converted(settings)
     except (ScriptError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -156,9 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = f"megatron-rl {recipe} {given.out or 'run.yaml'} --dry-run"
     source = Path(given.words[0]).name if settings.call.line else "overrides"
     text = as_yaml(found.configuration, command, source)
-    problems = [*found.open, *problems_of(found.configuration)]
+    problems = [] if found.refused else [*found.open, *problems_of(found.configuration)]
     notes = [*settings.call.notes, *notes]
-    if given.out:
+    if given.out and not found.refused:
         target = Path(given.out)
         if target.exists() and OWN not in target.read_text(errors="replace"):
             print(f"error: {target} was not written by this command; give another --out, or remove it", file=sys.stderr)
@@ -167,18 +177,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         print(json.dumps(_as_dict(found, notes, problems, command)))
     else:
-        _print(found, notes, problems, text if not given.out else "")
-        print(f"\nnext: {command}")
-    return 1 if problems else 0
+        _print(found, notes, problems, "" if given.out or found.refused else text)
+        print(f"\nnext: {NEXT if found.refused else command}")
+    return 1 if problems or found.refused else 0
+
+
+NEXT = "give values that are not refused, in the script or behind it (from-verl SCRIPT.sh key=value)"
+"""What to do about refused keys."""
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(one) for one in text.split(",")]
 
 
 def _as_dict(found: Converted, notes: list[str], problems: list[str], command: str) -> dict[str, Any]:
     return {
-        "configuration": found.configuration,
+        "configuration": None if found.refused else found.configuration,
         "keys": [row.as_dict() for row in found.rows],
         "defaults": [row.as_dict() for row in found.defaults],
         "counts": found.counts(),
         "notes": notes,
+        "refused": found.refused,
         "to_add": problems,
         "command": command,
     }
@@ -193,6 +212,8 @@ def _print(found: Converted, notes: list[str], problems: list[str], text: str) -
     downloads = [row.why for row in found.rows if row.why.startswith("hf download")]
     for note in (*notes, *dict.fromkeys(downloads)):
         console.print(f"- {note}", soft_wrap=True, markup=False)
+    for refusal in found.refused:
+        console.print(f"refused: {refusal}", style="red", soft_wrap=True, markup=False)
     for problem in problems:
         console.print(f"to add: {problem}", style="red", soft_wrap=True, markup=False)
     if text:

@@ -9,11 +9,11 @@ import pytest
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.verl.call import read_overrides
-from megatron_rl.tools.verl.conversion import Converted, check_types, convert
-from megatron_rl.tools.verl.layout import converted
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.settings import Settings
+from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
+from megatron_rl.migrate.verl.layout import converted
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.settings import Settings
 
 MODEL = "actor_rollout_ref.model"
 PPO = ("algorithm.adv_estimator=gae", "trainer.total_training_steps=100")
@@ -89,31 +89,31 @@ def test_the_critic_has_its_own():
     [
         ((), f"{MODEL}.lora_rank=0", "implied", "all weights are trained"),
         ((), f"{MODEL}.lora.merge=True", "implied", "all weights are trained"),
-        ((), f"{MODEL}.lora.rank=16", "not expressible", f"does not read it, but {MODEL}.lora_rank"),
+        ((), f"{MODEL}.lora.rank=16", "refused", f"does not read it, but {MODEL}.lora_rank"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora_alpha=64", "used", ""),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.target_modules=[q_proj]", "used", ""),
-        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.target_modules=null", "not expressible", "by the model's architecture"),
-        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.target_modules=[mlp.up_proj]", "not expressible", "the last parts"),
-        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.exclude_modules=lm_head", "not expressible", "into policy.lora.targets"),
+        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.target_modules=null", "refused", "by the model's architecture"),
+        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.target_modules=[mlp.up_proj]", "refused", "the last parts"),
+        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.exclude_modules=lm_head", "refused", "into policy.lora.targets"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.exclude_modules=null", "implied", "it is off"),
-        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.modules_to_save=[lm_head]", "not expressible", "frozen"),
+        ((f"{MODEL}.lora_rank=8",), f"{MODEL}.modules_to_save=[lm_head]", "refused", "frozen"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora.merge=True", "mapped", "trainers merge the adapters"),
         (MEGATRON, f"{MODEL}.lora.merge=True", "mapped", "trainers merge the adapters"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora.merge=False", "implied", "the adapters alone"),
         (("critic.model.lora_rank=8",), "critic.model.lora.merge=True", "implied", "no engine has the critic"),
         ((f"{MODEL}.lora_rank=8",), f"{MODEL}.lora_adapter_path=old", "mapped", "adapter_config.json"),
         ((f"{MODEL}.lora_rank=8",), "actor_rollout_ref.rollout.layered_summon=True", "implied", "bridge"),
-        (MEGATRON, f"{MODEL}.lora_rank=4", "not expressible", f"does not read it, but {MODEL}.lora.rank"),
+        (MEGATRON, f"{MODEL}.lora_rank=4", "refused", f"does not read it, but {MODEL}.lora.rank"),
         (MEGATRON, f"{MODEL}.target_modules=all-linear", "implied", f"but {MODEL}.lora.target_modules"),
         (MEGATRON, f"{MODEL}.lora.target_modules=[linear_fc1]", "mapped", "every layer has its own A"),
-        (MEGATRON, f"{MODEL}.lora.target_modules=[router]", "not expressible", "router is none of linear_qkv"),
-        (MEGATRON, f"{MODEL}.lora.dropout=0.1", "not expressible", "no dropout"),
+        (MEGATRON, f"{MODEL}.lora.target_modules=[router]", "refused", "router is none of linear_qkv"),
+        (MEGATRON, f"{MODEL}.lora.dropout=0.1", "refused", "no dropout"),
         (MEGATRON, f"{MODEL}.lora.dropout=0.0", "implied", "no dropout"),
-        (MEGATRON, f"{MODEL}.lora.type=dora", "not expressible", "plain LoRA"),
+        (MEGATRON, f"{MODEL}.lora.type=dora", "refused", "plain LoRA"),
         (MEGATRON, f"{MODEL}.lora.type=canonical_lora", "implied", "plain LoRA"),
-        (MEGATRON, f"{MODEL}.lora.lora_B_init_method=xavier", "not expressible", "B is zero"),
+        (MEGATRON, f"{MODEL}.lora.lora_B_init_method=xavier", "refused", "B is zero"),
         (MEGATRON, f"{MODEL}.lora.fully_sharded_loras=True", "implied", "split"),
-        (MEGATRON, f"{MODEL}.lora.normalize_moe_lora=True", "not expressible", "policy.lora has no such key"),
+        (MEGATRON, f"{MODEL}.lora.normalize_moe_lora=True", "refused", "policy.lora has no such key"),
     ],
 )
 def test_the_verdicts(trainer, override, expected, why):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.tools.verl.settings import ACTOR, Meaning, Settings
+from megatron_rl.migrate.verl.settings import ACTOR, Meaning, Settings
 
 ESTIMATORS = {
     **dict.fromkeys(("grpo", "grpo_vectorized"), "grpo"),
@@ -59,7 +59,7 @@ def estimator(settings: Settings, key: str, value: Any) -> Meaning:
     ours = ESTIMATORS.get(value)
     if ours is None:
         why = f"there is no such estimator here; choose one of {', '.join(sorted(set(ESTIMATORS.values())))}"
-        return Meaning("not expressible", {"algorithm.adv_estimator.kind": value}, why)
+        return Meaning("refused", {"algorithm.adv_estimator.kind": value}, why)
     to: dict[str, Any] = {"algorithm.adv_estimator.kind": ours}
     if ours in WITH_STD:
         to["algorithm.adv_estimator.std"] = WITH_STD[ours] if settings["algorithm.norm_adv_by_std_in_grpo"] else "none"
@@ -83,14 +83,14 @@ def discount(settings: Settings, key: str, value: Any) -> Meaning:
     if ours == "gae":
         return Meaning("used", {f"algorithm.adv_estimator.{name}": value})
     if name == "gamma" and ours == "reinforce_plus_plus" and value != 1:
-        return Meaning("not expressible", {}, "rewards are not discounted with reinforce_plus_plus here; use gamma 1")
+        return Meaning("refused", {}, "rewards are not discounted with reinforce_plus_plus here; use gamma 1")
     return Meaning("implied", {}, f"the estimator {ours} does not read it")
 
 
 def loss_mode(settings: Settings, key: str, value: Any) -> Meaning:
     if value not in LOSSES:
         why = f"there is no such loss here; choose one of {', '.join(LOSSES.values())}, or write it as kind: function"
-        return Meaning("not expressible", {"algorithm.loss.kind": value}, why)
+        return Meaning("refused", {"algorithm.loss.kind": value}, why)
     return Meaning("mapped", {"algorithm.loss.kind": LOSSES[value]})
 
 
@@ -129,7 +129,7 @@ def aggregation(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("mapped", to, "the sum over tokens is divided by this length, and by the number of answers")
     if value in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         return Meaning("used", {"algorithm.loss_agg_mode": value})
-    return Meaning("not expressible", {"algorithm.loss_agg_mode": value}, "there is no such aggregation here")
+    return Meaning("refused", {"algorithm.loss_agg_mode": value}, "there is no such aggregation here")
 
 
 def loss_length(settings: Settings, key: str, value: Any) -> Meaning:
@@ -166,14 +166,12 @@ def kl_switch(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, "no penalty is the default")
     place, problem = kl_place(settings)
     if problem:
-        return Meaning("not expressible", {}, problem)
+        return Meaning("refused", {}, problem)
     if place == ("loss" if key.endswith("use_kl_loss") else "reward"):
         return Meaning("mapped", {"algorithm.kl.place": place})
     if place is None:
         return Meaning("implied", {}, "the coefficient is 0")
-    return Meaning(
-        "not expressible", {}, "there is one KL penalty here, which is in the loss; set one of the two to False"
-    )
+    return Meaning("refused", {}, "there is one KL penalty here, which is in the loss; set one of the two to False")
 
 
 def kl_part(settings: Settings, key: str, value: Any) -> Meaning:
@@ -184,7 +182,7 @@ def kl_part(settings: Settings, key: str, value: Any) -> Meaning:
     is_on = settings[f"{ACTOR}.use_kl_loss" if mine == "loss" else "algorithm.use_kl_in_reward"]
     if place != mine:
         if is_on and problem:
-            return Meaning("not expressible", {}, "the KL penalty is left out; see the key that switches it on")
+            return Meaning("refused", {}, "the KL penalty is left out; see the key that switches it on")
         return Meaning("implied", {}, f"there is no KL in the {mine}")
     if name in ("kl_loss_type", "kl_penalty"):
         to: dict[str, Any] = {"algorithm.kl.estimator": KL[value.rstrip("+")]}
@@ -224,12 +222,12 @@ def correction(settings: Settings, key: str, value: Any) -> Meaning:
             try:
                 *low, high = map(float, bounds)
             except ValueError:
-                return Meaning("not expressible", {}, "correct rollout_is_threshold: it is a number, or low_high")
+                return Meaning("refused", {}, "correct rollout_is_threshold: it is a number, or low_high")
             ours |= {"kind": "mask", "low": low[0], "high": high} if low else {"kind": "truncate", "cap": high}
             if value == "token":
                 return Meaning("mapped", {"algorithm.correction.weight": ours})
             why = "verl takes the product of a sequence's ratios; here each token has its own weight"
-            return Meaning("not expressible", {"algorithm.correction.weight": ours}, why)
+            return Meaning("refused", {"algorithm.correction.weight": ours}, why)
         nothing: dict[str, Any] = {"algorithm.correction.weight" if rejection else "algorithm.correction": None}
         return Meaning("mapped", nothing, "verl corrects nothing")
     if name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
@@ -242,21 +240,19 @@ def correction(settings: Settings, key: str, value: Any) -> Meaning:
         rules = _rejections(str(rejection), settings[prefix + "rollout_rs_threshold"])
         if rules is None:
             why = "the rule is not known here; megatron-rl config algorithm.correction.reject prints what there is"
-            return Meaning("not expressible", {}, why)
-        return Meaning(
-            "mapped", {"algorithm.correction.reject": rules}, "for k1 the bounds are those of verl, inverted"
-        )
+            return Meaning("refused", {}, why)
+        return Meaning("mapped", {"algorithm.correction.reject": rules}, "for k1 verl has the inverse bounds")
     if name in ("bypass_mode", "loss_type"):
         return Meaning("implied", {}, "the ratio is taken to the trainer's policy")
-    return Meaning("not expressible", {}, "not known")
+    return Meaning("refused", {}, "not known")
 
 
 def _bypass(settings: Settings, name: str, rejection: Any) -> Meaning:
     """verl's bypass mode: the engine's log-probs are pi_old, so that the ratio is the importance weight, too."""
     if rejection:
-        return Meaning("not expressible", {}, "rules of rejection are not known with the ratio to the engine's policy")
+        return Meaning("refused", {}, "rules of rejection are not known with the ratio to the engine's policy")
     if settings["algorithm.rollout_correction.loss_type"] != "ppo_clip":
-        return Meaning("not expressible", {}, "with bypass_mode only loss_type ppo_clip is known")
+        return Meaning("refused", {}, "with bypass_mode only loss_type ppo_clip is known")
     if name == "bypass_mode":
         ours: dict[str, Any] = {"algorithm.anchor": "engine", "algorithm.correction": None}
         return Meaning("mapped", ours, "the ratio is taken to the engine's policy")
@@ -291,16 +287,29 @@ def _rejections(rules: str, thresholds: Any) -> list[dict[str, Any]] | None:
 
 
 def filter_groups(settings: Settings, key: str, value: Any) -> Meaning:
-    if not value:
+    """The switch and its largest number of batches, after which groups without a signal fill a step up."""
+    if not settings["algorithm.filter_groups.enable"]:
         return Meaning("implied", {}, "groups are not replaced by default")
     why = "engines generate while the trainer trains, so half of the GPUs are the engines' own"
     most = settings["algorithm.filter_groups.max_num_gen_batches"]
     return Meaning("mapped", {"rollout.active_sampling": max(2, most) if most and most > 0 else True}, why)
 
 
+def filter_metric(settings: Settings, key: str, value: Any) -> Meaning:
+    """Groups are compared by their scores, before long answers are punished."""
+    if value is None or not settings["algorithm.filter_groups.enable"]:
+        return Meaning("implied", {}, "groups are compared by their scores")
+    is_own = settings["custom_reward_function.path"] is not None
+    is_shaped = any(key.endswith("overlong_buffer_cfg.enable") and settings[key] for key in settings.given)
+    same = ("score", *(() if is_own else ("acc",)), *(() if is_shaped else ("seq_reward", "seq_final_reward")))
+    if value in same:
+        return Meaning("implied", {}, "groups are compared by their scores")
+    return Meaning("refused", {}, f"groups are compared by their scores here; use {' or '.join(same)}")
+
+
 def group_size(settings: Settings, key: str, value: Any) -> Meaning:
     name = settings["algorithm.adv_estimator"]
     if value == 1 and ESTIMATORS.get(name) in COMPARING:
         why = f"with {name} the answers to a prompt are compared, and one alone has no gradient here; use 2 or more"
-        return Meaning("not expressible", {"rollout.samples_per_prompt": 1}, why)
+        return Meaning("refused", {"rollout.samples_per_prompt": 1}, why)
     return Meaning("used", {"rollout.samples_per_prompt": value})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.tools.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
+from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
 
 MESH = {
     "tensor_model_parallel_size": "tensor",
@@ -23,6 +23,13 @@ SCHEDULES = {
     "torchtitan": ("decay_type",),
 }
 """verl's engines -> their keys of the schedule of the learning rate."""
+VLLM_SPEED = (
+    *("attention_backend", "cudagraph_capture_sizes", "disable_cascade_attn", "disable_custom_all_reduce"),
+    *("disable_log_stats", "disable_mm_preprocessor_cache", "distributed_executor_backend", "enable_chunked_prefill"),
+    *("enable_expert_parallel", "enable_prefix_caching", "enable_sleep_mode", "enforce_eager", "all2all_backend"),
+    *("max_num_batched_tokens", "max_num_seqs", "max_num_partial_prefills", "mm_processor_cache_gb"),
+)
+"""Arguments of vLLM that change only speed and memory."""
 LOWEST = ("min_lr_ratio", "min_lr", "lr_min", "min_lr_factor")
 """The engines' keys of the rate at the end of the schedule."""
 ROUND = 128
@@ -55,7 +62,7 @@ def epochs(settings: Settings, key: str, value: Any) -> Meaning:
     if absent(settings, key) or value == 1:
         return Meaning("implied", {}, NO_CRITIC if absent(settings, key) else "every answer is trained on once")
     why = "every answer is trained on once here; use 1, and more updates by a smaller ppo_mini_batch_size"
-    return Meaning("not expressible", {}, why)
+    return Meaning("refused", {}, why)
 
 
 def is_dynamic(settings: Settings, key: str, value: Any) -> Meaning:
@@ -106,8 +113,8 @@ def warmup(settings: Settings, key: str, value: Any) -> Meaning:
     if not has_steps:
         total = num_steps(settings)
         if total is None:
-            why = f"it is {ratio} x run.steps x updates of a step; set {owner}.optimizer.warmup_steps to it"
-            return Meaning("not expressible", {}, why)
+            why = f"it is {ratio} x the training steps, which the number of rows says; give --rows N"
+            return Meaning("refused", {}, why)
         steps = int(ratio * total)
     each = settings.updates_per_step if owner == "policy" else _critic_updates(settings)
     why = f"{steps} training steps x {each} optimizer steps"
@@ -155,7 +162,7 @@ def schedule(settings: Settings, key: str, value: Any) -> Meaning:
     if key not in settings and value in (None, "constant"):
         return Meaning("implied", {}, "the rate is constant by default")
     if value not in ("constant", "linear", "cosine"):
-        return Meaning("not expressible", {}, "the schedules here are constant, linear and cosine")
+        return Meaning("refused", {}, "the schedules here are constant, linear and cosine")
     owner, prefix = owner_of(key), key.rpartition(".")[0]
     to: dict[str, Any] = {f"{owner}.optimizer.schedule": value}
     if value != "constant" and all(settings[f"{prefix}.{name}"] is None for name in LOWEST):
@@ -205,9 +212,7 @@ def stages(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, "all stages have as many layers by default")
     why = "auto balances the stages, and gives the last one fewer layers; for numbers of your own give a list"
     if owner_of(key) == "critic":
-        return Meaning(
-            "not expressible", {}, "give the layers of the critic's stages as the list critic.parallel.layers"
-        )
+        return Meaning("left out", {}, "give the layers of the critic's stages as the list critic.parallel.layers")
     return Meaning("mapped", {"policy.parallel.layers": "auto"}, why)
 
 
@@ -231,7 +236,7 @@ def gpus(settings: Settings, key: str, value: Any) -> Meaning:
         sizes = mesh_of(settings, owner)
         if sizes["data"] is None:
             why = f"{world} GPUs are no multiple of tensor x pipeline x context of {owner}.parallel; correct the sizes"
-            return Meaning("not expressible", to, why)
+            return Meaning("refused", to, why)
         if settings.is_megatron:
             to[f"{owner}.parallel.data"] = sizes["data"]
         else:
@@ -277,10 +282,10 @@ def engines(settings: Settings, key: str, value: Any) -> Meaning:
     }
     if settings.is_sharing and tensor * stages > gpus_of_engine_node(settings):
         why = "an engine on the trainer's GPUs is in one node; give engines GPUs of their own (cluster.colocate=false)"
-        return Meaning("not expressible", to, why)
+        return Meaning("left out", to, why)
     if engines * tensor * stages != total:
         why = f"{total} GPUs are no multiple of {tensor * stages}, the GPUs of an engine; lower rollout.tensor"
-        return Meaning("not expressible", to, why)
+        return Meaning("left out", to, why)
     if tensor != given:
         where = "an engine on the trainer's GPUs is in one node" if settings.is_sharing else "stages span the nodes"
         why = f"{given} GPUs of an engine: tensor ranks are in one node, and {where}"
@@ -318,4 +323,4 @@ def engine_replicas(settings: Settings, key: str, value: Any) -> Meaning:
     if value in (None, 1):
         return Meaning("implied", {}, "the default")
     why = "an engine has no data parallelism inside; here each replica is an engine (rollout.num_engines)"
-    return Meaning("not expressible", {}, why)
+    return Meaning("left out", {}, why)

@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from megatron_rl.tools.verl.call import read_overrides
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_script
-from megatron_rl.tools.verl.values import parse
+from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.values import parse
 
 HOME = {"HOME": "/home/ada", "PWD": "/work"}
 CALL = "python3 -m verl.trainer.main_ppo"

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.script import read_script
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.script import read_script
 
 CALL = "python3 -m verl.trainer.main_ppo"
 ENDING = f'\n{CALL} "${{EXTRA[@]}}" a.b=$X\n'

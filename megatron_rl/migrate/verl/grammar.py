@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from megatron_rl.tools.verl.lexer import Operator, RawWord, ScriptError
+from megatron_rl.migrate.verl.lexer import Operator, RawWord, ScriptError
 
 ADVICE = "give the words that `bash -x` prints for the command in place of the script"
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megatron_rl.tools.verl.expansion import Problem, Variables, Word
-from megatron_rl.tools.verl.grammar import ADVICE
-from megatron_rl.tools.verl.lexer import RawWord
+from megatron_rl.migrate.verl.expansion import Problem, Variables, Word
+from megatron_rl.migrate.verl.grammar import ADVICE
+from megatron_rl.migrate.verl.lexer import RawWord
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_rl.tools.verl.expansion import Problem, Variables, Word, matches
-from megatron_rl.tools.verl.lexer import Operator, RawWord
+from megatron_rl.migrate.verl.expansion import Problem, Variables, Word, matches
+from megatron_rl.migrate.verl.lexer import Operator, RawWord
 
 SIGNS = {
     "-eq": lambda left, right: left == right,

@@ -10,15 +10,18 @@ in Hydra.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from megatron_rl.tools.verl.call import Override, VerlCall
-from megatron_rl.tools.verl.lexer import ScriptError
-from megatron_rl.tools.verl.values import parse
+from megatron_rl.migrate.verl.call import Override, VerlCall
+from megatron_rl.migrate.verl.lexer import ScriptError
+from megatron_rl.migrate.verl.values import parse
 
-Status = Literal["used", "mapped", "implied", "not expressible"]
+Status = Literal["used", "mapped", "implied", "left out", "refused"]
+"""`left out` trains the same, and something besides differs: evaluations, records, checkpoints, the machine. `refused`
+would train something else, and ends the conversion."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ENGINES = {"dp": "FSDP", "megatron": "Megatron", "veomni": "VeOmni", "torchtitan": "TorchTitan"}
@@ -71,6 +74,7 @@ DEFAULTS: dict[str, Any] = {
     "data.truncation": "error",
     "data.filter_overlong_prompts": False,
     "data.shuffle": True,
+    "critic.loss_agg_mode": "token-mean",
     "actor_rollout_ref.hybrid_engine": True,
     "actor_rollout_ref.model.path": "~/models/deepseek-llm-7b-chat",
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
@@ -165,6 +169,22 @@ def old_name(key: str) -> str:
     return key
 
 
+ENGINE_PARTS = {
+    "fsdp_config": "dp",
+    "fsdp": "dp",
+    "megatron": "megatron",
+    "veomni": "veomni",
+    "torchtitan": "torchtitan",
+}
+"""Sections of the actor, the reference and the critic that one engine alone reads -> the engine."""
+
+
+def engine_of(key: str) -> str | None:
+    """The engine that alone reads a key; None if all do."""
+    owner = re.match(r"actor_rollout_ref\.(?:actor|ref)\.|critic\.(?:model\.)?", key)
+    return ENGINE_PARTS.get(key[owner.end() :].partition(".")[0]) if owner else None
+
+
 @dataclass(frozen=True, slots=True)
 class Meaning:
     """What becomes of a setting: the keys of ours that it gives, and a phrase that says why or what differs."""
@@ -177,10 +197,10 @@ class Meaning:
 class Settings:
     """The settings of a call, by verl's keys."""
 
-    def __init__(self, call: VerlCall, num_rows: int | None = None) -> None:
+    def __init__(self, call: VerlCall, rows: Sequence[int] | None = None) -> None:
         self.call = call
-        self.num_rows = num_rows
-        """The number of training rows, if the user has given it or the file has told it."""
+        self.rows = rows
+        """The numbers of training rows of each file, if the user has given them or the files have told them."""
         self.mesh: dict[str, int] | None = None
         """The trainer's sizes where verl's trainer is FSDP, by our names; None until they are chosen."""
         self.mesh_reason = "a first guess"
@@ -204,7 +224,7 @@ class Settings:
     def _default(self, key: str) -> Any:
         """verl's default; some keys of the critic follow the actor."""
         owner, _, name = key.rpartition(".")
-        if owner == "critic" and name in ("ppo_mini_batch_size", "ppo_epochs", "use_dynamic_bsz"):
+        if owner == "critic" and name in ("ppo_mini_batch_size", "ppo_epochs", "use_dynamic_bsz", "loss_agg_mode"):
             return self[f"{ACTOR}.{name}"]
         if owner == "critic.megatron":
             return MEGATRON.get(name)
@@ -217,6 +237,10 @@ class Settings:
     def __contains__(self, key: str) -> bool:
         """Whether the script gives the key."""
         return key in self._values
+
+    @property
+    def num_rows(self) -> int | None:
+        return None if self.rows is None else sum(self.rows)
 
     @property
     def engine(self) -> str:

@@ -1,0 +1,1 @@
+"""Doors for users of other libraries; each room reads what its library reads, and nothing here imports it."""
