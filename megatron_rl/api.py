@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import yaml
 from rich.console import Console
 
+from megatron_rl.commands.defaults import with_defaults
 from megatron_rl.config.by_value import Functions
 from megatron_rl.config.function import VALUES
 from megatron_rl.config.given_rows import GivenRows, Rows
@@ -33,7 +34,6 @@ from megatron_rl.observe.records import METRICS, read_metrics
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.transfer import planned_transfer
-from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.types import ModelShape
 
 Function = Callable[..., Any]
@@ -207,7 +207,7 @@ def plan(model: Model | None = None, *, files: Sequence[str | os.PathLike[str]] 
     Raises:
         ValueError: the configuration is refused. A run that does not fit is no error; see `RunPlan.memory`.
     """
-    from megatron_rl.recipes import dry_run
+    from megatron_rl.commands import dry_run
 
     given = {
         "run": {"name": "plan", "steps": 1},

@@ -22,10 +22,10 @@ from typing import TypeAlias
 
 import nemo_run
 
+from megatron_rl.commands.slurm import Job, read_job, variables, with_memory
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, PpoRunConfig, SftRunConfig
 from megatron_rl.config.slurm import SlurmConfig
-from megatron_rl.recipes.slurm import Job, read_job, variables, with_memory
 
 KINDS: dict[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
 

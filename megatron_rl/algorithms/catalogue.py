@@ -1,4 +1,4 @@
-"""The tables of `tools/algorithms.py`, which are made from the configuration classes."""
+"""The tables of `megatron-rl algorithms`, which are made from the configuration classes."""
 
 from __future__ import annotations
 

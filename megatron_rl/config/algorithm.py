@@ -1,7 +1,7 @@
 """The section `algorithm` of a configuration, with KL and entropy.
 
-The key `kind` of a section chooses one of its kinds. Each kind states its formula and its source, and
-`tools/algorithms.py` prints them as tables. Combinations that make no sense are refused here, and the error says why.
+The key `kind` of a section chooses one of its kinds. Each kind states its formula and its source, and `megatron-rl
+algorithms` prints them as tables. Combinations that make no sense are refused here, and the error says why.
 
 The symbol of the formulas, for one token: d = log pi - log pi_ref.
 """
@@ -275,8 +275,8 @@ class AlgorithmConfig(Section):
                 )
         if "values" in estimator.needs and run.critic is None:
             yield (
-                f"algorithm.adv_estimator {estimator.kind} needs a critic; add the section critic (recipes/ppo.py has "
-                "one), or choose another estimator"
+                f"algorithm.adv_estimator {estimator.kind} needs a critic; add the section critic (`megatron-rl ppo` "
+                "has one), or choose another estimator"
             )
         if rollout.prompts_per_step < self.updates_per_step:
             yield (

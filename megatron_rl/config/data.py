@@ -141,7 +141,7 @@ class DataConfig(_Questions):
     easy_first_epochs: NonNegativeInt = 0
     """The number of first epochs of each source that take its prompts in the order of falling `pass_rate`. Prompts with
     the same rate are in random order. Every row then needs this column, a number from 0 to 1, which
-    tools/filter_difficulty.py writes. Later epochs are shuffled; 0 shuffles all."""
+    `megatron-rl filter-difficulty` writes. Later epochs are shuffled; 0 shuffles all."""
     deduplicate: bool = False
     """Whether rows of a source that repeat an earlier row's question (as tokens) and all its other columns are removed.
     Columns that only name a row, such as `id` and `question_id`, and `pass_rate` may differ. Questions with several

@@ -79,9 +79,9 @@ class ModelConfig(Section):
     path: Path
     """The model's folder in Hugging Face's format, with config.json, safetensors files and a tokenizer."""
     weights: Path | None = None
-    """The folder with the weights that the run begins with, if they are not in `path`: one that tools/hf_to_megatron.py
-    has written, or a checkpoint of another run. `path` may then be its subfolder `hf`, which has everything but the
-    weights."""
+    """The folder with the weights that the run begins with, if they are not in `path`: one that `megatron-rl convert
+    to-megatron` has written, or a checkpoint of another run. `path` may then be its subfolder `hf`, which has
+    everything but the weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The data type of the weights in the trainer's forward pass and in the engine. The optimizer computes in fp32.
     `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16

@@ -26,7 +26,7 @@ HEAD = """# Configuration
 
 Every key of a run, with its type, its default and its meaning. A key is written in a YAML file, below its section, or
 on the command line as `section.key=value`; later arguments win. A section with several kinds is chosen by its key
-`kind`, and has a heading for each kind, such as `algorithm.loss[dual_clip]`. `recipes/sft.py` has the sections `run`,
+`kind`, and has a heading for each kind, such as `algorithm.loss[dual_clip]`. `megatron-rl sft` has the sections `run`,
 `model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; the other recipes have all but
 `sft`. This page is written by `megatron-rl config --markdown`.
 """

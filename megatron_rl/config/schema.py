@@ -114,7 +114,7 @@ class CheckpointConfig(Section):
     (`sft.eval_every`). null means that no checkpoint is kept for its value."""
     export_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`. All exports are
-    kept. 0 exports only the final model, as `hf`. tools/export_checkpoint.py exports any checkpoint later."""
+    kept. 0 exports only the final model, as `hf`. `megatron-rl export` exports any checkpoint later."""
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
         if self.keep_best is None or self.keep_best in run.eval_metrics:
@@ -181,7 +181,7 @@ class BaseConfig(Section):
 
 
 class SftRunConfig(BaseConfig):
-    """The configuration of recipes/sft.py."""
+    """The configuration of `megatron-rl sft`."""
 
     sft: SftConfig
 
@@ -191,7 +191,7 @@ class SftRunConfig(BaseConfig):
 
 
 class GrpoRunConfig(BaseConfig):
-    """The configuration of recipes/grpo.py."""
+    """The configuration of `megatron-rl grpo`."""
 
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -250,7 +250,7 @@ class GrpoRunConfig(BaseConfig):
 
 
 class PpoRunConfig(GrpoRunConfig):
-    """The configuration of recipes/ppo.py."""
+    """The configuration of `megatron-rl ppo`."""
 
     algorithm: AlgorithmConfig = AlgorithmConfig(adv_estimator=GaeAdvantage())
     critic: CriticConfig = CriticConfig()

@@ -84,7 +84,7 @@ def _absolute(value: Any) -> Any:
 
 
 class Method(Section):
-    """A section that configures a published method; `tools/algorithms.py` prints its formula and its source."""
+    """A section that configures a published method; `megatron-rl algorithms` prints its formula and its source."""
 
     formula: ClassVar[str]
     source: ClassVar[str]

@@ -59,7 +59,7 @@ def run_page(run_folder: Path, is_live: bool = False) -> str:
     """The page of a run, as HTML.
 
     Args:
-        is_live: the page asks its server for new data (tools/watch.py).
+        is_live: the page asks its server for new data (`megatron-rl watch`).
 
     Raises:
         ValueError: a file is not JSON.

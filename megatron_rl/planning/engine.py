@@ -104,7 +104,7 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     vLLM takes its share of the GPU (`vllm_bytes`); the bridge's memory is added to it. A sequence needs the same number
     of KV cache blocks on each stage, so the stage with room for the fewest sequences decides, and the other stages have
     unused room. If vLLM repacks experts, a rank holds a layer's experts until all ranks of the engine have the layer
-    (`tools/plan_sync.py --repacked` computes their bytes), and each verified layer is built a second time. With
+    (`megatron-rl plan-sync --repacked` computes their bytes), and each verified layer is built a second time. With
     adapters that vLLM serves no weights arrive, and it has one or two slots for them (`RolloutConfig.num_adapters`).
     """
     shape = config.pushed(shape)

@@ -134,7 +134,7 @@ def unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iter
     if shape.latent:
         yield (
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
-            f"to them; train the adapters of {shape.family} with recipes/sft.py"
+            f"to them; train the adapters of {shape.family} with `megatron-rl sft`"
         )
     if shape.experts and (left := [n for n in targets if n in linear_layers(shape) and n not in _attention(shape)]):
         yield (

@@ -213,8 +213,8 @@ def _check_manifest(folder: Path, shape: ModelShape) -> None:
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(
-            f"model.weights: {folder} has no {MANIFEST}; give a folder that tools/hf_to_megatron.py has written, or "
-            f"a checkpoint of a run"
+            f"model.weights: {folder} has no {MANIFEST}; give a folder that `megatron-rl convert to-megatron` has "
+            f"written, or a checkpoint of a run"
         )
     try:
         fields = json.loads(path.read_text())

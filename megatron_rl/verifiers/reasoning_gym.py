@@ -1,5 +1,5 @@
 """The reasoning_gym reward: the answer to a task of the library reasoning-gym (Stojanovski et al. 2025,
-arXiv:2505.24760) is scored by the task's own scorer. `tools/reasoning_gym_rows.py` writes the rows.
+arXiv:2505.24760) is scored by the task's own scorer. `megatron-rl reasoning-gym-rows` writes the rows.
 
 Some scorers evaluate the answer as Python, directly or with sympy's `parse_expr`. An answer may be hostile, and a score
 that its code could change would be worth nothing. `library` replaces these evaluations: values are read as literals,

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.recipes.launch import console, quiet_environment
+from megatron_rl.commands.launch import console, quiet_environment
 
 quiet_environment()
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fresh:
         shutil.rmtree(home, ignore_errors=True)
 
-    from megatron_rl.recipes import grpo
+    from megatron_rl.commands import grpo
     from megatron_rl.recipes.smollm2.model import convert, fetch
     from megatron_rl.recipes.smollm2.task import write_rows
 

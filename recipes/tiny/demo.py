@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.recipes.launch import console, entry, quiet_environment
+from megatron_rl.commands.launch import console, entry, quiet_environment
 
 quiet_environment()
 # The numbers of RECORD.md were seen with one thread.
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.fresh:
         shutil.rmtree(HOME, ignore_errors=True)
 
-    from megatron_rl.recipes import grpo, sft
+    from megatron_rl.commands import grpo, sft
     from megatron_rl.recipes.tiny.task import write_task
 
     home = HOME / f"seed_{options.seed}{'_from_scratch' if options.from_scratch else ''}"

@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from scenarios import Layout
 
+from megatron_rl.commands import megatron_to_hf, verify_checkpoint
 from megatron_rl.config.policy import LoraConfig
 from megatron_rl.convert import target
 from megatron_rl.convert.forms import hub_tensors
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.tools import megatron_to_hf, verify_checkpoint
 from megatron_rl.types import Mesh
 
 BITWISE = {
@@ -191,7 +191,7 @@ def everything(checkpoint: Path) -> dict[tuple[str, str], bytes]:
 
 
 def test_the_converter_reads_what_the_trainer_writes(trainers, model_folder, samples, tmp_path):
-    """The ranks' own export is what tools/megatron_to_hf.py makes of the checkpoint."""
+    """The ranks' own export is what `megatron-rl convert to-hf` makes of the checkpoint."""
     layout, checkpoint = Layout(Mesh(tensor=2, data=2), num_microbatches=2), tmp_path / "step2"
     trainers.run("save_and_go_on", 4, folder=model_folder, samples=samples, layout=layout, checkpoint=checkpoint)
     trainers.run("export", 4, folder=model_folder, layout=layout, target=tmp_path / "ranks", checkpoint=checkpoint)

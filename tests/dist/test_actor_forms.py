@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from scenarios import Layout
 from shares import TrainSample
 
-from megatron_rl.tools import megatron_to_hf
+from megatron_rl.commands import megatron_to_hf
 from megatron_rl.types import Mesh
 
 LAYOUTS = {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scenarios import Layout
 
-from megatron_rl.tools import hf_to_megatron, megatron_to_hf
+from megatron_rl.commands import hf_to_megatron, megatron_to_hf
 from megatron_rl.types import Mesh
 
 EXPORTED = [

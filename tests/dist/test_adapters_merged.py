@@ -31,10 +31,10 @@ from test_bridge_engines import (
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.commands.merge import main as merge_folders
 from megatron_rl.config.policy import LoraConfig
 from megatron_rl.layout import Engines, read_shape, slices
 from megatron_rl.layout.peft import PREFIX, TENSORS
-from megatron_rl.tools.merge import main as merge_folders
 from megatron_rl.types import Mesh
 
 IN_FP8 = LORA.model_copy(update={"base": "fp8"})

@@ -12,7 +12,7 @@ import families
 import pytest
 
 from megatron_rl import api
-from megatron_rl.recipes import grpo
+from megatron_rl.commands import grpo
 
 
 @pytest.fixture(scope="session")

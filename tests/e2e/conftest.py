@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from recipe_runs import Recipe
 
+from megatron_rl.__main__ import main
 from megatron_rl.observe.metric_names import meaning
 from megatron_rl.observe.records import read_metrics
 
@@ -61,19 +62,20 @@ def recipe(tmp_path) -> Iterator[Recipe]:
 
 @pytest.fixture
 def run_here(recipe, monkeypatch, capsys) -> Callable[..., subprocess.CompletedProcess]:
-    """Runs the `main` of a recipe or a tool in the test's process, in the recipe's folder: for what ends before Ray, or
-    needs none. A recipe that begins to train here fails the test."""
+    """Runs a command in the test's process, in the recipe's folder: for what ends before Ray, or needs none. A run that
+    begins to train here fails the test."""
 
-    def run(program: str, *arguments: str) -> subprocess.CompletedProcess:
+    def run(*arguments: str) -> subprocess.CompletedProcess:
         before = dict(os.environ)
         with monkeypatch.context() as patch:
             patch.chdir(recipe.folder)
             patch.setattr(sys, "path", list(sys.path))
             try:
-                module = import_module(f"megatron_rl.{program.removesuffix('.py').replace('/', '.')}")
-                if program.startswith("recipes/"):
+                patch.setattr(sys, "argv", ["megatron-rl"])
+                if arguments[0] in ("grpo", "ppo", "sft"):
+                    module = import_module(f"megatron_rl.commands.{arguments[0]}")
                     patch.setattr(module, "run", lambda *_: pytest.fail("the run has begun"))
-                status = module.main(list(arguments))
+                status = main(arguments)
             finally:  # recipes set variables when they are imported
                 os.environ.clear()
                 os.environ.update(before)

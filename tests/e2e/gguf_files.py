@@ -19,7 +19,7 @@ import torch
 from gguf import GGMLQuantizationType, TokenType
 from safetensors.torch import save_file
 
-from megatron_rl.tools import gguf_to_hf
+from megatron_rl.commands import gguf_to_hf
 
 HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, DIM = 64, 96, 2, 4, 2, 16
 ALPHABET = [chr(c) for c in (*range(33, 127), *range(161, 173), *range(174, 256), *range(256, 324))]

@@ -1,4 +1,4 @@
-"""Runs of recipes and tools in processes of their own."""
+"""Commands in processes of their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Recipe:
-    """Starts recipes as a person would, in a working folder."""
+    """Starts commands as a person would, in a working folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class Recipe:
         shutil.copyfile(Path(__file__).parent / "rewards.py", folder / "rewards.py")
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
+        return [sys.executable, "-m", "megatron_rl", *arguments]
 
     def start(self, *arguments: str, log: str = "out.txt") -> subprocess.Popen:
         with (self.folder / log).open("w") as file:

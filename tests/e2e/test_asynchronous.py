@@ -27,7 +27,7 @@ ALONE = ["rollout.num_engines=1", "cluster.verifiers=1"]
 
 def arguments(task: Path, steps: int) -> list[str]:
     return [
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/tiny_grpo.yaml",
         "run.name=stream",
         f"run.steps={steps}",

@@ -17,7 +17,7 @@ from megatron_rl.data.saved_rollouts import read_step
 def test_an_engine_of_ones_own_answers_in_the_place_of_vllm(recipe, task):
     shutil.copy(Path(__file__).parents[1] / "transformers_engine.py", recipe.folder)
     run = recipe.run(
-        "tools/generate.py",
+        "generate",
         "configs/run/tiny_grpo.yaml",
         f"model.path={task}/model",
         f"data.train={task}/train.jsonl",
@@ -48,7 +48,7 @@ def test_an_engine_of_ones_own_answers_in_the_place_of_vllm(recipe, task):
 
 def test_a_backend_that_does_not_exist_is_told_before_anything_starts(run_here, task):
     run = run_here(
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/tiny_grpo.yaml",
         f"model.path={task}/model",
         f"data.train={task}/train.jsonl",

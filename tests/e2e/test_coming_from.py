@@ -9,11 +9,11 @@ import cover
 import pytest
 from answering import answered
 
+from megatron_rl.commands.grpo import read_prompts
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.observe.records import METRICS, read_lines
-from megatron_rl.recipes.grpo import read_prompts
 from megatron_rl.recipes.tiny.gsm8k import write_model
 from megatron_rl.verifiers import RewardSet, TrainerState
 
@@ -26,7 +26,7 @@ def run_of(recipe):
     write_model(recipe.folder / "runs" / "gsm8k_tiny")
 
     def records(*arguments: str) -> list[dict]:
-        run = recipe.run("recipes/grpo.py", *arguments)
+        run = recipe.run("grpo", *arguments)
         assert run.returncode == 0, run.stdout + run.stderr
         [metrics] = (recipe.folder / "runs" / "gsm8k_tiny").glob(f"*/{METRICS}")
         return [record for record in read_lines(metrics) if "reward/mean" in record]

@@ -23,7 +23,7 @@ def test_supervised_training_learns_though_nobody_reads_its_output_any_more(reci
     (recipe.folder / "heldout.jsonl").write_text("\n".join(lines[200:240]) + "\n")
     lines = lines[:200]
     (recipe.folder / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "1+1="}']) + "\n")
-    arguments = ["recipes/sft.py", "configs/run/tiny_sft.yaml", f"model.path={task}/model", "sft.rows=rows.jsonl"]
+    arguments = ["sft", "configs/run/tiny_sft.yaml", f"model.path={task}/model", "sft.rows=rows.jsonl"]
     arguments += ["policy.parallel.tensor=1"]
     refused = run_here(*arguments)
     assert refused.returncode == 1 and "rows.jsonl:201" in refused.stdout
@@ -67,7 +67,7 @@ def test_supervised_training_learns_though_nobody_reads_its_output_any_more(reci
 
 def tiny(task, *changes: str) -> list[str]:
     files = [f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/eval.jsonl"]
-    return ["recipes/grpo.py", "configs/run/tiny_grpo.yaml", *files, *changes]
+    return ["grpo", "configs/run/tiny_grpo.yaml", *files, *changes]
 
 
 def broken_model(folder, task):
@@ -152,5 +152,5 @@ def test_the_demo_begins_with_a_model_of_its_task_and_what_it_tells_to_try_works
     assert names == ["grpo", "report", "demo-real", "grpo"]
     for words in (told[0], told[3]):
         arguments = [word for word in words[words.index("grpo") + 1 :] if word != "--dry-run"]
-        done = run_here("recipes/grpo.py", *arguments, "--dry-run")
+        done = run_here("grpo", *arguments, "--dry-run")
         assert done.returncode == 0 and "parameters" in done.stdout, done.stdout

@@ -32,7 +32,7 @@ def rows(recipe) -> Path:
 @pytest.mark.deep
 def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe, rows):
     run = recipe.run(
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/calculator_tiny_cpu.yaml",
         "run.name=digits",
         "run.steps=3",
@@ -73,7 +73,7 @@ def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe, rows)
 def test_an_agent_of_somebody_else_is_trained(recipe, rows):
     """Each answer is two conversations that begin alike, so a group has twice as many samples."""
     run = recipe.run(
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/calculator_tiny_cpu.yaml",
         "run.name=agent",
         "run.steps=2",

@@ -19,7 +19,7 @@ def test_a_stopped_evaluation_goes_on_and_counts_each_prompt_once(recipe, task):
     """The demo's first weights answer 37 % of the sums right."""
     rows = (task / "eval.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     (recipe.folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
-    command = ["tools/evaluate.py", str(WARM_START), "rows.jsonl", "--k", "1", "3", "4", "--out", "result"]
+    command = ["evaluate", str(WARM_START), "rows.jsonl", "--k", "1", "3", "4", "--out", "result"]
     command += ["rollout.max_sequences=8", "model.dtype=float32"]
     answers = recipe.folder / "result" / "answers.jsonl"
     run = recipe.start(*command)
@@ -60,7 +60,7 @@ def test_an_evaluation_whose_reward_raises_on_every_answer_fails_and_keeps_no_an
     (recipe.folder / "rows.jsonl").write_bytes((task / "eval.jsonl").read_bytes())
     (recipe.folder / "mine.py").write_text("def right(completions, **columns):\n    raise KeyError('answer')\n")
     reward = "rewards=[{kind: function, path: 'mine.py:right', name: right}]"
-    command = ["tools/evaluate.py", str(WARM_START), "rows.jsonl", "--out", "result", reward, "eval.verifier=right"]
+    command = ["evaluate", str(WARM_START), "rows.jsonl", "--out", "result", reward, "eval.verifier=right"]
     run = recipe.run(*command, "rollout.max_sequences=8", "model.dtype=float32")
     assert run.returncode == 1, run.stdout + run.stderr
     said = " ".join(run.stdout.split())

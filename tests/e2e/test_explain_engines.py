@@ -18,7 +18,7 @@ def test_a_damaged_weight_and_a_missed_push_are_named_with_their_engines(recipe,
     """Both come after the push was verified, so that the run cannot know of them."""
     shutil.copy(Path(__file__).parent / "faulty_engine.py", recipe.folder)
     done = recipe.run(
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/tiny_grpo.yaml",
         "run.name=faulty",
         f"run.steps={STALE + 1}",
@@ -55,6 +55,6 @@ def test_a_damaged_weight_and_a_missed_push_are_named_with_their_engines(recipe,
 
 
 def explained(recipe, step: int) -> dict:
-    done = recipe.run("recipes/explain.py", "runs/faulty", "--step", str(step), "--json")
+    done = recipe.run("explain", "runs/faulty", "--step", str(step), "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])

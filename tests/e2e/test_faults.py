@@ -19,7 +19,7 @@ from megatron_rl.recipes.tiny.gsm8k import write_model
 
 def arguments(task, *more: str) -> list[str]:
     return [
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/tiny_grpo.yaml",
         "run.name=faults",
         "run.steps=2",
@@ -61,7 +61,7 @@ def test_real_rows_flow_though_an_engine_dies_and_a_reward_hangs(recipe):
         "{kind: function, path: 'rewards:hangs', timeout_s: 8}",
     ]
     run = recipe.start(
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/gsm8k_tiny_cpu.yaml",
         "policy.parallel.tensor=1",
         "rollout.num_engines=2",

@@ -29,7 +29,7 @@ def test_a_stopped_filter_goes_on_and_a_killed_engine_changes_nothing(recipe, ta
     rows = (task / "train.jsonl").read_text().splitlines()[:NUM_PROMPTS]
     (recipe.folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
     command = [
-        "tools/filter_difficulty.py",
+        "filter-difficulty",
         "configs/run/tiny_grpo.yaml",
         f"model.path={task}/model",
         "data={train: rows.jsonl, eval: null}",

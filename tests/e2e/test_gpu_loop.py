@@ -63,7 +63,7 @@ def test_every_part_passes_on_a_cpu(folder):
     runs = folder / "real model, stopped and resumed" / "runs"
     assert [path.name for path in runs.iterdir()] == ["disturbed"], "the part before was the undisturbed run"
     log = (runs / "disturbed" / "logs" / "driver.log").read_text()
-    assert log.count("recipes/grpo.py") == 3, "it was started three times"
+    assert log.count("grpo") == 3, "it was started three times"
 
     answers = numbers["same answers"]
     [longest] = [int(word.partition("=")[2]) for word in LOOP_SIZES["cpu"].sums if "max_response_tokens" in word]

@@ -70,7 +70,7 @@ def test_training_goes_on_without_the_judge(recipe, task):
             f"{{kind: compute_score, path: 'rewards:stumbles', timeout_s: 8, weight: {WEIGHT}}}",
         ]
         run = recipe.run(
-            "recipes/grpo.py",
+            "grpo",
             "configs/run/tiny_grpo.yaml",
             "run.name=judge",
             f"run.steps={len(STEPS)}",

@@ -77,19 +77,19 @@ def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
     assert sum(tensor["bytes"] for tensor in held) == 3 * num_bytes, "weights and two moments, each once"
     assert read_adapters(hf / "adapters").scale == 2
 
-    exported = run_here("tools/export_checkpoint.py", str(whole), "exported")
+    exported = run_here("export", str(whole), "exported")
     assert exported.returncode == 0, exported.stderr
     assert {path.name for path in (recipe.folder / "exported").iterdir()} == PEFT_FILES
     again = load_file(recipe.folder / "exported" / TENSORS)
     assert again.keys() == adapters.keys() and all(torch.equal(again[key], adapters[key]) for key in again)
     assert any(tensor.any() for key, tensor in adapters.items() if "lora_B" in key)
 
-    merged = run_here("tools/merge.py", str(model), "exported", "merged")
+    merged = run_here("merge", str(model), "exported", "merged")
     assert merged.returncode == 0, merged.stderr
     ours, theirs = load_file(recipe.folder / "merged/model.safetensors"), load_file(hf / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
-    twice = run_here("tools/merge.py", str(hf), "exported", "twice")
+    twice = run_here("merge", str(hf), "exported", "twice")
     assert twice.returncode == 1 and "is not the base model that exported were trained on" in twice.stderr
     assert not (recipe.folder / "twice").exists()
     assert json.loads((recipe.folder / "exported" / CONFIG).read_text())["base_model_name_or_path"] == str(model)
@@ -98,7 +98,7 @@ def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
     )
     assert "error: model.path: " in other.stdout and "is not the base model that the adapters of" in other.stdout
 
-    pushed = run_here("tools/push_checkpoint.py", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
+    pushed = run_here("push", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
     assert pushed.returncode != 0
 
 
@@ -129,7 +129,7 @@ def test_a_push_that_merges_the_adapters_of_experts_is_repeated_and_a_run_resume
         "a push was repeated"
     )
 
-    merged = run_here("tools/merge.py", str(mixture), str(folder / "hf/adapters"), "by_hand")
+    merged = run_here("merge", str(mixture), str(folder / "hf/adapters"), "by_hand")
     assert merged.returncode == 0, merged.stderr
     by_hand, exported = (load_file(one / "model.safetensors") for one in (recipe.folder / "by_hand", folder / "hf"))
     assert by_hand.keys() == exported.keys() and all(torch.equal(by_hand[key], exported[key]) for key in exported)

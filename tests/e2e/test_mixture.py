@@ -46,7 +46,7 @@ def glm(task, tmp_path) -> Path:
 
 def arguments(task: Path, glm: Path, steps: int) -> list[str]:
     return [
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/tiny_grpo.yaml",
         "run.name=mixture",
         f"run.steps={steps}",

@@ -41,7 +41,7 @@ def port() -> int:
 
 def arguments(task, name: str, *more: str) -> list[str]:
     return [
-        "recipes/ppo.py",
+        "ppo",
         "configs/run/tiny_ppo.yaml",
         f"run.name={name}",
         "run.steps=6",

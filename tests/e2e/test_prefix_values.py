@@ -23,7 +23,7 @@ def test_passages_are_rewarded(recipe, task, name, values, max_lag, stages):
     """While answers are generated, once by an engine of two pipeline stages, which gets new weights meanwhile; and once
     by the trainer."""
     run = recipe.run(
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/tiny_grpo.yaml",
         f"run.name={name}",
         "run.steps=2",

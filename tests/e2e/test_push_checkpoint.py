@@ -29,10 +29,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.bridge.join import _gloo_device
 from megatron_rl.bridge.sender import BridgeSender
+from megatron_rl.commands import push_checkpoint
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_open
 from megatron_rl.processes import descendants
 from megatron_rl.rollout.shared_memory import remove_leftovers
-from megatron_rl.tools import push_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SERVE = "vllm.entrypoints.openai.api_server"
@@ -186,7 +186,7 @@ def test_after_the_pusher_was_killed_the_server_waits_for_the_next(server, model
     killed = f"""
 import os, sys
 from megatron_rl.bridge.sender import BridgeSender
-from megatron_rl.tools import push_checkpoint
+from megatron_rl.commands import push_checkpoint
 BridgeSender.{where} = lambda *arguments: os.kill(os.getpid(), 9)
 push_checkpoint.main(sys.argv[1:])
 """

@@ -150,7 +150,7 @@ def test_an_answer_that_begins_with_white_space_is_taught(folder, tmp_path):
 
 def test_a_resumed_run_with_it_has_the_same_numbers(recipe, folder):
     write_rows(recipe.folder / "task")
-    command = ["recipes/grpo.py", "configs/run/smollm2_sums.yaml", f"model.path={folder}", "run.steps=2"]
+    command = ["grpo", "configs/run/smollm2_sums.yaml", f"model.path={folder}", "run.steps=2"]
     command += ["data.train=task/train.jsonl", "data.eval=task/eval.jsonl", "rollout.prompts_per_step=2"]
     command += ["rollout.samples_per_prompt=3", "eval.num_prompts=2", "eval.samples_per_prompt=1", "checkpoint.every=1"]
     done = recipe.run(*command, "run.name=whole")

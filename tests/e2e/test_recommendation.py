@@ -18,7 +18,7 @@ def test_an_asynchronous_run_trains_on_items_of_the_catalogue(recipe):
     write_task(folder / "task")
     changes = ["model.path=runs/recommendation/task/model", "run.steps=2", "rollout.max_lag=1", "rollout.dump=true"]
     smaller = ["policy.parallel.tensor=1", "rollout.prompts_per_step=8", "eval.num_prompts=8", "eval.every=0"]
-    run = recipe.run("recipes/grpo.py", "configs/run/recommendation.yaml", *changes, *smaller)
+    run = recipe.run("grpo", "configs/run/recommendation.yaml", *changes, *smaller)
     assert run.returncode == 0, run.stdout + run.stderr
     first, second, last = read_lines(folder / "grpo" / METRICS)
     assert first["mismatch/mean_abs"] < 1e-5, "the second step's answers may be those of older weights"

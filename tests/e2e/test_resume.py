@@ -23,12 +23,12 @@ from recipe_runs import Recipe
 from safetensors.torch import load_file
 from two_engines import of_two_engines
 
+from megatron_rl.commands import hf_to_megatron
 from megatron_rl.data.saved_rollouts import read_step
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.loop.replay import OF_WORK
 from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.processes import descendants
-from megatron_rl.tools import hf_to_megatron
 
 ALGORITHM = [
     "algorithm.kl={coefficient: {kind: adaptive, target: 1.0e-3, horizon: 100}}",
@@ -46,7 +46,7 @@ NOT_COMPARED = re.compile(
 
 def arguments(task: Path, name: str) -> list[str]:
     return [
-        "recipes/grpo.py",
+        "grpo",
         "configs/run/tiny_grpo.yaml",
         f"run.name={name}",
         "run.steps=4",
@@ -106,7 +106,7 @@ def test_the_undisturbed_run_and_its_export(recipe, run_here, whole):
     assert expected[0]["kl"] == 0 and expected[1]["kl"] > 0, "the reference stays what the run began with"
     assert expected[0]["coefficient/kl"] != expected[1]["coefficient/kl"]
 
-    exported = run_here("tools/export_checkpoint.py", str(whole), "exported")
+    exported = run_here("export", str(whole), "exported")
     assert exported.returncode == 0, exported.stdout + exported.stderr
     same = filecmp.dircmp(whole / "hf", recipe.folder / "exported")
     assert not same.left_only and same.right_only == ["manifest.json"] and same.common_files
@@ -124,7 +124,7 @@ def test_a_step_is_explained_from_the_state_before_it(recipe, whole):
     """From the checkpoint of step 2 and the answers of step 2: loss and gradient of step 3 are the run's, and what is
     named adds up to them."""
     shutil.copytree(whole, recipe.folder / "runs" / "whole")
-    done = recipe.run("recipes/explain.py", "runs/whole", "--step", "3", "--json")
+    done = recipe.run("explain", "runs/whole", "--step", "3", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     told, logged = json.loads(done.stdout.splitlines()[-1]), lines(whole)[3]
     assert told["is_exact"] and "the checkpoint of step 2, trained on the step between" in told["state"]
@@ -342,7 +342,7 @@ def test_a_replay_computes_the_same_to_the_bit(recipe, task, whole):
     assert models[0] == models[1]
     assert not (folder / "logs" / "engine_0.log").exists()
 
-    alone = recipe.run("tools/generate.py", *arguments(task, "alone")[1:], "--steps", "1", "--out", "generated")
+    alone = recipe.run("generate", *arguments(task, "alone")[1:], "--steps", "1", "--out", "generated")
     assert alone.returncode == 0, alone.stdout + alone.stderr
     one, other = (read_step(path, 0) for path in (recipe.folder / "generated", whole / "rollouts"))
     assert [group.prompt for group in one.groups] == [group.prompt for group in other.groups]

@@ -19,6 +19,7 @@ import cover
 import pytest
 from pages import blocks
 
+from megatron_rl.commands.size_run import read
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.forms import recognise
@@ -26,7 +27,6 @@ from megatron_rl.planning.layouts import fitting_layouts
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.row_sources import heldout_source, training_sources
-from megatron_rl.tools.size_run import read
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
@@ -36,8 +36,8 @@ LAYERS = {
     **dict.fromkeys(["loop", "convert", "planning", "explain"], 2),
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
     **dict.fromkeys(["cluster", "preflight"], 4),
-    "recipes": 5,
-    **dict.fromkeys(["tools", "slurm", "api"], 6),
+    "commands": 5,
+    **dict.fromkeys(["recipes", "tools", "slurm", "api"], 6),
     **dict.fromkeys(["__main__", "trl", "migrate"], 7),
 }
 VENDOR_ROOMS = {
@@ -125,7 +125,7 @@ def test_imports_go_down_and_never_sideways():
     for here, name in [
         ("loop", "megatron_rl.actor.actor"),
         ("data", "megatron_rl.verifiers"),
-        ("cluster", "recipes.grpo"),
+        ("cluster", "recipes.tiny"),
         ("loop", "ray"),
         ("actor", "vllm"),
         ("actor", ".phases"),
@@ -134,9 +134,9 @@ def test_imports_go_down_and_never_sideways():
 
 
 def test_nothing_that_is_installed_imports_what_only_a_clone_has():
-    left_out = "megatron_rl.tools.bench"
+    left_out = "megatron_rl.tools"
     assert f'exclude = ["{left_out}*"]' in (ROOT / "pyproject.toml").read_text()
-    own = [path for path in sources() if PACKAGE / "tools" / "bench" in path.parents]
+    own = [path for path in sources() if PACKAGE / "tools" in path.parents]
     assert own
     for path in set(sources()) - set(own):
         assert [name for name in imports(path) if f"{name}.".startswith(f"{left_out}.")] == [], path
@@ -166,7 +166,7 @@ def test_lower_layers_load_no_vendor():
 
 def test_what_starts_without_torch_does_not_import_it():
     """Dry runs and errors of a configuration, which a person waits for, and the processes of the verifiers."""
-    modules = ["megatron_rl.recipes.grpo", "megatron_rl.recipes.sft", "megatron_rl.cluster.verifier"]
+    modules = ["megatron_rl.commands.grpo", "megatron_rl.commands.sft", "megatron_rl.cluster.verifier"]
     code = f"import sys, {', '.join(modules)}; print(*sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
@@ -219,10 +219,12 @@ def commands(path: Path) -> list[tuple[str, ...]]:
 
 
 def planned(words: tuple[str, ...]) -> list[str]:
-    """The command's arguments after `python`; a recipe is only planned."""
-    assert words[0] == "python"
-    dry = ["--dry-run"] if words[1].startswith("recipes/") and "--dry-run" not in words else []
-    return [*words[1:], *dry]
+    """The command's arguments after `python`; a run is only planned."""
+    if words[0] == "python":
+        return [*words[1:]]
+    assert words[0] == "megatron-rl"
+    dry = ["--dry-run"] if words[1] in ("grpo", "ppo", "sft") and "--dry-run" not in words else []
+    return ["-m", "megatron_rl.__main__", *words[1:], *dry]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +248,7 @@ def run_here(folder) -> Callable[..., str]:
         variables, path, text = dict(os.environ), list(sys.path), StringIO()
         try:
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(text), chdir(folder):
-                patch.setattr(import_module("megatron_rl.recipes.launch").console, "width", width)
+                patch.setattr(import_module("megatron_rl.commands.launch").console, "width", width)
                 status = import_module(name).main(arguments)
         finally:  # recipes set variables when they are imported
             os.environ.clear()
@@ -352,8 +354,7 @@ def test_the_plans_on_the_page_of_sizes_are_what_the_commands_print(run_here):
             command = block.text
         elif block.mark == "shows" and "│" in block.text:
             kind, *arguments = command.split()[1:]
-            module = {"grpo": "recipes/grpo.py", "size-run": "tools/size_run.py"}[kind]
-            printed = run_here(("python", module, *arguments), width=100)
+            printed = run_here(("megatron-rl", kind, *arguments), width=100)
             printed = re.sub(" +", " ", printed.replace("┃", "│"))
             lines = [re.sub(" +", " ", line) for line in block.text.splitlines() if line.startswith("│")]
             assert [line for line in lines if line not in printed] == [], f"{block.where}: {command} prints others"

@@ -126,7 +126,7 @@ class Run:
         name: str,
         *arguments: str,
         environment: dict[str, str] | None = None,
-        program: Sequence[str] = ("recipes/grpo.py",),
+        program: Sequence[str] = ("-m", "megatron_rl", "grpo"),
     ) -> None:
         """
         Args:

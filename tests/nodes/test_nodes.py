@@ -79,7 +79,7 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
 
 WITH_GPUS = """
 from megatron_rl.preflight import devices
-from megatron_rl.recipes.grpo import main
+from megatron_rl.commands.grpo import main
 devices.has_cpu_torch = lambda: False
 raise SystemExit(main())
 """

@@ -96,7 +96,7 @@ def prepare(folder: Path, names: Sequence[str]) -> dict[str, ComparedJob]:
 def ours(job: ComparedJob, steps: int, folder: Path, options: Sequence[str]) -> list[float]:
     """The seconds of each step after the first ones."""
     command = [
-        *(sys.executable, str(ROOT / "recipes/grpo.py"), str(ROOT / job.recipe)),
+        *(sys.executable, "-m", "megatron_rl", "grpo", str(ROOT / job.recipe)),
         *("run.name=ours", f"run.folder={folder}", f"run.steps={steps}", "checkpoint.every=0", "data.eval=null"),
         *(f"model.path={job.model}", f"data.train={job.train}", f"rollout.max_response_tokens={job.max_tokens}"),
         *(f"rollout.prompts_per_step={job.num_prompts}", f"rollout.samples_per_prompt={SAMPLES}"),

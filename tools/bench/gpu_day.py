@@ -61,12 +61,12 @@ from typing import Any
 
 import torch
 
+from megatron_rl.commands.gpus import fault_of_memory, fault_of_torch, visible_ids
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.tools.bench.gpu_loop import LOOP_PARTS, LoopPart, measure_loop
 from megatron_rl.tools.bench.gpu_parts import PARTS, GpuPart
 from megatron_rl.tools.bench.gpu_sizes import Found
 from megatron_rl.tools.bench.node_parts import NODE_PARTS, NodePart
-from megatron_rl.tools.gpus import fault_of_memory, fault_of_torch, visible_ids
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_PATIENCE = 10

@@ -1,7 +1,7 @@
 """What `tools/bench/gpu_day.py --loop` measures: the whole loop, trainer and engine on one GPU in turns, or on CPUs
 through the same code.
 
-Each part that trains is a run of recipes/grpo.py in a process of its own. Its folder in the record keeps metrics and
+Each part that trains is a run of `megatron-rl grpo` in a process of its own. Its folder in the record keeps metrics and
 logs, and no weights. `predicted` is what the planner (`planning/`) computes for an H100 with the lengths that the
 answers had; on a CPU this shows no more than that the comparison works.
 
@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 
+from megatron_rl.commands.defaults import read_config
+from megatron_rl.commands.gpus import total_bytes, visible_ids
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.planning.engine import RESERVED_BYTES
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.step import expected_tokens, step_seconds
-from megatron_rl.recipes.defaults import read_config
 from megatron_rl.recipes.smollm2.task import write_rows
 from megatron_rl.tools.bench.chaos import check, numbers
 from megatron_rl.tools.bench.gpu_answers import EAGER, GRAPHS, NUM_PROMPTS, same_answers
@@ -47,7 +48,6 @@ from megatron_rl.tools.bench.run_process import (
     kill,
     wait_until,
 )
-from megatron_rl.tools.gpus import total_bytes, visible_ids
 
 QWEN3_1_7B = Path("configs/model/Qwen3-1.7B.json")
 SERVED = {"architectures": ["Qwen3ForCausalLM"]}
@@ -243,8 +243,8 @@ def stopped_and_resumed(place: LoopPlace) -> Found:
 
 def answers(place: LoopPlace) -> Found:
     """Tokens at temperature 0 with and without CUDA graphs (gpu_answers.py)."""
+    from megatron_rl.commands.grpo import read_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
-    from megatron_rl.recipes.grpo import read_prompts
 
     config = read_config(GrpoRunConfig, place.sums())
     stream = read_prompts(config, open_tokenizer(config.model.path)).train

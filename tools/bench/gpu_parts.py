@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, get_args
 import torch
 from torch import Tensor
 
+from megatron_rl.commands.doctor import look
+from megatron_rl.commands.gpus import driver
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import Engines, Shard, megatron_shards, slices, vllm_shards
 from megatron_rl.layout.shards import local_extents
@@ -50,8 +52,6 @@ from megatron_rl.tools.bench.gpu_sizes import (
 from megatron_rl.tools.bench.gpu_training import layers, offload, resume
 from megatron_rl.tools.bench.logprobs import compare as compare_logprobs
 from megatron_rl.tools.bench.logprobs import memory
-from megatron_rl.tools.doctor import look
-from megatron_rl.tools.gpus import driver
 from megatron_rl.types import Mesh
 
 if TYPE_CHECKING:

@@ -69,7 +69,7 @@ def push(mesh: Mesh, engines: Engines, device: str, model: Path) -> Found:
 
 
 def train(overrides: Sequence[str], device: str, model: Path) -> Found:
-    """Some steps of the real model by recipes/grpo.py: a trainer of two ranks, and engines of vLLM."""
+    """Some steps of the real model by megatron_rl/commands/grpo.py: a trainer of two ranks, and engines of vLLM."""
     from megatron_rl.recipes.smollm2.task import write_rows
 
     folder = Path(tempfile.mkdtemp())
@@ -77,7 +77,7 @@ def train(overrides: Sequence[str], device: str, model: Path) -> Found:
     axis = "data" if read_shape(model).num_kv_heads % 2 else "tensor"
     on_device = ["cluster.device=gpu", "model.dtype=bfloat16"]
     command = [
-        *(sys.executable, "-m", "megatron_rl.recipes.grpo", "configs/run/smollm2_sums.yaml"),
+        *(sys.executable, "-m", "megatron_rl.commands.grpo", "configs/run/smollm2_sums.yaml"),
         *(f"model.path={model}", f"run.folder={folder}", "run.name=run", f"run.steps={NUM_STEPS[device]}"),
         *(f"data.train={folder}/task/train.jsonl", f"data.eval={folder}/task/eval.jsonl"),
         *(f"policy.parallel.{axis}=2", "rollout.active_sampling=false", "algorithm.max_mismatch=null"),

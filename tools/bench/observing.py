@@ -132,7 +132,7 @@ def measured(folder: Path, number: int, modes: Sequence[str], given: Sequence[st
 def run(mode: str, folder: Path, steps: int, settings: Sequence[str]) -> int:
     """The demo in this process, in one mode."""
     from megatron_rl.cluster import observing
-    from megatron_rl.recipes import grpo
+    from megatron_rl.commands import grpo
     from megatron_rl.recipes.tiny.demo import WARM_START
     from megatron_rl.recipes.tiny.task import write_task
 

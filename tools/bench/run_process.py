@@ -1,4 +1,4 @@
-"""A run of recipes/grpo.py as a process: how it is started, watched, killed and asked to stop, and how it ended."""
+"""A run of `megatron-rl grpo` as a process: how it is started, watched, killed and asked to stop, and how it ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KILLED_S = 30.0
 
 
 class RunProcess:
-    """A run of recipes/grpo.py in a process of its own."""
+    """A run of `megatron-rl grpo` in a process of its own."""
 
     def __init__(self, folder: Path, name: str, arguments: Sequence[str]) -> None:
         """
@@ -56,7 +56,7 @@ class RunProcess:
         self.num_starts += 1
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "recipes/grpo.py"), *self.arguments, *more],
+                [sys.executable, "-m", "megatron_rl", "grpo", *self.arguments, *more],
                 cwd=self.folder,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
                 stdout=log,

@@ -36,8 +36,8 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.migrate.verl.command import problems_of
 from megatron_rl.migrate.verl.call import VerlCall, read_overrides
+from megatron_rl.migrate.verl.command import problems_of
 from megatron_rl.migrate.verl.content import MISSING
 from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
 from megatron_rl.migrate.verl.layout import converted

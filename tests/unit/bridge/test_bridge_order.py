@@ -20,10 +20,10 @@ from random_layouts import enlarged, meshes, served
 
 from megatron_rl.bridge.line import SLOTS
 from megatron_rl.bridge.replay import StretchSize, all_stretches
+from megatron_rl.commands.size_run import read
 from megatron_rl.layout import Engines, plan_weights, read_shape
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.transfer import planned_transfer
-from megatron_rl.tools.size_run import read
 from megatron_rl.types import Mesh
 
 Program = Iterator[Hashable]

@@ -23,7 +23,7 @@ PRINTS_GPUS = """
 import os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from megatron_rl.config.schema import SftRunConfig
-from megatron_rl.recipes.defaults import read_config
+from megatron_rl.commands.defaults import read_config
 print(read_config(SftRunConfig, sys.argv[1:]).cluster.gpus_per_trainer)
 """
 OBJECT_STORE_BYTES = 80 * 2**20

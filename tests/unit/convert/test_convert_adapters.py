@@ -12,13 +12,13 @@ from folders import read, write_folder
 from numbered import SHAPES
 from safetensors.torch import save_file
 
+from megatron_rl.commands import export_checkpoint, merge
 from megatron_rl.convert import adapters, manifest
 from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.stored import read_safetensors
 from megatron_rl.layout import critic_shape
 from megatron_rl.layout.peft import BASE, CONFIG, TENSORS, base_digest, read_adapters, require_base
 from megatron_rl.planning.trainer import MERGED_BYTES
-from megatron_rl.tools import export_checkpoint, merge
 from megatron_rl.types import Adapters
 
 WRITTEN = """{"alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,

@@ -14,9 +14,9 @@ from folders import assert_same, back, read, write, write_folder
 from safetensors.torch import save_file
 from test_convert_int4 import INT4, write_int4
 
+from megatron_rl.commands import hf_to_megatron, megatron_to_hf
 from megatron_rl.convert import Options, Verification, open_checkpoint, to_open, to_ranks
 from megatron_rl.layout import check_model, read_shape
-from megatron_rl.tools import hf_to_megatron, megatron_to_hf
 from megatron_rl.types import Mesh
 
 TEXT = dict(

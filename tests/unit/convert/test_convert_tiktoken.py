@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from megatron_rl.commands import megatron_to_hf
 from megatron_rl.convert import tiktoken_files
 from megatron_rl.data.tokenizer import open_tokenizer
-from megatron_rl.tools import megatron_to_hf
 
 PARTS = (
     r"[\p{Han}]+",

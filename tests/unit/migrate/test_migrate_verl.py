@@ -15,8 +15,8 @@ from leaks import lasting
 from megatron_rl.__main__ import main as command
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.migrate.verl.command import main
 from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.command import main
 from megatron_rl.migrate.verl.content import local_model
 from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
 from megatron_rl.migrate.verl.keys import RULES

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.migrate.verl.command import main, problems_of
 from megatron_rl.migrate.verl.call import VerlCall, read_overrides
+from megatron_rl.migrate.verl.command import main, problems_of
 from megatron_rl.migrate.verl.conversion import check_types, convert
 from megatron_rl.migrate.verl.expansion import Word
 from megatron_rl.migrate.verl.lexer import ScriptError

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.migrate.verl.command import main
 from megatron_rl.migrate.verl.call import read_overrides
+from megatron_rl.migrate.verl.command import main
 from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
 from megatron_rl.migrate.verl.names import rule_of
 from megatron_rl.migrate.verl.settings import Settings, old_name

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from rich.console import Console
 
+from megatron_rl.commands.report import main
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.schema import BalanceConfig, RunConfig, SftConfig, SftRunConfig
 from megatron_rl.observe import print_summary, write_provenance, write_report
@@ -15,7 +16,6 @@ from megatron_rl.observe.curves import draw_curves
 from megatron_rl.observe.provenance import git_state
 from megatron_rl.observe.records import read_metrics
 from megatron_rl.observe.report import distinct_names, run_page, warnings_of
-from megatron_rl.tools.report import main
 
 CONFIG = SftRunConfig(
     run=RunConfig(name="demo", steps=2),

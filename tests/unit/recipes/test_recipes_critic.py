@@ -9,12 +9,12 @@ import shutil
 import pytest
 from test_recipes_preflight import CONFIG, VOCABULARY, faults, grpo, home, safetensors, write_tokenizer  # noqa: F401
 
+from megatron_rl.commands.ppo import main
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import PpoRunConfig
 from megatron_rl.layout import FAMILIES, critic_config, critic_shape, read_shape
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.recipes.ppo import main
 
 GAE = {"adv_estimator": {"kind": "gae"}}
 

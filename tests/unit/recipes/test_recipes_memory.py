@@ -1,4 +1,4 @@
-"""The tables of the memory that a run needs, and tools/size_run.py."""
+"""The tables of the memory that a run needs, and `megatron-rl size-run`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megatron_rl.commands import size_run
+from megatron_rl.commands.dry_run import check_memory, describe_memory
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.planning.activations import CHUNK_BYTES
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.recipes.dry_run import check_memory, describe_memory
-from megatron_rl.tools import size_run
 
 ROOT = Path(__file__).parents[3]
 RECIPE = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4cp2pp2.yaml")
@@ -37,7 +37,7 @@ def test_the_table_adds_up():
 def test_a_run_that_does_not_fit_is_refused():
     run = load_config(GrpoRunConfig, [RECIPE, "policy.optimizer.offload=false"])
     with pytest.raises(
-        ValueError, match=r"not fit into its GPUs or nodes:\n  - training needs (.|\n)*tools/size_run.py"
+        ValueError, match=r"not fit into its GPUs or nodes:\n  - training needs (.|\n)*`megatron-rl size-run`"
     ):
         check_memory(run_memory(run, planned_shape(run)))
 

@@ -56,7 +56,7 @@ def tokenizer():
 
 
 def test_easy_prompts_come_first_and_rates_that_changed_are_told(environment, tokenizer, tmp_path, monkeypatch):
-    from megatron_rl.recipes.grpo import read_prompts
+    from megatron_rl.commands.grpo import read_prompts
 
     monkeypatch.chdir(tmp_path)
 
@@ -76,7 +76,7 @@ def test_easy_prompts_come_first_and_rates_that_changed_are_told(environment, to
 
 
 def test_a_mixture_becomes_a_stream_in_its_shares(environment, tokenizer, tmp_path, monkeypatch, capsys):
-    from megatron_rl.recipes.grpo import read_prompts
+    from megatron_rl.commands.grpo import read_prompts
 
     monkeypatch.chdir(tmp_path)
     for name, count in {"sums": 5, "code": 2}.items():
@@ -106,7 +106,7 @@ def test_a_mixture_becomes_a_stream_in_its_shares(environment, tokenizer, tmp_pa
 
 
 def test_the_run_refuses_rows_with_which_no_object_can_begin(environment, tokenizer, tmp_path):
-    from megatron_rl.recipes.grpo import read_prompts
+    from megatron_rl.commands.grpo import read_prompts
 
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     question = {"messages": [{"role": "user", "content": "sum"}], "ground_truth": "1"}

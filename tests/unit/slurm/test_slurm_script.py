@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megatron_rl.commands import slurm
+from megatron_rl.commands.slurm import TRAIN, Job, options, read_job, render, submit
 from megatron_rl.config.load import load_config, validate
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.config.slurm import SlurmConfig
-from megatron_rl.recipes import slurm
-from megatron_rl.recipes.slurm import TRAIN, Job, options, read_job, render, submit
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"

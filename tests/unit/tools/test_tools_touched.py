@@ -25,7 +25,7 @@ def test_the_nearest_tests_come_first_with_their_chains_of_imports():
 
 def test_commands_scenarios_and_fixtures_count_as_imports():
     """A test starts a recipe by its path, names a scenario as a text, and gets a fixture from a conftest."""
-    assert "tests/e2e/test_resume.py" in reached("recipes/grpo.py")
+    assert "tests/e2e/test_resume.py" in reached("grpo")
     assert (
         reached("tests/dist/memory_scenarios.py")["tests/dist/test_actor_phases.py"][1]
         == "tests/dist/memory_scenarios.py"

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patience import deadline
 
+from megatron_rl.commands.reasoning_gym_rows import rows_of, task_names
 from megatron_rl.config.rewards import ReasoningGymReward
-from megatron_rl.tools.reasoning_gym_rows import rows_of, task_names
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers import reasoning_gym
 from megatron_rl.verifiers.answer import Answer

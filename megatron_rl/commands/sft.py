@@ -1,0 +1,146 @@
+"""Supervised training on rows with completions, with the same Megatron actor as reinforcement learning.
+
+megatron-rl sft FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from rich.console import Console
+
+from megatron_rl.commands.launch import Interrupt, console, launch, note, quiet_environment, show
+
+quiet_environment()
+
+from megatron_rl.commands.dry_run import (  # noqa: E402
+    check_memory,
+    describe_memory,
+    describe_placement,
+    describe_policy,
+)
+from megatron_rl.commands.screen import waiting  # noqa: E402
+from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
+from megatron_rl.config.schema import SftRunConfig  # noqa: E402
+from megatron_rl.layout import check_model, read_shape  # noqa: E402
+from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
+from megatron_rl.types import Tokenizer, Tokens  # noqa: E402
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatron_rl.data import ShuffledStream
+
+
+def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
+    """Connect the packages and train; returns the number of steps that are done."""
+    shape = read_shape(config.model.path)
+    if config.model.weights is None:
+        check_model(config.model.path, config.policy.adapted(shape).base, config.policy.parallel.mesh)
+
+    # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
+    from megatron_rl.actor.spec import ActorSpec
+    from megatron_rl.algorithms import SupervisedObjective
+    from megatron_rl.cluster.nodes import RayPlacement
+    from megatron_rl.cluster.observing import observe_run
+    from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.restarts import Restarts
+    from megatron_rl.cluster.session import ray_session
+    from megatron_rl.cluster.visibility import check_nodes
+    from megatron_rl.data.tokenizer import open_tokenizer
+    from megatron_rl.loop.supervised import train_supervised
+    from megatron_rl.observe import RunSink, open_trackers, write_provenance
+
+    folder, logs = config.run_folder, config.run_folder / "logs"
+    write_provenance(folder, config, checkpoints.first_step)
+    spec = ActorSpec(
+        shape=config.policy.adapted(shape),
+        model=config.model,
+        policy=config.policy,
+        objective=SupervisedObjective(),
+        temperature=1.0,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+        collective_timeout=config.cluster.collective_timeout,
+    )
+    num_trainers = config.policy.parallel.mesh.world_size
+    num_threads = threads_of_ranks(config, num_cores())
+    with ExitStack() as cleaning:
+        with waiting(console, "Ray starts") as tell:
+            cleaning.enter_context(
+                ray_session(
+                    config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss, num_threads=num_threads
+                )
+            )
+            tell("the processes of the trainer ranks start")
+            placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
+            if config.cluster.ray_address is not None:  # the preflight has looked at this machine
+                check_nodes(config, placement.plan)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
+            # While the ranks import their libraries, the driver imports its own and reads the rows.
+            tell("the driver reads tokenizer and rows")
+            tokenizer = open_tokenizer(config.model.path)
+            stream, heldout = read_rows(config, tokenizer)
+            decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
+            sink = RunSink(folder, config.run, console, decoder, "", checkpoints.resume_at)
+            sink.feed(open_trackers(config, checkpoints.resume_at))
+            tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
+            policy.start(is_resumed=checkpoints.first_step > 0)
+            observe_run(config, sink, [policy])
+        with sink, interrupt.training():
+            done = train_supervised(config, spec.shape, policy, stream, heldout, (sink, checkpoints), interrupt)
+        if done == config.run.steps:
+            policy.export_hf(folder / "hf")
+    if done == config.run.steps:
+        show(folder)
+    return done
+
+
+def read_rows(
+    config: SftRunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[ShuffledStream[tuple[str, Tokens]], list[tuple[str, Tokens]]]:
+    """The rows as a stream, and the held-out rows. Prints how many rows of each source there are."""
+    from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream, load_supervised
+    from megatron_rl.data.encode import plain_ids
+    from megatron_rl.data.rows import counted
+    from megatron_rl.data.tokenizer import end_texts
+
+    sft = config.sft
+    token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
+    ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
+
+    def load(key: str, source: Path | str) -> list[tuple[str, Tokens]]:
+        rows, skipped = load_supervised(source, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
+        if skipped:
+            note(f"{key}: {source}: {skipped:,} of {counted(skipped + len(rows), 'row')} skipped")
+        else:
+            told = f"{key}: {source}: {counted(len(rows), 'row')}"
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
+        return rows
+
+    rows, heldout = load("sft.rows", sft.rows), load("sft.eval", sft.eval) if sft.eval is not None else []
+    digest = RowsDigest()
+    for uid, tokens in rows:
+        digest.add(uid, tokens.ids)
+    source = ItemSource(rows, str(digest))
+    return ShuffledStream({"sft.rows": source}, sft.rows_per_step, config.run.seed), heldout
+
+
+def describe(config: SftRunConfig, console: Console) -> None:
+    shape = describe_policy(config, console)
+    describe_placement(config, console)
+    if config.cluster.gpus_per_trainer:
+        check_memory(describe_memory(config, shape, console))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return launch(SftRunConfig, arguments, program="sft", describe=describe, run=run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
