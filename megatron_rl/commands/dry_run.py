@@ -199,7 +199,7 @@ def check_memory(memory: RunMemory) -> None:
         raise ValueError(
             "by the estimates the run does not fit into its GPUs or nodes:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
-            + "\ntools/size_run.py with the same arguments prints the trainer's layouts that fit"
+            + "\n`megatron-rl size-run` with the same arguments prints the trainer's layouts that fit"
         )
 
 

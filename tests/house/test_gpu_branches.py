@@ -32,11 +32,11 @@ def test_the_tests_on_the_list_exist():
 
 
 def decisions() -> dict[str, int]:
-    """The number of conditions about the device, by file and function. Planning only adds up numbers."""
+    """The number of conditions about the device, by file and function. Planning and commands only have numbers."""
     found = Counter[str]()
     for path in sorted((ROOT / "megatron_rl").rglob("*.py")):
         name = str(path.relative_to(ROOT / "megatron_rl"))
-        if not name.startswith(("planning", "tools")):
+        if not name.startswith(("planning", "commands")):
             for scope, condition in conditions(ast.parse(path.read_text()), ()):
                 if any(map(names_a_device, ast.walk(condition))):
                     found[f"{name} {'.'.join(scope)}".strip()] += 1

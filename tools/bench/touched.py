@@ -5,8 +5,8 @@
     python tools/bench/touched.py --list           # print the choice and its reasons, and run nothing
 
 An import counts wherever it stands in a file, except under TYPE_CHECKING. A text that is the path of a source file
-counts as an import too, because tests start commands by their paths; so does a text that names a module in the same
-folder, because some modules are imported by name. A changed test runs whole, and so do the house's rules.
+counts as an import too; so does one that names a module in the same folder, because some modules are imported by name,
+and in tests of whole runs one that names a command. A changed test runs whole, and so do the house's rules.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from megatron_rl.__main__ import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("megatron_rl", "recipes", "tools", "slurm")
+RUNS = (("tests", "e2e"), ("tests", "nodes"), ("tests", "slurm"))
 LINKED = ("recipes", "tools", "slurm")
 """Folders that are imported below `megatron_rl`."""
 
@@ -96,8 +99,10 @@ def imports_of(path: Path, names: dict[str, Path]) -> set[Path]:
                 found.add(Path(text))  # a script, a configuration, data
             elif text.replace(".", "").isidentifier() and (ROOT / here / f"{text.split('.')[0]}.py").exists():
                 found.add(here / f"{text.split('.')[0]}.py")
-            elif text.startswith(("recipes.", "tools.")) and f"megatron_rl.{text}" in names:
+            elif text.startswith(("recipes.", "tools.", "commands.", "migrate.")) and f"megatron_rl.{text}" in names:
                 found.add(names[f"megatron_rl.{text}"])
+            elif path.parts[:2] in RUNS and text in COMMANDS:
+                found.add(names[f"megatron_rl.{COMMANDS[text][0]}"])
     if path.parts[0] == "tests":
         found.update(
             p / "conftest.py" for p in [here, *here.parents] if (ROOT / p / "conftest.py").exists() and p != Path()

@@ -7,9 +7,9 @@ from megatron_rl.algorithms import token_advantages
 from megatron_rl.algorithms.advantages import ESTIMATORS, TOKEN_ESTIMATORS
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.shaping import SHAPINGS
+from megatron_rl.commands import algorithms as tool
 from megatron_rl.config.advantages import AdvantageConfig, GaeAdvantage, ShapingConfig
 from megatron_rl.config.losses import LossConfig
-from megatron_rl.tools import algorithms as tool
 
 
 def members(union) -> set[type]:

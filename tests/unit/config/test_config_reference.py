@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.commands import config as tool
 from megatron_rl.config.reference import Heading, Key, find, parts, plain
 from megatron_rl.config.schema import PpoRunConfig
 from megatron_rl.config.section import Section
-from megatron_rl.tools import config as tool
 
 ROOT = Path(__file__).parents[3]
 

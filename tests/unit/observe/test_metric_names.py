@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.commands import metrics as tool
 from megatron_rl.observe.metric_names import SECTIONS, meaning
-from megatron_rl.tools import metrics as tool
 
 ROOT = Path(__file__).parents[3]
 

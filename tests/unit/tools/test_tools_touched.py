@@ -24,8 +24,8 @@ def test_the_nearest_tests_come_first_with_their_chains_of_imports():
 
 
 def test_commands_scenarios_and_fixtures_count_as_imports():
-    """A test starts a recipe by its path, names a scenario as a text, and gets a fixture from a conftest."""
-    assert "tests/e2e/test_resume.py" in reached("grpo")
+    """A test starts a command by its name, names a scenario as a text, and gets a fixture from a conftest."""
+    assert "tests/e2e/test_resume.py" in reached("megatron_rl/commands/grpo.py")
     assert (
         reached("tests/dist/memory_scenarios.py")["tests/dist/test_actor_phases.py"][1]
         == "tests/dist/memory_scenarios.py"
