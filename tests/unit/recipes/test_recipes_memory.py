@@ -19,7 +19,7 @@ from megatron_rl.recipes.dry_run import check_memory, describe_memory
 from megatron_rl.tools import size_run
 
 ROOT = Path(__file__).parents[3]
-RECIPE = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4cp2pp2.yaml")
+RECIPE = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp8.yaml")
 
 
 def test_the_table_adds_up():
