@@ -214,7 +214,7 @@ STEPS = {
         Step("Qwen3-30B-A3B", 128, 64, 2048, 4096, 3206, 2, 1, 1, 8, 1, "none", 8, 34.5),
     ],
 }
-"""v0.5 is the half that the rates of decoding and of whole steps are fitted to. Its row of DAPO with DeepSeek-V3 (458 s)
+"""v0.5 is the half that the rates of decoding and of whole steps are fitted to. Its row of DAPO (DeepSeek-V3, 458 s)
 is left out, because it generates an unknown number of groups that it drops."""
 REFIT = {False: 1342e9 / 36.8, True: 1342e9 / 14.2}
 """Bytes of a model per second in the pushes of these steps, by whether the engines have GPUs of their own: what NRL's
@@ -349,4 +349,4 @@ STATES = [
 PRIME_PEAK = 80.1
 """GB that prime measures on each GPU for Qwen3-30B-A3B on 8 H100 with FSDP, 16,384 tokens and full recomputation."""
 VERL_PEAK = 66.0
-"""GB that verl's page gives for a GPU of VERL, of all that runs on it. Its script gives engines 0.6 of an H20's 96 GB."""
+"""GB that verl's page gives for a GPU of VERL, of all that runs on it. Engines have 0.6 of an H20's 96 GB."""

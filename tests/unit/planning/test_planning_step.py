@@ -111,7 +111,8 @@ def test_who_waits_in_a_step(overlaps, shared, total, trainers_wait, engines_wai
 
 
 @pytest.mark.parametrize(
-    ("overlaps", "generation", "training"), [(True, 470.9, 1.1), (True, 1.1, 470.9), (False, 0.1, 0.2), (False, 3e9, 0.1)]
+    ("overlaps", "generation", "training"),
+    [(True, 470.9, 1.1), (True, 1.1, 470.9), (False, 0.1, 0.2), (False, 3e9, 0.1)],
 )
 def test_nobody_waits_less_than_no_time(overlaps, generation, training):
     step = StepSeconds(generation, training, 0.1, overlaps, shared=False, turn=0.3)
