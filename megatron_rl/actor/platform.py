@@ -51,21 +51,27 @@ def running() -> AbstractContextManager[object]:
     return nullcontext() if HAS_CUDA else _CudaMeansCpu()
 
 
-def start(rank: int, world_size: int, store: dist.Store, timeout: timedelta = timedelta(minutes=10)) -> None:
+def start(
+    rank: int, world_size: int, store: dist.Store, timeout: timedelta = timedelta(minutes=10), *, ordered: bool = False
+) -> None:
     """Join the trainer's process group over a store that all ranks share, and prepare torch and Megatron for this
     platform.
 
     Args:
         timeout: of every collective of the group. A rank whose neighbour died fails after it instead of waiting for
             ever.
+        ordered: whether tensor or context parallelism relies on the order of launches. Their collectives are to begin
+            before the product that they overlap with, which Megatron-Core promises on Hopper with one hardware queue
+            alone (tensor_parallel/layers.py). Without them one queue would only keep the exchange of experts and the
+            reduction of gradients from overlapping.
     """
     from megatron.core.transformer import multi_latent_attention
 
     if not HAS_TRANSFORMER_ENGINE:  # Megatron has mocks in its place, which latent attention takes for the library
         multi_latent_attention.HAVE_TE = False
     if HAS_CUDA:
-        # Megatron relies on one hardware queue to order communication and compute. CUDA reads this when it starts.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if ordered:  # CUDA reads this when it starts
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
         _replace_cuda_functions()

@@ -227,10 +227,10 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     push = push_seconds(config, shape, Rates.of(config))
     row("generation", lambda step: f"{step.generation:,.0f} s")
     row("passes and updates" + ", meanwhile" * bool(rollout.max_lag), lambda step: f"{step.training:,.0f} s")
-    row("push, by the links", lambda _: f"{push.least:,.1f} s")
-    row("push, as others have measured", lambda _: f"{push.others:,.1f} s")
+    row("push: the fullest link alone", lambda _: f"{push.least:,.1f} s")
+    row("push: as other systems over NCCL, counted", lambda _: f"{push.most:,.1f} s")
     if any(step.other for step in steps.values()):
-        row("other work, as others have measured", lambda step: f"{step.other:,.0f} s")
+        row("data, rewards and the change of turns", lambda step: f"{step.other:,.0f} s")
     row("a step", lambda step: f"{step.total:,.0f} s")
     if engines:
         row(f"  {trainers} trainer GPUs wait", lambda step: _waits(step.trainers_wait, step))

@@ -7,8 +7,8 @@ state is offloaded to the memory of the nodes. The times come from planning/esti
 have the largest length. With --json each layout also has its overrides. Neither weights nor GPUs are needed. The exit
 status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
 
-    megatron-rl size-run recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4cp2pp2.yaml
-    megatron-rl size-run recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4cp2pp2.yaml model.recompute=none --json
+    megatron-rl size-run recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp8.yaml
+    megatron-rl size-run recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp8.yaml model.recompute=none --json
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Decoding:
         Args:
             width: the bytes of a number of the model.
         """
-        bandwidth, stages = rates.bandwidth * BANDWIDTH, rollout.pipeline
+        share = rates.mixture_bandwidth if shape.experts else rates.bandwidth
+        bandwidth, stages = share * BANDWIDTH, rollout.pipeline
         weights_s = (
             FAMILIES[shape.family].num_parameters(shape) * weight_bytes(rollout, width) / rollout.tensor / bandwidth
         )

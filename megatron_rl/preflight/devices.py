@@ -60,6 +60,6 @@ def faults_of_start_timeout(config: BaseConfig, shape: ModelShape) -> list[str]:
         return []
     return [
         f"cluster.start_timeout_s is {cluster.start_timeout_s:g}, but a start is estimated to take {least_s:.0f} s: "
-        f"{START_S:.0f} s of imports, and a node reads its part of {num_bytes / 1e9:,.0f} GB of weights at "
-        f"{READ_BYTES_PER_S / 1e9:.0f} GB/s; raise it"
+        f"{START_S:.0f} s of imports, the start of vLLM, and a node reads its part of {num_bytes / 1e9:,.0f} GB of "
+        f"weights at {READ_BYTES_PER_S / 1e9:.0f} GB/s; raise it"
     ]

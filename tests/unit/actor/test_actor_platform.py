@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -32,6 +33,20 @@ def test_importing_the_actor_is_quiet():
     )
     said = [line for line in process.stderr.splitlines() if "No CUDA runtime is found" not in line]  # torch's, on nvcc
     assert (process.returncode, process.stdout, said) == (0, "", [])
+
+
+@pytest.mark.parametrize("ordered, mine, seen", [(True, None, "1"), (False, None, None), (True, "8", "8")])
+def test_one_hardware_queue_is_for_groups_that_rely_on_order(monkeypatch, ordered, mine, seen):
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.setenv(name, mine or "")
+    if mine is None:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(platform, "HAS_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda rank: None)
+    monkeypatch.setattr(platform.dist, "init_process_group", lambda **how: None)
+    platform.start(0, 1, platform.dist.HashStore(), ordered=ordered)
+    assert os.environ.get(name) == seen
 
 
 def test_peak_memory_stays_after_the_memory_is_freed():

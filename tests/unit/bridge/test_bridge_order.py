@@ -9,19 +9,25 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
+from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import cover
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layouts import engines as any_engines
 from random_layouts import enlarged, meshes, served
+from torch.distributed import HashStore
 
+from megatron_rl.bridge import join
 from megatron_rl.bridge.line import SLOTS
 from megatron_rl.bridge.replay import StretchSize, all_stretches
 from megatron_rl.commands.size_run import read
-from megatron_rl.layout import Engines, plan_weights, read_shape
+from megatron_rl.layout import Engines, TransferPlan, plan_weights, read_shape
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import Mesh
@@ -130,9 +136,74 @@ class Push:
 RECIPES = sorted(Path("recipes").glob("*/*.yaml"))
 
 
+class Connected:
+    """What the ranks do when they join, up to the messages that connect them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ends: dict[str, set[tuple[int, int, int]]] = {"send": set(), "receive": set()}
+        """(communicator, sender, receiver) of each of these messages, by who has called."""
+        monkeypatch.setattr(join, "_gloo", lambda store, second, patience: None)
+        monkeypatch.setitem(join.SHARED_GROUPS, "meta", self._group)
+
+    def join(self, plan: TransferPlan, share_gpus: bool) -> None:
+        trainers, engines = plan.num_sources, plan.engines
+        outlets, inlets = (defaultdict[int, dict[int, int]](dict) for _ in range(2))
+        for source, to in plan.turns:
+            outlets[source][trainers + to] = 0
+            inlets[trainers + to][source] = 0
+        for chain in engines.chains:
+            for hop, (feeding, fed) in enumerate(pairwise(chain), start=1):
+                for within in range(engines.world_size):
+                    one, next_one = (trainers + e * engines.world_size + within for e in (feeding, fed))
+                    outlets[one][next_one] = inlets[next_one][one] = hop
+        store = HashStore()
+        store.set("needed/meta", "1")
+        for rank in range(trainers + plan.num_destinations):
+            joining = object.__new__(join.Joining)
+            joining.rank, joining.device, joining._store = rank, torch.device("meta"), store
+            joining._devices, joining._share_gpus = ["meta"] * (trainers + plan.num_destinations), share_gpus
+            joining._patience, joining._are_chained, joining._contents = timedelta(1), engines.are_chained, []
+            self.rank, self.made = rank, 0
+            joining.share_contents(outlets[rank], inlets[rank])
+            for peer, second in [*((to, False) for to in outlets[rank]), *((source, True) for source in inlets[rank])]:
+                self.pair = (peer, rank) if second else (rank, peer)
+                joining._groups("line", peer, second, near=False, hop=(inlets if second else outlets)[rank][peer])
+
+    def _group(self, store: object, rank: int, num_ranks: int, *_: object) -> SimpleNamespace:
+        members = range(num_ranks) if num_ranks > 2 else self.pair
+        number, self.made = self.made, self.made + 1
+
+        def call(kind: str, peer: int) -> None:
+            ends = (members[rank], members[peer])
+            self.ends[kind].add((0 if num_ranks == 2 else number, *(ends if kind == "send" else ends[::-1])))
+
+        return SimpleNamespace(
+            _start_coalescing=lambda: None,
+            send=lambda tensors, to, tag: call("send", to),
+            recv=lambda tensors, source, tag: call("receive", source),
+            _end_coalescing=lambda: None,
+        )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda one: one.stem)
+def test_joining_connects_every_pair_that_exchanges_a_message(recipe, monkeypatch):
+    """Both ends of each pair, over the communicator that carries its messages, and no other pair."""
+    config = read([str(recipe)])
+    plan = planned_transfer(config, planned_shape(config), config.policy.parallel.mesh)
+    connected = Connected(monkeypatch)
+    connected.join(plan, config.cluster.colocate)
+    world, first = plan.engines.world_size, plan.num_sources
+    messages = {(0, source, first + to) for source, to in plan.turns}
+    for _, to in plan.turns:
+        [chain] = [chain for chain in plan.engines.chains if chain[0] == to // world]
+        ranks = [first + engine * world + to % world for engine in chain]
+        messages |= {(hop % 2, *ends) for hop, ends in enumerate(pairwise(ranks), start=1)}
+    assert connected.ends["send"] == connected.ends["receive"] == messages
+
+
 @pytest.mark.parametrize(
     "recipe",
-    cover.essential(RECIPES, *(one for one in RECIPES if one.parent.name == "qwen3_32b")),
+    cover.essential(RECIPES, *(one for one in RECIPES if one.stem == "qwen3_32b-dapo-8n8g-tp8cp2-32k")),
     ids=lambda one: one.stem,
 )
 def test_the_push_of_a_recipe_ends(recipe):

@@ -23,7 +23,7 @@ from megatron_rl.planning.step import PushSeconds, StepSeconds, expected_tokens,
 
 MODELS = Path(__file__).parents[3] / "configs" / "model"
 SHAPE = read_shape(MODELS / "Qwen3-32B.json")
-BANDWIDTH = 0.6 * 3.35e12
+BANDWIDTH, OF_MIXTURES = 0.4 * 3.35e12, 0.3 * 3.35e12
 WEIGHTS = 2 * FAMILIES["qwen3"].num_parameters(SHAPE)
 DECODING = Decoding(step_s=1.0, reading_s=np.zeros(1001), token_s=0.0)
 """Only steps take time."""
@@ -63,7 +63,8 @@ def test_a_token_reads_what_its_rank_keeps_of_the_tokens_before_it(model, tensor
     states = sequence_bytes(shape, tensor, 0, 2, layers)
     kept = sum(sequence_bytes(shape, tensor, tokens, 2, layers) + states for tokens in range(10, 13))
     costs = decoding(shape, tensor=tensor)
-    assert costs.reading_s[13] - costs.reading_s[10] == pytest.approx(kept / BANDWIDTH)
+    rate = OF_MIXTURES if shape.experts else BANDWIDTH
+    assert costs.reading_s[13] - costs.reading_s[10] == pytest.approx(kept / rate)
     stages = decoding(shape, tensor=tensor, pipeline=2)
     assert stages.reading_s[-1] == pytest.approx(costs.reading_s[-1] / 2), "both stages read at the same time"
     assert stages.step_s == costs.step_s
@@ -100,18 +101,29 @@ def test_lengths_have_the_mean_and_the_tail():
 
 @pytest.mark.parametrize(
     ("overlaps", "shared", "total", "trainers_wait", "engines_wait"),
-    [(False, False, 810, 600, 200), (True, False, 610, 400, 0), (False, True, 810, 0, 0)],
+    [(False, False, 415, 300, 100), (True, False, 310, 200, 0), (False, True, 415, 0, 0)],
 )
 def test_who_waits_in_a_step(overlaps, shared, total, trainers_wait, engines_wait):
-    """300 s of generation and 100 s of training, each twice as long in a whole step, and a push of 10 s."""
-    step = StepSeconds(300, 100, 10, overlaps, shared, whole_step=2)
+    """300 s of generation and 100 s of training, a push of 10 s, and 5 s if they take turns, when nobody waits."""
+    step = StepSeconds(300, 100, 10, overlaps, shared, turn=5)
     assert (step.total, step.trainers_wait, step.engines_wait) == (total, trainers_wait, engines_wait)
     assert step.idle_share(30, 10) == (30 * trainers_wait + 10 * engines_wait) / (40 * total)
 
 
+@pytest.mark.parametrize(
+    ("overlaps", "generation", "training"),
+    [(True, 470.9, 1.1), (True, 1.1, 470.9), (False, 0.1, 0.2), (False, 3e9, 0.1)],
+)
+def test_nobody_waits_less_than_no_time(overlaps, generation, training):
+    step = StepSeconds(generation, training, 0.1, overlaps, shared=False, turn=0.3)
+    assert min(step.trainers_wait, step.engines_wait) >= 0 and "-" not in f"{step.engines_wait:.0f}"
+
+
 def test_a_push_is_between_the_links_and_what_others_have_measured():
-    push = PushSeconds.of(0.85)
-    assert (push.least, push.others) == pytest.approx((1.0, 1.5 + 4 * 0.85))
+    push = PushSeconds.of(0.85, num_bytes=600e9)
+    assert (push.least, push.most) == pytest.approx((1.0, 0.2 + 5.0))
+    many = PushSeconds.of(8.5, num_bytes=600e9)
+    assert (many.least, many.most) == pytest.approx((10.0, 0.2 + 10.0)), "the links of many engines take longer"
 
 
 def config(tmp_path, **sections) -> GrpoRunConfig:

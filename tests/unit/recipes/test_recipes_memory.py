@@ -19,7 +19,7 @@ from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 
 ROOT = Path(__file__).parents[3]
-RECIPE = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4cp2pp2.yaml")
+RECIPE = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp8.yaml")
 
 
 def test_the_table_adds_up():
@@ -46,7 +46,7 @@ def test_the_command_prints_tables_or_json(capsys):
     assert size_run.main([RECIPE]) == 0
     shown = capsys.readouterr().out
     assert "the trainer's layouts that fit" in shown
-    assert "TP4 x CP2 x PP2, recompute none, offload (configured)" in shown
+    assert "TP8, recompute none, offload (configured)" in shown
     assert size_run.main([RECIPE, "policy.optimizer.offload=false", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert not told["fits"] and "training needs" in told["problems"][0]
@@ -79,10 +79,10 @@ def test_the_dry_run_says_which_kernels_attention_takes():
 def test_the_dry_run_says_what_is_in_the_memory_of_the_node(capsys):
     assert size_run.main([RECIPE]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "in the nodes' memory" in shown and "│ optimizer state │ 24.57 │ 196.58 │" in shown
+    assert "in the nodes' memory" in shown and "│ optimizer state │ 49.15 │ 393.22 │" in shown
     assert size_run.main([RECIPE, "--json"]) == 0
     host = json.loads(capsys.readouterr().out)["host_bytes"]
-    assert host["trainer"]["optimizer state"] == pytest.approx(24.57e9, rel=1e-3) and host["critic"] is None
+    assert host["trainer"]["optimizer state"] == pytest.approx(49.15e9, rel=1e-3) and host["critic"] is None
 
 
 def test_the_constants_are_those_of_the_rooms_that_need_torch():

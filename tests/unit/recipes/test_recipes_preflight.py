@@ -17,12 +17,14 @@ import pytest
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from megatron_rl.commands.size_run import read
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.data import ItemSource, ShuffledStream
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
+from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight import checks as module
 from megatron_rl.preflight import devices, engine_options
 from megatron_rl.preflight import rows as rows_module
@@ -909,12 +911,17 @@ def test_rows_of_the_hub_are_asked_for_before_a_run(home, monkeypatch):
 
 
 def test_less_time_to_start_than_it_takes_is_refused(home):
-    """A small model on GPUs: the imports alone take 20 s."""
+    """A small model on GPUs: the imports take 20 s, and vLLM 9 s more. DeepSeek-V3's engines read a quarter of it on
+    each of their nodes, 1,342 / 4 GB at 2 GB/s."""
     gpus = {"device": "gpu", "gpus_per_node": 8}
-    [fault] = faults(grpo(cluster={**gpus, "start_timeout_s": 19}), planning=True)
-    assert fault.startswith("cluster.start_timeout_s is 19, but a start is estimated to take 20 s: 20 s of imports")
+    [fault] = faults(grpo(cluster={**gpus, "start_timeout_s": 28}), planning=True)
+    assert fault.startswith("cluster.start_timeout_s is 28, but a start is estimated to take 29 s: 20 s of imports")
     assert faults(grpo(cluster={**gpus, "start_timeout_s": 30}), planning=True) == []
     assert faults(grpo(cluster__start_timeout_s=5)) == [], "on CPUs nobody knows"
+    [large] = (Path(__file__).parents[3] / "recipes/deepseek_v3").glob("*gspo*.yaml")
+    config = read([str(large), "cluster.start_timeout_s=60"])
+    [fault] = devices.faults_of_start_timeout(config, planned_shape(config))
+    assert "estimated to take 197 s" in fault and "1,342 GB of weights at 2 GB/s" in fault
 
 
 @pytest.mark.parametrize(

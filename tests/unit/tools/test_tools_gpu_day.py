@@ -186,7 +186,7 @@ def test_what_fails_does_not_stop_the_others(tmp_path, capsys):
 
 def planned(calibration: Path) -> Rates:
     """The rates that the planner takes from the file."""
-    path = Path(__file__).parents[3] / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4cp2pp2.yaml"
+    path = Path(__file__).parents[3] / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp8.yaml"
     return Rates.of(load_config(GrpoRunConfig, [str(path), f"cluster.calibration={calibration}"]))
 
 
