@@ -24,6 +24,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "sft": ("commands.sft", "train on rows with completions"),
     },
     "Plan": {
+        "init": ("commands.init", "write a YAML file to begin with, in which each key has its meaning"),
         "doctor": ("commands.doctor", "print what is installed, what a run will use, and what is slower for it"),
         "size-run": ("commands.size_run", "print a run's memory by phase, and the trainer's layouts that fit"),
         "plan-sync": ("commands.plan_sync", "compute the bytes and times of a weight transfer"),
