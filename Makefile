@@ -67,7 +67,7 @@ test-deep: setup
 	@$(pytest) -m deep $(ARGS)
 
 test-due: setup
-	@$(pytest) -m deep --due 11 --results tests/deep.json $(addprefix tests/,nodes e2e dist unit house slurm) $(ARGS)
+	@$(pytest) -m deep --due 11 --results tests/deep.json $(addprefix tests/,nodes e2e ranks unit house slurm) $(ARGS)
 
 test-touched: setup
 	@$(python) tools/bench/touched.py $(ARGS)

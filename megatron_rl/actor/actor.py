@@ -1,6 +1,6 @@
 """The policy's trainer. Its public methods are collectives, as in trainer.py, which describes what both classes share.
 
-Invariants (tests/dist): log-probs, advantages and gradients do not depend on the layout or on the number of
+Invariants (tests/ranks): log-probs, advantages and gradients do not depend on the layout or on the number of
 micro-batches.
 
 Shape letters: T packed tokens of a micro-batch, U untrained tokens.

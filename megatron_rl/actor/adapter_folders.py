@@ -1,6 +1,6 @@
 """Reads adapters from folders in PEFT's form, and writes them, in loops over the shards of `layout`.
 
-Invariant (tests/dist): on every mesh what is written is what was read, bit for bit.
+Invariant (tests/ranks): on every mesh what is written is what was read, bit for bit.
 """
 
 from __future__ import annotations

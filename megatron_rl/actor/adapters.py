@@ -7,7 +7,7 @@ Of Transformer Engine's layers that begin with a norm, x is the norm's output, w
 gather it, too, but then Transformer Engine 2.11 adds nothing of its gradient to the input's. The output layer
 multiplies nothing, so its adapter enters where the logits are computed (logprobs.py).
 
-Invariants (tests/dist, tests/gpu_set): the gradients of A and B do not depend on the layout nor on the kind of layers;
+Invariants (tests/ranks, tests/gpu_set): the gradients of A and B do not depend on the layout nor on the kind of layers;
 with B = 0 all numbers are the base model's, bit for bit; so they are while adapters are off.
 
 Shape letters: T tokens, R rows of A (the rank, for each weight that the layer fuses), O outputs of the layer on this

@@ -7,7 +7,7 @@ its share of the weights, of their fp32 copies and of the optimizer's moments, a
 states of the random generators, which only the same mesh restores, and `extra.json`. All ranks must see the same file
 system. Reading a file runs no code from it.
 
-Invariants (tests/dist): the folder is complete or absent after any failure and any kill of the process; if one rank
+Invariants (tests/ranks): the folder is complete or absent after any failure and any kill of the process; if one rank
 raises, all do; a changed byte is an error that names the file; a run resumes bit for bit on the same mesh, and on
 another mesh with the same weights and moments.
 """

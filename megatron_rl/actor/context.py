@@ -8,7 +8,7 @@ et al. 2023, arXiv:2310.01889): in each of C turns a rank attends to what it hol
 rank. Softmax over all turns follows from the log-sum-exp of each. In the backward pass keys and values travel a second
 time, together with their gradients. A rank never holds the keys of more than two ranks.
 
-Invariants (tests/unit/actor, tests/dist): the parts of all ranks are the row; output and gradients equal plain
+Invariants (tests/unit/actor, tests/ranks): the parts of all ranks are the row; output and gradients equal plain
 attention over whole sequences, with and without a sliding window and sinks.
 
 Shape letters: T packed tokens of a row, t tokens of a rank, S sequences, B chunks of one kernel call, L queries and K

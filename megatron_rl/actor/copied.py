@@ -1,6 +1,6 @@
 """A tensor that all tensor-parallel ranks read, each for its own part of the computation.
 
-Invariant (tests/dist): its gradient is the sum of the ranks' gradients, also of ones that are not contiguous.
+Invariant (tests/ranks): its gradient is the sum of the ranks' gradients, also of ones that are not contiguous.
 """
 
 from __future__ import annotations

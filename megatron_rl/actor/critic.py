@@ -2,7 +2,7 @@
 
 A step has three parts. The critic computes the values (`values`), the policy's ranks compute advantages and returns
 from them (token_advantages.py), and the critic learns the returns (`set_targets`, then `update`). Its mesh may differ
-from the policy's. Invariant (tests/dist): values and gradients do not depend on the layout or on the number of
+from the policy's. Invariant (tests/ranks): values and gradients do not depend on the layout or on the number of
 micro-batches.
 """
 

@@ -5,7 +5,7 @@ Layers with a state use it: the state goes from each token to the next one, so a
 has equally many tokens and takes equally many heads, so each exchange is one all-to-all of equal parts, and so is its
 backward pass.
 
-Invariant (tests/dist): in every layout gradients equal the ones of one process.
+Invariant (tests/ranks): in every layout gradients equal the ones of one process.
 
 Shape letters: T packed tokens of a row, t = T / C tokens of one of C ranks, K heads, k = K / C heads.
 """

@@ -2,7 +2,7 @@
 (convert/fp8.py). A layer computes with the dequantised weight, which exists while it is multiplied. So the forward
 pass makes it, and the backward pass makes it again.
 
-The blocks are the whole matrix's, wherever TP splits it. Invariants (tests/dist, tests/unit/actor): in every layout a
+The blocks are the whole matrix's, wherever TP splits it. Invariants (tests/ranks, tests/unit/actor): in every layout a
 run has the numbers of a model whose weights were quantised and dequantised before; autograd keeps no dequantised
 weight.
 

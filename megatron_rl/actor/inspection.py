@@ -3,7 +3,7 @@ of the loss.
 
 A step's loss is a sum over tokens, each with its weight. So its derivative to a token's weight is what the token adds,
 and the loss of some tokens alone is the loss with all other weights set to 0. Denominators, advantages and statistics
-stay the step's. Invariant (tests/dist): the parts' losses add up to the loss of the step, the gradient norm of the
+stay the step's. Invariant (tests/ranks): the parts' losses add up to the loss of the step, the gradient norm of the
 whole step is the one of its update, and neither depends on the layout.
 
 Shape letters: T packed tokens of a micro-batch, V this rank's rows of a vocabulary matrix, H hidden size.

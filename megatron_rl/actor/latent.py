@@ -13,8 +13,8 @@ Rotary dims are interleaved pairs in the weights. They are put in the order of h
 and key alike, so their products stay the same. The heads of the value are narrower than the heads of query and key. In
 local layers zeros fill them up, because the kernels take heads of one width; cuDNN's take both widths.
 
-Invariants (tests/dist): logits, loss and gradients equal transformers' in every layout; tests/gpu_set shows the same of
-Transformer Engine's layers with other kernels.
+Invariants (tests/ranks): logits, loss and gradients equal transformers' in every layout; tests/gpu_set shows the same
+of Transformer Engine's layers with other kernels.
 
 Shape letters: T packed tokens of a rank, t tokens that it has between the layers (fewer than T with sequence
 parallelism), N heads of a rank, D dims of a head.

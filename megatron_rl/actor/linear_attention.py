@@ -11,7 +11,7 @@ context parallelism a rank computes a part of its heads for whole sequences (exc
 the sum of the gradients over the context group has them all. `A_log` is float32 for every dtype of the model, as in
 vLLM.
 
-Invariants (tests/dist): logits and whole gradients equal transformers' in every layout.
+Invariants (tests/ranks): logits and whole gradients equal transformers' in every layout.
 
 Shape letters: T packed tokens of a context rank, K key heads and V value heads of a tensor-parallel rank, k and v of
 them on a context rank, R = V / K, D and E the sizes of a key and of a value, W the width of the convolution.

@@ -1,7 +1,7 @@
 """The output layer without its matrix product. Megatron's model ends with hidden states. Log-probs and entropies are
 computed from these in chunks (algorithms/logprobs.py), with the vocabulary split over the tensor-parallel ranks.
 
-Invariant (tests/dist): value and gradients equal log_softmax over the whole logits, for every split.
+Invariant (tests/ranks): value and gradients equal log_softmax over the whole logits, for every split.
 
 Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden size.
 """

@@ -15,7 +15,7 @@ We do not use Megatron's `MultiTokenPredictionLayer`: it takes its targets from 
 its gradient flows into the policy. Megatron's names are kept, so that the parameters have the same places.
 
 The bias of the head's router stays as it is loaded, and routing replay and auxiliary losses leave the head out, because
-an engine tells no choices of experts for it. Invariants (tests/dist): loss and gradient equal a float64 reference in
+an engine tells no choices of experts for it. Invariants (tests/ranks): loss and gradient equal a float64 reference in
 every layout; the policy's gradient has the same bits with a head and without.
 
 Shape letters: T packed tokens of the row, t tokens that a rank has between the layers, H hidden size.

@@ -3,7 +3,7 @@
 Some families store a norm's weight minus 1 (zero-centred); Megatron's `layernorm_zero_centered_gamma` says so.
 
 On a CPU torch's own norm is a chain of six operations, whose backward pass takes three times as long as the one below.
-Invariants (tests/unit/actor, tests/dist): value and gradients equal torch.nn.functional.rms_norm, whether the
+Invariants (tests/unit/actor, tests/ranks): value and gradients equal torch.nn.functional.rms_norm, whether the
 normalised dim is on one rank or split over TP; bf16 inputs are computed in fp32.
 """
 

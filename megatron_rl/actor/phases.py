@@ -4,7 +4,7 @@ A storage shrinks to nothing and later grows again, so every tensor and every vi
 optimizer state are copied to host memory before (host_copy.py), which is kept for the next time. Gradients are not
 copied, because every update begins with zeros. On a CPU the same code runs. The CUDA path has not been run.
 
-Invariants (tests/dist): contents come back bit for bit, in every layout; a phase holds the bytes that it says and no
+Invariants (tests/ranks): contents come back bit for bit, in every layout; a phase holds the bytes that it says and no
 others.
 """
 

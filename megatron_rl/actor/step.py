@@ -4,8 +4,8 @@ Megatron scales gradients in three places: the schedule divides by the number of
 finalisation by a token count. With `calculate_per_token_loss` and a loss function that returns three values the first
 two are off, and `finalize` below leaves out the third. The gradient is then exactly the sum over micro-batches and
 data-parallel ranks. With context parallelism every rank of a group computes the loss of the whole row from the
-log-probs of all its tokens, and takes the gradients of its own. Invariant (tests/dist): the gradient depends neither on
-the layout nor on the number of micro-batches.
+log-probs of all its tokens, and takes the gradients of its own. Invariant (tests/ranks): the gradient depends neither
+on the layout nor on the number of micro-batches.
 
 Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden size.
 """

@@ -2,7 +2,7 @@
 Every trainer process has one, a `MegatronActor` (actor.py) or a `MegatronCritic` (critic.py).
 
 Its public methods are collectives: all ranks call them in the same order, and all return the same numbers or raise the
-same error. Invariants (tests/dist): loss and gradient norm do not depend on the layout or on the number of
+same error. Invariants (tests/ranks): loss and gradient norm do not depend on the layout or on the number of
 micro-batches; a resumed run continues bit for bit; a step with a number that is not finite changes no weight.
 
 Shape letters: T packed tokens of a micro-batch.

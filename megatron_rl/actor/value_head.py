@@ -2,7 +2,7 @@
 of its hidden state with a vector.
 
 Every tensor-parallel rank has the whole vector and computes the values of all tokens. So all of them have the same
-gradient of the hidden states, which is not summed over them. Invariant (tests/dist): values and gradients equal
+gradient of the hidden states, which is not summed over them. Invariant (tests/ranks): values and gradients equal
 transformers' `AutoModelForSequenceClassification` at every token, for every layout.
 
 Shape letters: T packed tokens, H hidden size.

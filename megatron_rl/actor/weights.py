@@ -2,7 +2,7 @@
 `layout`.
 
 When loading, each rank reads only its own rectangles. The export gathers the tensors of one file at a time on rank 0.
-Invariants (tests/dist): export after load gives the same bits on every mesh; logits equal transformers'.
+Invariants (tests/ranks): export after load gives the same bits on every mesh; logits equal transformers'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine's side of the transfer plan, recorded from vLLM: its own loaders get tensors without memory instead of a
 checkpoint, and the copies that they would make are recorded as rectangles.
 
-So the plan is right for any vLLM class that runs the model. Invariant (tests/dist): where the family's
+So the plan is right for any vLLM class that runs the model. Invariant (tests/ranks): where the family's
 table has vLLM's side, the recording equals it.
 """
 

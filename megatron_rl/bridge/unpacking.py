@@ -2,7 +2,7 @@
 the bridge gives the layers full parameters again and lets the forward pass read them, so a push is a copy into live
 parameters, as on a GPU.
 
-Invariant (tests/dist): log-probs equal transformers'.
+Invariant (tests/ranks): log-probs equal transformers'.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The numbers of a run before anything starts: sizes, memory, micro-batches, the bridge's transfer plan, and the nodes.
 
 It needs neither torch nor a GPU nor the model's weights, and it takes a second on a laptop. Invariant
-(tests/unit/recipes): a run that does not fit into its GPUs is refused with the phase, the bytes, and what to change.
+(tests/unit/commands): a run that does not fit into its GPUs is refused with the phase, the bytes, and what to change.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ still draft tokens with it, or a run begin with it (`Source.take_head`). A Huggi
 others; a checkpoint has them in a file of their own, next to config.json. The tensors of a head that was trained are
 tensors of the model.
 
-Invariant (tests/unit/convert, tests/dist): what is kept has the bits of the folder that it comes from.
+Invariant (tests/unit/convert, tests/ranks): what is kept has the bits of the folder that it comes from.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ group.
 
 Each tensor is a torch.save archive inside a `.distcp` file, and `.metadata` says which key and rectangle it is. An
 archive has a few bytes before the tensor's own bytes and a few after them; torch.save itself makes these.
-Invariant (tests/dist): Megatron-Core's dist_checkpointing.load reads the files on any mesh.
+Invariant (tests/ranks): Megatron-Core's dist_checkpointing.load reads the files on any mesh.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For example, the row `Rule(QKV, megatron=..., vllm=..., hf=(q, k, v))` is all that the actor, the loader, the exporter
 and the bridge know about the projection to q, k and v. A new family is a new table (`layout/families/`). Invariants
-(tests/unit/layout, tests/dist): every HF tensor of a model is in exactly one row; names and extents are the same as
+(tests/unit/layout, tests/ranks): every HF tensor of a model is in exactly one row; names and extents are the same as
 transformers saves and Megatron-Core and vLLM build; the shards of all ranks together hold every element, each at its
 own place.
 """

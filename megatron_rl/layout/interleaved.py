@@ -3,7 +3,7 @@ gate, a row of up, and so on, in [experts, rows, ...].
 
 Such a parameter is described as several: the name of each says which rows it means, as an index in Python does, for
 example `w13_weight[:, 0::2]`. It has the rectangles of a parameter of its own, so plans need to know nothing of it.
-Invariant (tests/dist): the recording of vLLM's loaders equals the family's table.
+Invariant (tests/ranks): the recording of vLLM's loaders equals the family's table.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The bytes of activations of a trainer rank: what autograd keeps, and the temporary tensors of the computation.
 
-They are estimates for one kind of layers. Invariant (tests/dist): they are within 10 % of what autograd saves on the
+They are estimates for one kind of layers. Invariant (tests/ranks): they are within 10 % of what autograd saves on the
 local layers, with and without recomputation.
 """
 

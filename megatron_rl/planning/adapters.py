@@ -1,6 +1,6 @@
 """The adapters of a run on the engines' side: what a push brings, and the slot that vLLM keeps for them.
 
-In a run the engines' side is recorded from vLLM (`bridge/adapter_slot.py`). Invariant (tests/dist): each rank holds
+In a run the engines' side is recorded from vLLM (`bridge/adapter_slot.py`). Invariant (tests/ranks): each rank holds
 the rectangles that were recorded.
 """
 

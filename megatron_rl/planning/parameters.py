@@ -1,6 +1,6 @@
 """The bytes of weights, gradients and optimizer state of a trainer rank, counted from the rows of a family's table.
 
-Invariants (tests/unit/planning, tests/dist): weights and gradients have the bytes that the actor allocates on every
+Invariants (tests/unit/planning, tests/ranks): weights and gradients have the bytes that the actor allocates on every
 rank on a CPU, and so has the optimizer's state of the ranks that share it.
 """
 

@@ -1,8 +1,8 @@
 """Finds the errors that would stop a run in its first minutes. It takes a few seconds, and imports neither torch, Ray
 nor vLLM.
 
-Invariants (tests/unit/recipes): every reported fault would stop the run; all faults are reported together, and each is
-one sentence that says what is wrong, where, and what to do; no file is left behind.
+Invariants (tests/unit/preflight): every reported fault would stop the run; all faults are reported together, and each
+is one sentence that says what is wrong, where, and what to do; no file is left behind.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from megatron_rl.tools.bench.run_process import IS_STEP
 ELSEWHERE = {
     "gpu_day": "tests/unit/tools/test_tools_gpu_day.py",
     "logprobs": "tests/unit/algorithms/test_algorithms_logprobs.py",
-    "own_trainer": "tests/dist/test_own_trainer.py",
+    "own_trainer": "tests/ranks/test_own_trainer.py",
     "simulate_balance": "tests/unit/balance/test_balance_simulation.py",
     "step": "tests/unit/tools/test_tools_bench_step.py",
 }

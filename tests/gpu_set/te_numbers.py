@@ -23,7 +23,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's fused activations are the 
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-for room in ("", "dist"):
+for room in ("", "ranks"):
     sys.path.insert(0, str(Path(__file__).parents[1] / room))
 from sizes import VOCAB_SIZE  # noqa: E402
 

@@ -58,7 +58,7 @@ AXES = {
 NUM_MICROBATCHES = 3
 FACTOR = 3.0
 """How many times as far from float64 as one process a layout may be. The same sums in another order were 0.5 to 1.5
-times as far over all families (tests/dist); a gradient that lacks a term is thousands of times as far."""
+times as far over all families (tests/ranks); a gradient that lacks a term is thousands of times as far."""
 ONE_PROCESS = "one process"
 
 

@@ -1,7 +1,7 @@
 """Lets code that computes in float32 compute in float64, so that its rounding can be measured.
 
 transformers is no such measure: its norms and rotary angles are float32 for any dtype of the model, and over 30 layers
-they cost 1e-5 of a gradient. Invariant (tests/dist): the trainer's gradient in float64 equals the gradient of a model
+they cost 1e-5 of a gradient. Invariant (tests/ranks): the trainer's gradient in float64 equals the gradient of a model
 without any float32.
 """
 

@@ -2,7 +2,7 @@
 
 The driver (tools/bench/sync.py) starts all ranks with `started` and asks them by `ask`; calls and answers are lines of
 JSON over a rank's stdin and stdout. A trainer rank holds random weights. An engine rank holds the parameters of the
-family's table, which tests/dist/test_layout_families.py compares with what vLLM builds.
+family's table, which tests/ranks/test_layout_families.py compares with what vLLM builds.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An expert that is split over TP gives a part of its output on each rank, and Meg
 the first rank alone adds it. All ranks hold it, see the same tokens and the same gradient of the output, so each
 computes the bias's whole gradient.
 
-Invariant (tests/dist): logits and gradients equal transformers' in every layout.
+Invariant (tests/ranks): logits and gradients equal transformers' in every layout.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ forward pass, and again when it recomputes the layer in the backward pass. So ev
 same choices, even if the pipeline works on other micro-batches in between. Tokens whose choices are not known (the last
 one of each sample, padding) get the trainer's own.
 
-Invariants (tests/dist): loss and gradient with given choices equal plain PyTorch, and are the same in every layout.
+Invariants (tests/ranks): loss and gradient with given choices equal plain PyTorch, and are the same in every layout.
 
 Shape letters: T tokens of a rank, L layers of the model, K active experts, E experts.
 """

@@ -11,7 +11,7 @@ Tokens are counted here and not by Megatron, for three reasons: Megatron counts 
 on the layout; it updates before it is known whether the gradients are finite; and it counts in a method that torch
 compiles. Megatron's own counters stay 0, so its own update changes nothing.
 
-Invariants (tests/dist): each token of a mini-batch counts once in every layout, also with recomputation; the auxiliary
+Invariants (tests/ranks): each token of a mini-batch counts once in every layout, also with recomputation; the auxiliary
 losses have the same gradient in every layout; a step that is refused changes no bias.
 
 Shape letters: T tokens of a rank, R routers of a rank, E experts.

@@ -1,6 +1,6 @@
 """Adam with decoupled weight decay: Megatron's own.
 
-Invariant (tests/dist): an update equals torch.optim.AdamW on the whole model.
+Invariant (tests/ranks): an update equals torch.optim.AdamW on the whole model.
 """
 
 from __future__ import annotations

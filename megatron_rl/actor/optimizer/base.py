@@ -6,7 +6,7 @@ are distributed optimizers, whose state is split over the data-parallel ranks.
 
 As in all of Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, uses
 the schedule's n-th value: a warm-up of w steps begins with lr / w and reaches lr at step w, and the run's last step
-uses lr * min_lr_ratio. Invariant (tests/dist): the norms of gradient, parameters and update equal the whole model's
+uses lr * min_lr_ratio. Invariant (tests/ranks): the norms of gradient, parameters and update equal the whole model's
 norms in every layout.
 """
 

@@ -1,7 +1,7 @@
 """The parts of parameters that a rank updates, and the state of these parts, for every kind of optimizer.
 
 With Megatron's distributed optimizer a rank has a flat interval of each parameter, otherwise the whole. Invariant
-(tests/dist): the intervals of a parameter's data-parallel ranks follow each other without gap or overlap.
+(tests/ranks): the intervals of a parameter's data-parallel ranks follow each other without gap or overlap.
 """
 
 from __future__ import annotations

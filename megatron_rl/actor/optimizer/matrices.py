@@ -6,7 +6,7 @@ have intervals of a parameter is its worker: the others send it their intervals,
 tensor-parallel ranks, and sends the results back. arXiv:2502.16982 gathers over DP as well, but there each rank does
 the whole work. A rank without an interval of a parameter does not take part.
 
-Invariants (tests/unit/actor, tests/dist): every parameter has one worker, which owns a part of it; what a function
+Invariants (tests/unit/actor, tests/ranks): every parameter has one worker, which owns a part of it; what a function
 makes of a matrix is the same in every layout, up to rounding.
 """
 

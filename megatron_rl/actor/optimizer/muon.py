@@ -11,7 +11,7 @@ data-parallel ranks like Adam's moments, and a whole matrix exists only while it
 Everything is computed in fp32. Megatron-Core's own Muon (core/optimizer/muon.py of version 0.16.1) gives the same
 parameters to Adam; it needs a package that it does not install, and refuses the distributed optimizer.
 
-Invariants (tests/unit/actor, tests/dist): an update equals a plain loop over whole matrices in float64, in every
+Invariants (tests/unit/actor, tests/ranks): an update equals a plain loop over whole matrices in float64, in every
 layout.
 """
 

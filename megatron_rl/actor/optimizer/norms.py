@@ -1,6 +1,6 @@
 """The norms of gradient, parameters and update, added in float64.
 
-Invariant (tests/dist): in every layout a norm equals the whole model's norm, to the rounding of float64.
+Invariant (tests/ranks): in every layout a norm equals the whole model's norm, to the rounding of float64.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ is offloaded, the next piece arrives and the previous one leaves while a piece i
 rank needs the memory of IN_FLIGHT pieces instead of its whole state. Adam runs on the GPU, with the same kernels as
 otherwise.
 
-Invariants (tests/dist): with the state in the host's memory, weights and state are bitwise equal to an optimizer with
+Invariants (tests/ranks): with the state in the host's memory, weights and state are bitwise equal to an optimizer with
 everything on the GPU; moments in bfloat16 equal an optimizer that rounds them after each update. On a CPU the same
 copies are made. The CUDA path has not been run.
 """

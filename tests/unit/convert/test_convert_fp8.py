@@ -1,5 +1,5 @@
 """Folders in fp8 with one scale for each block: every form that is made of them has the bits of a slow
-reference, wherever tensors are cut. tests/dist/test_actor_weights.py loads one."""
+reference, wherever tensors are cut. tests/ranks/test_actor_weights.py loads one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coordinates equal those written by hand; tests/dist compares them with Megatron-Core's own groups."""
+"""Coordinates equal those written by hand; tests/ranks compares them with Megatron-Core's own groups."""
 
 from __future__ import annotations
 

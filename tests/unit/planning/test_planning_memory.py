@@ -1,6 +1,6 @@
 """The memory of GPUs by hand: layers, stages, buffers, communicators, engines; what does not fit is refused.
 
-tests/dist/test_actor_memory.py compares the same functions with what the actor allocates.
+tests/ranks/test_actor_memory.py compares the same functions with what the actor allocates.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ def test_commands_scenarios_and_fixtures_count_as_imports():
     """A test starts a command by its name, names a scenario as a text, and gets a fixture from a conftest."""
     assert "tests/e2e/test_resume.py" in reached("megatron_rl/commands/grpo.py")
     assert (
-        reached("tests/dist/memory_scenarios.py")["tests/dist/test_actor_phases.py"][1]
-        == "tests/dist/memory_scenarios.py"
+        reached("tests/ranks/memory_scenarios.py")["tests/ranks/test_actor_phases.py"][1]
+        == "tests/ranks/memory_scenarios.py"
     )
-    assert "tests/dist/test_actor_norms.py" in reached("tests/dist/trainers.py")
+    assert "tests/ranks/test_actor_norms.py" in reached("tests/ranks/trainers.py")
 
 
 def test_what_nothing_imports_touches_nothing_and_a_test_touches_itself():
