@@ -97,8 +97,7 @@ class MegatronTrainer:
         adapters = spec.shape.adapters
         self.adapting = Adapting(adapters, self.shards, spec.seed) if adapters else None
 
-        ordered = self.mesh.tensor > 1 or self.mesh.context > 1
-        platform.start(rank, world_size, store, spec.collective_timeout, ordered=ordered)
+        platform.start(rank, world_size, store, spec.collective_timeout, ordered=parallel.tensor * parallel.context > 1)
         self.agreement = Agreement(spec.collective_timeout)
         with platform.running():
             parallel_state.initialize_model_parallel(

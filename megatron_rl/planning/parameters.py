@@ -35,7 +35,7 @@ class RankParameters:
     expert: int
     """The trained elements of the rank's routed experts."""
     padding: int = 0
-    """The elements with which Megatron's distributed optimizer pads its buffers of weights and of gradients."""
+    """The padding of the distributed optimizer's buffers of weights and of gradients, in elements."""
     constant: int = 0
     """The elements of fp32 parameters that have no gradient, such as the bias of a router."""
     matrices: int = 0

@@ -48,8 +48,6 @@ class Rates:
     push_bytes_per_s: float = 120e9
     """The bytes of a model per second in pushes of other systems that send from shard to shard over NCCL, however many
     GPUs there are."""
-    push_s: float = 0.2
-    """What such a push takes however few its bytes are, in seconds."""
     gpus_per_node: int = 8
 
     @classmethod

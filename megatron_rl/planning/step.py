@@ -33,6 +33,8 @@ from megatron_rl.planning.rates import H100, Rates
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
+PUSH_S = 0.2
+"""What a push over NCCL takes however few its bytes are, in seconds."""
 LAST_STEPS = 20
 """The number of steps of a run that tell the lengths of its answers: the last ones."""
 
@@ -55,7 +57,7 @@ class PushSeconds:
             num_bytes: the bytes that an engine receives on all of its ranks together.
         """
         least = wire_s / rates.nic
-        return cls(least, rates.push_s + max(least, num_bytes / rates.push_bytes_per_s))
+        return cls(least, PUSH_S + max(least, num_bytes / rates.push_bytes_per_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_rl.balance.hardware import BANDWIDTH, PEAK_FLOPS
+from megatron_rl.balance.hardware import PEAK_FLOPS
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.tools.bench.gpu_kernels import seconds_of, synchronize
 from megatron_rl.tools.bench.gpu_sizes import Found, Number
@@ -47,9 +47,10 @@ def rates(device: str) -> Found:
     products = _products(device, numbers)
     _experts(device, numbers)
     _attention(device, numbers)
-    decoding = _decoding(device, numbers)
+    _decoding(device, numbers)
     host = _copies(device, numbers)
-    return Found(numbers, rates={"products": products, "bandwidth": decoding, "host_bytes_per_s": host})
+    # What kernels read is no rate of the planner, whose `bandwidth` has all that vLLM does between two tokens.
+    return Found(numbers, rates={"products": products, "host_bytes_per_s": host})
 
 
 def _small(size: int, device: str) -> int:
@@ -107,13 +108,11 @@ def _attention(device: str, numbers: dict[str, Number]) -> None:
             numbers[f"attention of {length:,} tokens, {name}, TFLOP/s"] = flops / 1e12
 
 
-def _decoding(device: str, numbers: dict[str, Number]) -> float:
-    """A token of each answer through a layer of Qwen3-32B at TP4: its weights and the keys and values of all answers.
-    Returns the share of the memory's bandwidth for the middle number of answers."""
+def _decoding(device: str, numbers: dict[str, Number]) -> None:
+    """A token of each answer through a layer of Qwen3-32B at TP4: its weights, and keys and values of all answers."""
     hidden, heads, length = _small(5120, device), 16, _small(ANSWER_TOKENS, device)
     widths = [_small(size, device) for size in (2560, 12_800, 6400)]
     weights = [_random(width, hidden, device=device) for width in widths]
-    shares = {}
     for answers in ANSWERS:
         x = _random(answers, hidden, device=device)
         query = _random(answers, heads, 1, 128, device=device)
@@ -126,10 +125,7 @@ def _decoding(device: str, numbers: dict[str, Number]) -> float:
                 F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
         num_bytes = 2 * (sum(weight.numel() for weight in weights) + key.numel() + value.numel())
-        rate = num_bytes / seconds_of(step, device)
-        numbers[f"a layer's decoding step of {answers} answers, GB/s"] = rate / 1e9
-        shares[answers] = rate / BANDWIDTH
-    return shares[ANSWERS[1]]
+        numbers[f"a layer's decoding step of {answers} answers, GB/s"] = num_bytes / seconds_of(step, device) / 1e9
 
 
 def _copies(device: str, numbers: dict[str, Number]) -> float:

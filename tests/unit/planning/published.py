@@ -265,7 +265,7 @@ PUSHES = [
     Push("miles, in fp8", "Kimi-K2-Instruct", 8, 8, 4, 1, 32, 8, 32, True, gathered=53.3, one_sided=7.23),
 ]
 """Where a page has a range, its middle. XFER names the sizes of its groups, whose product is taken for the number of
-trainers; its layouts are those of NRL's recipes for H100."""
+trainers; NRL's recipes for H100 have its layouts."""
 
 
 class Fits(NamedTuple):

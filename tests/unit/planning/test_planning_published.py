@@ -293,8 +293,8 @@ def test_weights_gradients_and_state_are_those_of_megatrons_formula(shape_of):
 
 
 def test_peaks_that_others_have_measured(shape_of):
-    """prime shards the weights, too, so that its peak is below ours. verl's is of trainer and engine: it is that of an
-    engine with the weights that trainers hold in a push, and not that of training."""
+    """prime shards the weights, too, so that its peak is below ours. verl's has trainer and engine: an engine with the
+    weights that trainers hold in a push explains it, and training does not."""
     prime = memory_of(Fits("prime", "Qwen3-30B-A3B", 8, 16384, 1, 1, 1, 1, 8, "full"), shape_of("Qwen3-30B-A3B"))
     assert 1 <= max(prime.totals) / 1e9 / PRIME_PEAK <= 1.25
     [verl] = [run for run in FITS if run.source == "verl" and run.model == VERL.model]

@@ -183,9 +183,9 @@ def test_lengths_are_learnt_from_the_run_itself(tmp_path):
 
 def test_measured_rates_replace_the_planners(tmp_path):
     path = tmp_path / "calibration.json"
-    path.write_text('{"dense": 0.84, "push_s": 0.5}')
+    path.write_text('{"dense": 0.84, "turn_s": 0.5}')
     run = config(tmp_path, cluster={"calibration": str(path)})
-    assert Rates.of(run) == replace(Rates(), dense=0.84, push_s=0.5)
+    assert Rates.of(run) == replace(Rates(), dense=0.84, turn_s=0.5)
     assert estimate(run).training < 0.7 * estimate(config(tmp_path)).training
     for text, said in [
         ('{"speed": 1}', "has speed, which is no rate"),
