@@ -269,8 +269,10 @@ def start(
     given = _merged(files, own, sections)
     folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
     written = folder / INPUTS
-    if not continued:
-        require_new(folder)
+    if not continued and holds_run(folder):
+        raise ValueError(
+            f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
+        )
     if isinstance(inputs.data, Mapping) and hasattr(inputs.data, "save_to_disk"):
         sets = ", ".join(map(repr, inputs.data))
         raise ValueError(f"the data is a {type(inputs.data).__name__} of {sets}; give one of them, such as data[...]")
@@ -290,7 +292,7 @@ def start(
     given = functions.named(given)
     counts = _has_epochs(given) and given["run"].get("steps") is None  # the recipe counts the steps
     validate(KINDS[kind], _merged((), given, {"run": {"steps": 1}}) if counts else given)
-    # A run that goes on keeps its inputs until the new ones are whole, because a row may be refused.
+    # A run that goes on keeps its inputs until it goes on with the new ones, because a row or a change may be refused.
     new = folder / f"{INPUTS}.new"
     rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -302,20 +304,29 @@ def start(
     except BaseException:
         rmtree(new)
         raise
-    rmtree(written, ignore_errors=True)
+    earlier, done = folder / f"{INPUTS}.earlier", _num_bytes(folder / METRICS)
+    rmtree(earlier, ignore_errors=True)
+    if written.exists():
+        written.rename(earlier)
     new.rename(written)
-    return _run(written / f"{kind}.yaml", Run(folder), watch)
+    try:
+        return _run(written / f"{kind}.yaml", Run(folder), watch)
+    except BaseException:
+        if continued and earlier.exists() and _num_bytes(folder / METRICS) == done:
+            rmtree(written)
+            earlier.rename(written)
+        raise
+    finally:
+        rmtree(earlier, ignore_errors=True)
 
 
-def require_new(folder: Path) -> None:
-    """
-    Raises:
-        ValueError: the folder has a run.
-    """
-    if (folder / INPUTS).exists() and (folder / METRICS).exists():
-        raise ValueError(
-            f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
-        )
+def _num_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether the folder has a run that Python began."""
+    return (folder / INPUTS).exists() and (folder / METRICS).exists()
 
 
 def _has_epochs(given: Mapping[str, Any]) -> bool:

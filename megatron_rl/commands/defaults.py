@@ -66,16 +66,26 @@ def _with_steps(given: Mapping[str, Any], tell: Callable[[str], None]) -> dict[s
     if _key(given, "run", "steps") is not None:
         raise ValueError("sft.epochs and run.steps are both given, and each says how long the run is; set one to null")
     with_one = {**given, "run": {**(given.get("run") or {}), "steps": 1}}
-    sft = validate(SftRunConfig, with_one, lambda: False).sft
+    config = with_defaults(validate(SftRunConfig, with_one, lambda: False))
+    sft = config.sft
     assert sft.epochs is not None, "the caller has looked"
     if isinstance(sft.rows, Path) and not sft.rows.exists():
         raise ValueError(f"sft.rows: there is no {sft.rows}, and sft.epochs counts its rows")
-    num_rows = sum(1 for _ in read_rows(sft.rows))
+    num_rows = _num_kept(config) if sft.on_bad_row == "skip" else sum(1 for _ in read_rows(sft.rows))
     steps = max(1, ceil(Fraction(str(sft.epochs)) * num_rows / sft.rows_per_step))
     epochs = f"{sft.epochs:g} epoch{'s' * (sft.epochs != 1)}"
     tell(f"run.steps is {steps:,}: {epochs} of {counted(num_rows, 'row')}, {sft.rows_per_step} in a step")
     # The run has the number alone, so that the configuration in its folder can be given again.
     return {**with_one, "run": {**with_one["run"], "steps": steps}, "sft": {**given["sft"], "epochs": None}}
+
+
+def _num_kept(config: SftRunConfig) -> int:
+    """The number of rows that are not skipped, for which all are tokenized."""
+    from megatron_rl.data.supervised import load_demonstrations  # transformers takes seconds
+    from megatron_rl.data.tokenizer import open_tokenizer
+
+    rows, _ = load_demonstrations(config, config.sft.rows, open_tokenizer(config.model.path))
+    return len(rows)
 
 
 def _key(given: Mapping[str, Any], section: str, key: str) -> Any:

@@ -87,7 +87,7 @@ def settings_of(config: GrpoRunConfig) -> dict[str, Any]:
     rows, and of the files of the user's functions. Rows of the hub have none; their name has to do.
 
     Raises:
-        ValueError: the model's folder or the file of the rows is not there, or the weights are damaged.
+        ValueError: the model's folder, the file of the rows or of a function is not there, or weights are damaged.
     """
     model = config.model.path
     rows = [source.path for source in training_sources(config.data, config.rollout.environment)]
@@ -108,10 +108,17 @@ def settings_of(config: GrpoRunConfig) -> dict[str, Any]:
 
 
 def _function_files(config: GrpoRunConfig) -> set[Path]:
-    """The files of the functions and classes that the configuration names. What they import is not among them."""
+    """The files of the functions and classes that the configuration names. What they import is not among them.
+
+    Raises:
+        ValueError: a file is not there.
+    """
     values = (getattr(section, name) for section in config.sections() for name in type(section).model_fields)
     named = (one for value in values for one in (value if isinstance(value, tuple) else (value,)))
-    return {path for one in named if isinstance(one, ImportPath) if (path := source_file(one)) is not None}
+    found = {path for one in named if isinstance(one, ImportPath) if (path := source_file(one)) is not None}
+    if missing := sorted(path for path in found if not path.is_file()):
+        raise ValueError(f"there is no {missing[0]}, which the configuration names as the file of a function")
+    return found
 
 
 def _model_digests(folder: Path) -> Iterator[str]:

@@ -148,15 +148,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", type=Path, metavar="MODEL")
     parser.add_argument("rows", metavar="ROWS")
     parser.add_argument("configuration", nargs="*", metavar="FILE.yaml | section.key=value")
-    parser.add_argument("--k", type=int, nargs="+", default=[1], help="the k of each pass@k (default: 1)")
+    parser.add_argument("--k", nargs="+", default=["1"], help="the k of each pass@k (default: 1)")
     parser.add_argument("--out", type=Path, help="the folder of the results (default: below runs/evaluations)")
     options = parser.parse_intermixed_args(arguments)
     sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
-    sizes = sorted(set(options.k))
+    numbers = [word for word in options.k if word.lstrip("-").isdecimal()]
+    options.configuration += [word for word in options.k if word not in numbers]  # overrides may follow the numbers
+    sizes = sorted(set(map(int, numbers)))
     interrupt = Interrupt()
     out = (options.out or Path("runs/evaluations") / name_of(options.model, options.rows)).absolute()
 
     def work() -> None:
+        if not sizes:
+            raise ValueError(f"--k needs a number, and {' '.join(options.k)} is none")
         if sizes[0] < 1:
             raise ValueError(f"--k {sizes[0]}: pass@k is about k answers, so k is 1 or more")
         own = [f"model.path={json.dumps(str(options.model))}", "model.weights=null", "data.eval=null", "run.steps=1"]

@@ -6,9 +6,8 @@ megatron-rl sft FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -105,17 +104,14 @@ def read_rows(
     config: SftRunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[ShuffledStream[tuple[str, Tokens]], list[tuple[str, Tokens]]]:
     """The rows as a stream, and the held-out rows. Prints how many rows of each source there are."""
-    from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream, load_supervised
-    from megatron_rl.data.encode import plain_ids
+    from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream
     from megatron_rl.data.rows import counted
-    from megatron_rl.data.tokenizer import end_texts
+    from megatron_rl.data.supervised import load_demonstrations
 
     sft = config.sft
-    token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
-    ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
 
     def load(key: str, source: Path | str) -> list[tuple[str, Tokens]]:
-        rows, skipped = load_supervised(source, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
+        rows, skipped = load_demonstrations(config, source, tokenizer)
         if skipped:
             note(f"{key}: {source}: {skipped:,} of {counted(skipped + len(rows), 'row')} skipped")
         else:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data.demonstrations import Demonstration, Template, TrainedTurns, demonstration_of
 from megatron_rl.data.encode import encodable, plain_ids, rendered
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.rows import LongRow, OnBadRow
+from megatron_rl.data.tokenizer import end_texts
 from megatron_rl.types import Tokens
 
 if TYPE_CHECKING:
@@ -70,6 +72,16 @@ def load_supervised(
         )
 
     return load_rows(source, make, on_bad_row)
+
+
+def load_demonstrations(
+    config: SftRunConfig, source: Path | str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[tuple[str, Tokens]], int]:
+    """`load_supervised` with what the configuration of a run says."""
+    sft = config.sft
+    token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
+    ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
+    return load_supervised(source, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
 
 
 def ids_of(

@@ -3,6 +3,7 @@ about."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping
 
@@ -70,7 +71,7 @@ class RunHealth:
             self._checkpoints.keep(step)
             what = "The step's answers and the newest checkpoint before it are kept"
         chosen = "" if metric == "grad_norm" else f" --metric {metric}"
-        command = f"megatron-rl explain {self._config.run_folder} --step {step}{chosen}"
+        command = f"megatron-rl explain {shlex.quote(str(self._config.run_folder))} --step {step}{chosen}"
         return f"{what}; this command looks into them: {command}"
 
     def _names_of_untrained(self, rollouts: Rollouts) -> str:

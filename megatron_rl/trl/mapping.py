@@ -33,7 +33,7 @@ def faults_of(args: Any) -> list[str]:
         lambda: _updates_of(StepSizes.of(args, replicas), args),
         *(
             lambda part=part: part(args)
-            for part in (_optimizer, _schedule, _dtype, _loss, _estimator, _correction, _entropy)
+            for part in (_sampling, _optimizer, _schedule, _dtype, _loss, _estimator, _correction, _entropy)
         ),
         lambda: _trackers(args),
         *(
@@ -49,7 +49,19 @@ def faults_of(args: Any) -> list[str]:
     return found
 
 
+def _sampling(args: Any) -> None:
+    if args.temperature <= 0:
+        raise ValueError(f"GRPOConfig: temperature={args.temperature} samples nothing to learn from; write 1.0")
+    if args.num_generations < 2:
+        raise ValueError(f"GRPOConfig: num_generations={args.num_generations}: a group needs two answers or more")
+
+
 def _updates_of(sizes: StepSizes, args: Any) -> None:
+    if args.importance_sampling_level == "sequence" and args.beta and args.use_bias_correction_kl:
+        raise ValueError(
+            "GRPOConfig: use_bias_correction_kl=True with importance_sampling_level='sequence' weighs the KL by a "
+            "sequence's ratio, which is not expressed here; write False"
+        )
     if sizes.updates > 1 and args.beta and args.use_bias_correction_kl:
         raise ValueError(
             f"GRPOConfig: use_bias_correction_kl=True with {sizes.updates} optimizer steps on a batch of answers "
@@ -83,13 +95,13 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         """The number of our steps: TRL's is one of optimizer steps, or a share of all of them."""
         if not count:
             return 0
-        return max(1, round((count if count >= 1 else count * updates) / sizes.updates))
+        return max(1, round((count if count >= 1 else math.ceil(count * updates)) / sizes.updates))
 
     def every(argument: str, strategy: Any, count: float | None) -> int:
         kind = _strategy(argument, strategy, ("no", "steps", "epoch"))
         if kind == "epoch":
             return max(1, num_rows // sizes.prompts)
-        return 0 if kind == "no" else in_steps(argument, count or 10)
+        return 0 if kind == "no" else in_steps(argument, count or args.logging_steps)
 
     warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * updates)
     rollout: dict[str, Any] = {
@@ -131,7 +143,7 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         },
         "checkpoint": {
             "every": every("save_strategy", args.save_strategy, args.save_steps),
-            **({} if args.save_total_limit is None else {"keep": args.save_total_limit}),
+            **({"keep": args.save_total_limit} if args.save_total_limit else {}),
         },
         "observe": _trackers(args),
     }
@@ -243,10 +255,15 @@ def _loss(args: Any) -> dict[str, Any]:
     if args.loss_type not in aggregations:
         raise ValueError(f"GRPOConfig: loss_type={args.loss_type!r} is not known; known are {', '.join(aggregations)}")
     found: dict[str, Any] = {"loss_agg_mode": aggregations[args.loss_type]}
-    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo", "cispo"):
+    if args.importance_sampling_level == "sequence" and args.loss_type in ("bnpo", "dr_grpo", "dapo"):
         tell(
             f"importance_sampling_level='sequence' with loss_type={args.loss_type!r} adds up tokens, so that a "
             "sequence weighs by its length; GSPO's paper has loss_type='grpo'"
+        )
+    if args.importance_sampling_level == "sequence" and args.loss_type in ("cispo", "sapo"):
+        raise ValueError(
+            f"GRPOConfig: importance_sampling_level='sequence' with loss_type={args.loss_type!r} is not supported: the "
+            "loss has a ratio for each token here; write token"
         )
     if args.loss_type == "dr_grpo":
         found["loss_agg_tokens"] = args.max_completion_length

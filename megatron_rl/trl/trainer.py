@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from megatron_rl.api import Inputs, Run, require_new, start
+from megatron_rl.api import Inputs, Run, holds_run, start
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.trl.adapters import adapters_of
 from megatron_rl.trl.callbacks import Callbacks
@@ -176,8 +176,11 @@ class GRPOTrainer(Finished):
             raise TypeError(f"train has no argument {sorted(set_)[0]!r}")
         folder = self._output
         continued = self._continues(folder, resume_from_checkpoint)
-        if not continued:
-            require_new(folder)
+        if not continued and holds_run(folder):
+            raise ValueError(
+                f"{folder} has a run already: train(resume_from_checkpoint=True) continues it; or give another "
+                "output_dir"
+            )
         given = self._all_given()
         sections = given.sections(folder)
         rewards = self._rewards.entries(folder / "reward_models")

@@ -11,6 +11,7 @@ import cover
 import numpy as np
 import pytest
 import torch
+import transformers
 from scenarios import COEFFICIENTS, OPTIMIZER, TEMPERATURE, TOTAL_STEPS, Layout, denominators
 
 from megatron_rl.algorithms import PackedColumns, PolicyObjective
@@ -161,12 +162,25 @@ def plain_credit(samples, columns: PackedColumns, algorithm) -> tuple[PackedColu
 
 
 def learning_rate(step: int) -> float:
-    """Linear to step 2, then a cosine to a tenth at step TOTAL_STEPS."""
+    """Linear to step 2; then transformers' cosine, which would reach a tenth in the step after TOTAL_STEPS."""
     if step <= OPTIMIZER.warmup_steps:
         return OPTIMIZER.lr * step / OPTIMIZER.warmup_steps
-    done = (step - OPTIMIZER.warmup_steps) / (TOTAL_STEPS - OPTIMIZER.warmup_steps)
+    done = (step - 1 - OPTIMIZER.warmup_steps) / (TOTAL_STEPS - OPTIMIZER.warmup_steps)
     low = OPTIMIZER.lr * OPTIMIZER.min_lr_ratio
     return low + (OPTIMIZER.lr - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def test_after_the_warmup_the_rates_are_those_of_transformers():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=OPTIMIZER.lr)
+    options = {"min_lr_rate": OPTIMIZER.min_lr_ratio}
+    theirs = transformers.get_scheduler(
+        "cosine_with_min_lr", optimizer, OPTIMIZER.warmup_steps, TOTAL_STEPS, scheduler_specific_kwargs=options
+    )
+    for step in range(1, TOTAL_STEPS + 1):
+        if step > OPTIMIZER.warmup_steps:
+            assert learning_rate(step) == pytest.approx(theirs.get_last_lr()[0], rel=1e-12)
+        optimizer.step()
+        theirs.step()
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ A kind is a subclass, which says how an update is done, what it keeps of a param
 resume. Megatron's optimizers are built for Adam, which every kind has at least for some parameters. With DP > 1 they
 are distributed optimizers, whose state is split over the data-parallel ranks.
 
-As in all of Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, uses
-the schedule's n-th value: a warm-up of w steps begins with lr / w and reaches lr at step w, and the run's last step
-uses lr * min_lr_ratio. Invariant (tests/ranks): the norms of gradient, parameters and update equal the whole model's
-norms in every layout.
+As in all of Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, has
+the rate lr * n / w in a warm-up of w updates. After it the rate falls as in transformers: the first update has lr, and
+the rate would reach lr * min_lr_ratio in the update after the run's last one, so none has a rate of 0. Invariant
+(tests/ranks): the norms of gradient, parameters and update equal the whole model's norms in every layout.
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ class Optimizer(ABC):
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+        self._decays_after = math.inf if cfg.schedule == "constant" else cfg.warmup_steps
+        self.num_updates = 0
         self._names = {id(parameter): name for name, parameter in named_parameters(chunks)}
 
-    @property
-    def num_updates(self) -> int:
-        num_steps: int = self._scheduler.num_steps
-        return num_steps
+    def _set_rate(self) -> None:
+        """Let Megatron's schedule set the learning rate of the update `num_updates`."""
+        self._scheduler.num_steps = self.num_updates - (self.num_updates > self._decays_after)
+        self._scheduler.step(0)
 
     @property
     def lr(self) -> float:
@@ -126,7 +128,8 @@ class Optimizer(ABC):
             The global L2 norms of the parameters and of the update, which are equal on every rank.
         """
         assert max(grad_norm, head_norm) <= LARGEST_NORM
-        self._scheduler.step(1)
+        self.num_updates += 1
+        self._set_rate()
         clip = self.megatron.config.clip_grad
         # Under expert parallelism Megatron has a separate optimizer for the experts.
         every = [interval for inner in self.megatron.chained_optimizers for interval in intervals(inner)]
@@ -176,8 +179,8 @@ class Optimizer(ABC):
     def resume_at(self, num_updates: int) -> None:
         """Go on as after this number of updates, whose state has been written to `states()`. Learning rate and decay
         follow this run's configuration at this number."""
-        self._scheduler.num_steps = num_updates
-        self._scheduler.step(0)
+        self.num_updates = num_updates
+        self._set_rate()
         for inner in self.megatron.chained_optimizers:
             for interval in intervals(inner):
                 self._resume_at(inner, interval, num_updates)

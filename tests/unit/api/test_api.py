@@ -214,6 +214,25 @@ def test_a_refused_call_leaves_the_inputs_of_the_run_that_it_would_continue(begu
     assert {"grpo.yaml", "train.jsonl"} <= before.keys() and not (run.folder / "inputs.new").exists()
 
 
+@pytest.mark.parametrize("has_gone_on", [False, True])
+def test_a_change_that_the_run_refuses_leaves_its_inputs(begun, monkeypatch, has_gone_on):
+    """The run itself compares rows with its checkpoint's, after the new inputs are written."""
+    run = _first_run()
+    before = {path.name: path.read_bytes() for path in (run.folder / "inputs").iterdir()}
+    other = [{**ROWS[0], "prompt": "another"}, *ROWS[1:]]
+
+    def refuse(path, run, watch=None):
+        if has_gone_on:
+            (run.folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\n{"step": 1, "loss": 1}\n')
+        raise RuntimeError("the run ended with status 1")
+
+    monkeypatch.setattr(api, "_run", refuse)
+    with pytest.raises(RuntimeError):
+        api.start("grpo", api.Inputs("model", other, None, "text"), "mine", (), {"run": {"steps": 3}}, continued=True)
+    now = {path.name: path.read_bytes() for path in (run.folder / "inputs").iterdir()}
+    assert (now == before) != has_gone_on and not (run.folder / "inputs.earlier").exists()
+
+
 def test_a_call_may_name_rows_that_are_inputs_of_the_run_itself(begun):
     run = _first_run()
     rows = run.folder / "inputs" / "train.jsonl"

@@ -6,6 +6,9 @@ import json
 
 import pytest
 from tokenizers import Tokenizer, models
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.commands.defaults import read_config, with_defaults
 from megatron_rl.config import machine
@@ -186,6 +189,20 @@ def test_epochs_are_as_many_steps_as_train_all_their_rows(tmp_path, epochs, step
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     read_config(SftRunConfig, [*words, f"sft.epochs={epochs}"], told.append)
     assert any(" of 1 row, 4 in a step" in note for note in told)
+
+
+def test_epochs_count_the_rows_that_are_kept(tmp_path):
+    """Four rows are good, one is empty and three are longer than six tokens."""
+    core = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    core.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="<unk>").save_pretrained(tmp_path)
+    long = " ".join("b" * 9)
+    rows = ['{"prompt": "a", "completion": " b"}\n'] * 4 + [f'{{"prompt": "a", "completion": "{long}"}}\n'] * 3
+    (tmp_path / "rows.jsonl").write_text("".join(rows) + '{"prompt": "a", "completion": ""}\n')
+    words = ["run.name=x", f"model.path={tmp_path}", f"sft.rows={tmp_path}/rows.jsonl", "sft.rows_per_step=2"]
+    words += ["sft.epochs=2", "sft.max_tokens=6", "cluster.device=cpu"]
+    assert read_config(SftRunConfig, [*words, "sft.on_bad_row=skip"]).run.steps == 4
+    assert read_config(SftRunConfig, words).run.steps == 8, "a bad row will end the run"
 
 
 @pytest.mark.parametrize(

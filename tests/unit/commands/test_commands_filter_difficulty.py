@@ -117,6 +117,15 @@ def test_other_settings_are_refused_and_other_engines_are_not(folder):
         check_settings(path, settings_of(others), results)
 
 
+def test_a_function_whose_file_is_not_there_is_told(folder):
+    (folder / "none.py").unlink(missing_ok=True)
+    rewards = [{"kind": "exact_answer"}, {"kind": "function", "path": "none.py:f"}]
+    with pytest.raises(
+        ValueError, match="there is no none.py, which the configuration names as the file of a function"
+    ):
+        settings_of(validate(GrpoRunConfig, RUN | {"rewards": rewards}))
+
+
 @pytest.mark.parametrize("changed", ["rows.jsonl", "my_rewards.py", "model/config.json", "model/model.safetensors"])
 def test_the_same_paths_with_other_contents_are_other_settings(folder, changed):
     path, results = folder / "settings.json", [folder / "pass_rates.jsonl"]

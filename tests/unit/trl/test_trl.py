@@ -94,6 +94,37 @@ def test_arguments_that_change_the_meaning_are_refused_together():
         GRPOConfig(max_prompt_len=3, one=1, top_p=0.9)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "every"),
+    [({"eval_steps": 3}, 3), ({}, 10), ({"logging_steps": 1}, 1), ({"eval_steps": 0.1, "max_steps": 25}, 3)],
+)
+def test_evaluations_come_as_often_as_in_transformers(arguments, every):
+    """Without eval_steps as often as logs; a share of the steps is rounded up."""
+    assert mapped(eval_strategy="steps", **arguments).eval.every == every
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "sequence' with loss_type='sapo' is not"),
+        (
+            {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 5.0},
+            "with loss_type='cispo'",
+        ),
+        ({"beta": 0.1, "importance_sampling_level": "sequence"}, "weighs the KL by a sequence's ratio"),
+        ({"temperature": 0.0}, "temperature=0.0 samples nothing to learn from"),
+        ({"num_generations": 1}, "num_generations=1: a group needs two answers"),
+    ],
+)
+def test_a_meaning_that_is_another_one_here_is_refused(arguments, told):
+    with pytest.raises(ValueError, match=told):
+        GRPOConfig(**arguments)
+
+
+def test_no_limit_of_saves_is_no_number():
+    assert mapped(save_total_limit=0).checkpoint.keep == mapped().checkpoint.keep
+
+
 def test_a_script_learns_all_its_faults_at_once():
     wrong = {"nonsense": 1, "fp16": True, "top_p": 0.5, "optim": "sgd", "delta": 1.1, "lr_scheduler_type": "polynomial"}
     with pytest.raises(TypeError) as raised:

@@ -428,7 +428,7 @@ def test_a_folder_that_has_a_run_keeps_its_model(model, begun):
     first = GRPOTrainer(model, score, GRPOConfig("out", max_steps=2), ROWS, processing_class=tokenizer("{{ 1 }}"))
     first.train()
     (first.run.folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\n')
-    with pytest.raises(ValueError, match="is a run already"):
+    with pytest.raises(ValueError, match="has a run already: train.resume_from_checkpoint=True. continues it"):
         GRPOTrainer(model, score, GRPOConfig("out", max_steps=2), ROWS, processing_class=tokenizer("{{ 2 }}")).train()
     assert (first.run.folder / "model" / "chat_template.jinja").read_text() == "{{ 1 }}"
 
