@@ -260,13 +260,10 @@ def start(
         continued: the folder may have a run, which goes on from its newest checkpoint with these inputs. A change of
             its meaning is refused.
     """
-    own: dict[str, Any] = {
-        "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"},
-        "model": _section(inputs.model),
-    }
+    name = name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"
     if isinstance(files, str | os.PathLike):
         raise ValueError(f"files is one path, {os.fspath(files)!r}; give a list of paths")
-    given = _merged(files, own, sections)
+    given = _merged(files, {"run": {"name": name}, "model": _section(inputs.model)}, sections)
     folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
     written = folder / INPUTS
     if not continued and holds_run(folder):
@@ -304,24 +301,21 @@ def start(
     except BaseException:
         rmtree(new)
         raise
-    earlier, done = folder / f"{INPUTS}.earlier", _num_bytes(folder / METRICS)
+    earlier, run = folder / f"{INPUTS}.earlier", Run(folder)
+    num_steps = len(run.metrics)
     rmtree(earlier, ignore_errors=True)
     if written.exists():
         written.rename(earlier)
     new.rename(written)
     try:
-        return _run(written / f"{kind}.yaml", Run(folder), watch)
+        return _run(written / f"{kind}.yaml", run, watch)
     except BaseException:
-        if continued and earlier.exists() and _num_bytes(folder / METRICS) == done:
+        if continued and earlier.exists() and len(run.metrics) == num_steps:
             rmtree(written)
             earlier.rename(written)
         raise
     finally:
         rmtree(earlier, ignore_errors=True)
-
-
-def _num_bytes(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def holds_run(folder: Path) -> bool:
@@ -368,9 +362,8 @@ def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)), "PYTHONUNBUFFERED": "1"}
     has_screen = sys.stdout is sys.__stdout__
     if not has_screen:  # a notebook's kernel asks for colours, but its cells cannot redraw a live table
-        environment = {name: value for name, value in environment.items() if name not in COLOURS} | {
-            "TTY_INTERACTIVE": "0"
-        }
+        kept = {name: value for name, value in environment.items() if name not in COLOURS}
+        environment = kept | {"TTY_INTERACTIVE": "0"}
     sys.stdout.flush()  # what was printed before comes before the run's lines
     # Its own group: Ctrl-C comes to this process alone, which passes it on once.
     with subprocess.Popen(

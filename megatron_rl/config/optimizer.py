@@ -34,12 +34,12 @@ class OptimizerConfig(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """The learning rate after the warm-up."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The learning rate to which the schedule falls, divided by `lr`; 1 keeps the learning rate constant."""
+    """The schedule's lowest learning rate, divided by `lr`; 1 keeps the learning rate constant."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The learning rate rises linearly from 0 to `lr` during this number of optimizer steps; 0 means no warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from `lr` to `lr` x `min_lr_ratio` over the run's optimizer steps after the warm-up.
-    As in transformers the first one has `lr`, and the end is that of a step after the last."""
+    As in transformers the first one has `lr`, and a step after the last one would have the lowest rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the decoupled weight decay; 0 means none."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
