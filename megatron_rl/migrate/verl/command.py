@@ -36,8 +36,8 @@ from rich.table import Table
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.migrate.verl.call import UnsetVariables, VerlCall, read_overrides
-from megatron_rl.migrate.verl.conversion import Converted, KeyRow, check_types
-from megatron_rl.migrate.verl.key_table import markdown
+from megatron_rl.migrate.verl.conversion import Converted, Verdict, check_types
+from megatron_rl.migrate.verl.keys import markdown
 from megatron_rl.migrate.verl.layout import converted
 from megatron_rl.migrate.verl.lexer import ScriptError
 from megatron_rl.migrate.verl.script import read_script
@@ -122,7 +122,7 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def shown(title: str, rows: Sequence[KeyRow]) -> Table:
+def shown(title: str, rows: Sequence[Verdict]) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("line", "verl", "", "here"):
         table.add_column(name, overflow="fold", justify="right" if name == "line" else "left")

@@ -15,14 +15,14 @@ from typing import Any
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES
+from megatron_rl.migrate.verl.conversion import Converted, convert
+from megatron_rl.migrate.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
+from megatron_rl.migrate.verl.settings import Settings
 from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.preflight.adapters import unserved
-from megatron_rl.migrate.verl.conversion import Converted, convert
-from megatron_rl.migrate.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
-from megatron_rl.migrate.verl.settings import Settings
 
 TRAINED_BYTES = 6
 """Of each parameter of a rank: its weight in bfloat16 and its gradient in fp32."""
