@@ -40,8 +40,8 @@ from megatron_rl.migrate.verl.conversion import Converted, Verdict, check_types
 from megatron_rl.migrate.verl.keys import markdown
 from megatron_rl.migrate.verl.layout import converted
 from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.script import read_script
 from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings
+from megatron_rl.migrate.verl.shell import read_script
 
 FROM_SHELL = ("HOME", "PWD", "USER")
 """The variables of this shell that a script may use; others are given with --set."""

@@ -7,12 +7,17 @@ begins at a `#` that begins a word; redirections and here-documents are left out
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", ";", "&", "|", "(", ")", "\n")
 PROCESSES = ("<(", ">(")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+
+
+ADVICE = "give the words that `bash -x` prints for the command in place of the script"
 
 
 class ScriptError(ValueError):
@@ -32,6 +37,52 @@ class RawWord:
 class Operator:
     text: str
     line: int
+
+
+ENDS = {"if": "fi", "for": "done", "case": "esac", "{": "}", "(": ")"}
+"""The words that open a statement -> the words that end it."""
+
+
+@dataclass(slots=True)
+class Cursor:
+    """A place among tokens, and what stands there."""
+
+    tokens: Sequence[RawWord | Operator] = ()
+    place: int = 0
+
+    def _keyword(self) -> str:
+        """The text of the word at this place; empty if there is an operator or an array."""
+        token = self.tokens[self.place] if self.place < len(self.tokens) else None
+        return token.text if isinstance(token, RawWord) and token.array is None else ""
+
+    def _is(self, ahead: int, *texts: str) -> bool:
+        token = self.tokens[self.place + ahead] if self.place + ahead < len(self.tokens) else None
+        return isinstance(token, Operator) and token.text in texts
+
+    def _at(self, *texts: str) -> bool:
+        return self._is(0, *texts)
+
+    def _take(self) -> RawWord | Operator:
+        if self.place == len(self.tokens):
+            self._fail()
+        self.place += 1
+        return self.tokens[self.place - 1]
+
+    def _expect(self, text: str, opened: str, line: int) -> None:
+        if self.place == len(self.tokens):
+            raise ScriptError(f"line {line}: the `{opened}` has no `{ENDS[opened]}`; complete the script")
+        if not self._at(text) and self._keyword() != text:
+            self._fail()
+        self.place += 1
+
+    def _skip_lines(self) -> None:
+        while self._at("\n"):
+            self.place += 1
+
+    def _fail(self) -> NoReturn:
+        token = self.tokens[min(self.place, len(self.tokens) - 1)]
+        shown = "the end of the line" if token.text == "\n" else f"`{token.text}`"
+        raise ScriptError(f"line {token.line}: {shown} is not read at this place; {ADVICE}")
 
 
 @dataclass(slots=True)

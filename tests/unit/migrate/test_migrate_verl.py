@@ -22,8 +22,8 @@ from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
 from megatron_rl.migrate.verl.keys import DEFAULTS, ROWS
 from megatron_rl.migrate.verl.layout import converted
 from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.script import read_script
 from megatron_rl.migrate.verl.settings import Settings
+from megatron_rl.migrate.verl.shell import read_script
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
 GRPO = (
