@@ -1,7 +1,8 @@
 """Write the configuration of a run from verl's run script, with a table of what became of every key.
 
-The script is read and not run: its variables, arrays, arithmetic, conditions, loops and functions are followed. What
-only a shell could tell is asked for, with the line. Instead of a script, the overrides themselves may be given.
+The script is read and not run: its variables, arrays, arithmetic and conditions are followed. What only a shell could
+tell is asked for, with the line; loops and functions are refused. Instead of a script, the overrides themselves may be
+given.
 
     megatron-rl from-verl run_qwen3_8b.sh --out run.yaml
     megatron-rl from-verl run_qwen3_8b.sh --set DATA_ROOT=/data --rows 7473 --json
@@ -24,6 +25,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from rich.table import Table
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.migrate.verl.call import UnsetVariables, VerlCall, read_overrides
-from megatron_rl.migrate.verl.conversion import Converted, Verdict, check_types
+from megatron_rl.migrate.verl.conversion import Converted, KeyRow, check_types
 from megatron_rl.migrate.verl.keys import markdown
 from megatron_rl.migrate.verl.layout import converted
 from megatron_rl.migrate.verl.lexer import ScriptError
@@ -122,7 +124,7 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def shown(title: str, rows: Sequence[Verdict]) -> Table:
+def shown(title: str, rows: Sequence[KeyRow]) -> Table:
     table = Table(title=title, title_justify="left")
     for name in ("line", "verl", "", "here"):
         table.add_column(name, overflow="fold", justify="right" if name == "line" else "left")
@@ -193,8 +195,8 @@ def _numbers(text: str) -> list[int]:
 def _as_dict(found: Converted, notes: list[str], problems: list[str], command: str) -> dict[str, Any]:
     return {
         "configuration": None if found.refused else found.configuration,
-        "keys": [row.as_dict() for row in found.rows],
-        "defaults": [row.as_dict() for row in found.defaults],
+        "keys": [asdict(row) for row in found.rows],
+        "defaults": [asdict(row) for row in found.defaults],
         "counts": found.counts(),
         "notes": notes,
         "refused": found.refused,

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_rl.migrate.verl import adapters, algorithm, content, machine, training
 from megatron_rl.migrate.verl.call import Override, VerlCall
-from megatron_rl.migrate.verl.keys import ROWS, KeyRow, nearest, old_name, row_of
+from megatron_rl.migrate.verl.keys import ROWS, TableRow, nearest, old_name, row_of
 from megatron_rl.migrate.verl.lexer import ScriptError
 from megatron_rl.migrate.verl.settings import Meaning, Settings, Status, engine_of
 from megatron_rl.migrate.verl.values import parse
@@ -23,7 +23,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KeyRow:
     """What becomes of one key of the script, or of one default of verl's; the line of a default is None."""
 
     key: str
@@ -33,23 +33,13 @@ class Verdict:
     to: dict[str, Any]
     why: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "value": self.value,
-            "line": self.line,
-            "status": self.status,
-            "to": self.to,
-            "why": self.why,
-        }
-
 
 @dataclass(slots=True)
 class Converted:
     configuration: dict[str, Any] = field(default_factory=dict)
-    rows: list[Verdict] = field(default_factory=list)
+    rows: list[KeyRow] = field(default_factory=list)
     """One for every override of the call, in its order, and one for each of Hydra's options."""
-    defaults: list[Verdict] = field(default_factory=list)
+    defaults: list[KeyRow] = field(default_factory=list)
     """verl's defaults that the configuration has, because ours are different or may change."""
     refused: list[str] = field(default_factory=list)
     """The keys without which, or as this project would have them, something else would be trained, with the reasons."""
@@ -78,7 +68,7 @@ def convert(settings: Settings) -> Converted:
         verdict = _judge_override(settings, override)
         text = override.text if override.problem is None else ""
         key = override.prefix + override.key
-        found.rows.append(Verdict(key, text, override.line, verdict.status, verdict.to, verdict.why))
+        found.rows.append(KeyRow(key, text, override.line, verdict.status, verdict.to, verdict.why))
         if verdict.status == "refused":
             where = f"line {override.line}: " if override.line else ""
             found.refused.append(f"{where}{key}{f'={text}' if text else ''}: {verdict.why}")
@@ -88,7 +78,7 @@ def convert(settings: Settings) -> Converted:
             value = settings[key]
             verdict = meaning_of(settings, known, key, value)
             if verdict.to or verdict.status == "refused":
-                found.defaults.append(Verdict(key, str(value), None, verdict.status, verdict.to, verdict.why))
+                found.defaults.append(KeyRow(key, str(value), None, verdict.status, verdict.to, verdict.why))
                 if verdict.status == "refused":
                     found.refused.append(f"verl's default {key}={value}: {verdict.why}")
     for row in (*found.rows, *found.defaults):
@@ -107,16 +97,16 @@ def put(configuration: dict[str, Any], target: str, value: Any) -> None:
     place[name] = value
 
 
-def _option(name: str, text: str, call: VerlCall) -> Verdict:
+def _option(name: str, text: str, call: VerlCall) -> KeyRow:
     if name == "--config-name":
         plain = text.removesuffix(".yaml")
         known = plain in ("ppo_trainer", "ppo_megatron_trainer") or plain.startswith("one_step_off_ppo")
         if known:
             why = "it chooses verl's engine" if "megatron" in plain else "verl's own configuration"
-            return Verdict(name, text, call.line, "implied", {}, why)
+            return KeyRow(name, text, call.line, "implied", {}, why)
         why = "the file is not read; add the keys that it sets to the command, as key=value"
-        return Verdict(name, text, call.line, "refused", {}, why)
-    return Verdict(name, text, call.line, "implied", {}, "an option of Hydra")
+        return KeyRow(name, text, call.line, "refused", {}, why)
+    return KeyRow(name, text, call.line, "implied", {}, "an option of Hydra")
 
 
 def _judge_override(settings: Settings, override: Override) -> Meaning:
@@ -147,10 +137,10 @@ def _unread(settings: Settings) -> Meaning:
     return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
 
 
-def meaning_of(settings: Settings, row: KeyRow, key: str, value: Any) -> Meaning:
+def meaning_of(settings: Settings, row: TableRow, key: str, value: Any) -> Meaning:
     """What becomes of a key with this value, by the words of its row (keys.py)."""
     words, of_critic = row.words, key.startswith("critic.")
-    if not settings.has_critic and ("critic" in words or ("owner" in words and of_critic)):
+    if not settings.has_critic and ("critic" in words or (of_critic and ("owner" in words or "lora" in words))):
         return NO_CRITIC
     if settings.engine not in words.get("engine", settings.engine):
         return _unread(settings)
@@ -158,6 +148,8 @@ def meaning_of(settings: Settings, row: KeyRow, key: str, value: Any) -> Meaning
         other = other.replace("@", "actor_rollout_ref.")
         if settings[other] not in values:
             return Meaning("implied", {}, f"verl does not read it with {other}={settings[other]}")
+    if "lora" in words and not adapters.has_adapters(settings, f"{key.partition('.model.')[0]}.model."):
+        return Meaning("implied", {}, "all weights are trained")
     if value is None and (row.kinds or "use" in words) and words.get("nulls") != "read" and "usual" not in words:
         return Meaning("implied", {}, "null is off")
     if "by" in words:
@@ -180,7 +172,7 @@ def meaning_of(settings: Settings, row: KeyRow, key: str, value: Any) -> Meaning
     return Meaning(status, {}, why.replace("{name}", name))
 
 
-def _used(words: dict[str, Any], row: KeyRow, key: str, value: Any) -> Meaning:
+def _used(words: dict[str, Any], row: TableRow, key: str, value: Any) -> Meaning:
     target = words["use"].replace("{owner}", "critic" if key.startswith("critic.") else "policy")
     target = target.replace("{rest}", key.removeprefix(row.pattern.removesuffix(".*")))
     if value in words.get("usual", ()):
@@ -194,7 +186,7 @@ def _used(words: dict[str, Any], row: KeyRow, key: str, value: Any) -> Meaning:
     return Meaning("refused", {}, words["refuse"])
 
 
-def _check_type(row: KeyRow, override: Override, value: Any) -> None:
+def _check_type(row: TableRow, override: Override, value: Any) -> None:
     where = f"line {override.line}: " if override.line else ""
     if value is None:
         if isinstance(row.default, int | float) and "nulls" not in row.words:

@@ -1,6 +1,6 @@
 """The table of verl's keys (keys.yaml): which row a key has, what the row's words mean, and the page docs/verl_keys.md.
 
-The words of a row, of which one says what becomes of the key:
+The words of a row; one of them says what becomes of the key:
 
     keys            patterns: `@` is actor_rollout_ref, and {a,b} stands for each name
     use: KEY        our key with the same meaning; `values` converts, `set` is a constant, `usual` needs no key
@@ -12,7 +12,7 @@ The words of a row, of which one says what becomes of the key:
 
 `type` is what a value must be. `always` is verl's default, which enters the configuration where a script does not give
 the key, and `default` one that does not; `=KEY` follows another key. `nulls`: null is allowed, or has a meaning.
-`read`, `engine`, `critic` and `owner` say when verl reads the key at all; `{owner}` is then policy or critic.
+`read`, `engine`, `lora`, `critic` and `owner` say when verl reads the key at all; `{owner}` is then policy or critic.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LIKE = 0.7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeyRow:
+class TableRow:
     pattern: str
     """A key, or a section with `.*`."""
     words: dict[str, Any]
@@ -88,7 +88,7 @@ def _patterns(words: dict[str, Any]) -> list[str]:
 TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text())
 """The rows by the sections of the page."""
 ROWS = tuple(
-    KeyRow(key, words)
+    TableRow(key, words)
     for rows in TABLE.values()
     for words in rows
     for pattern in _patterns(words)
@@ -106,7 +106,7 @@ def old_name(key: str) -> str:
     return key
 
 
-def row_of(key: str) -> KeyRow | None:
+def row_of(key: str) -> TableRow | None:
     """The row of a key: its own, or of the nearest section that it is in; None if verl has no such key."""
     if key in BY_KEY:
         return BY_KEY[key]

@@ -73,10 +73,81 @@ def read_script(text: str, given: Mapping[str, str]) -> VerlCall:
 
 
 @dataclass(slots=True)
-class _Reader(Cursor):
-    """Reads statements and follows them at once. A status is True, False, or None where only a real shell knows it."""
+class Shell(Cursor):
+    """The variables, and whether the present statement runs. A status is True, False, or None where only a real shell
+    knows it."""
 
     variables: Variables = field(default_factory=Variables)
+    runs: bool = True
+    """Whether the present statement runs; another one is only stepped over."""
+    unsure: Problem | None = None
+    """Why the present statement may not run."""
+    unknown: Problem = field(default_factory=lambda: Problem(""))
+    """Why the last status is not known."""
+
+    @contextmanager
+    def _when(self, runs: bool, why: Problem | None = None) -> Iterator[None]:
+        """Step over statements that do not run. With a reason for doubt they are followed, and may not run."""
+        before = self.runs, self.unsure
+        self.runs, self.unsure = self.runs and runs, self.unsure or why
+        try:
+            yield
+        finally:
+            self.runs, self.unsure = before
+
+    def _needed(self, word: Word, line: int) -> Problem | None:
+        """Why a statement is not decided; a variable that is not set is empty in bash."""
+        is_known = word.problem is None or word.problem.is_unset or not self.runs
+        return None if is_known or word.problem is None else Problem(f"line {line} ({word.problem.text})")
+
+    def _decided(self, tokens: Sequence[RawWord | Operator | Word], line: int) -> bool | None:
+        found = decide(tokens, self.variables)
+        if isinstance(found, bool):
+            return found
+        self.unknown = Problem(f"line {line}, which needs a shell" if not found.text else f"line {line} ({found.text})")
+        return None
+
+    def _assign(self, word: RawWord) -> None:
+        found = ASSIGNMENT.match(word.text)
+        if found is None:
+            if word.text.startswith("-A"):
+                raise ScriptError(f"line {word.line}: an associative array is not read here; {ADVICE}")
+            return
+        name, old = found[1], self.variables.values.get(found[1])
+        value: Word | list[Word]
+        if found[2] is not None or (found[3] and word.array is None and isinstance(old, list)):
+            raise ScriptError(f"line {word.line}: {word.text} is not read here; {ADVICE}")
+        if word.array is not None:
+            value = [element for one in word.array for element in self.variables.expand(one)]
+            value = [*(old if isinstance(old, list) else [old] if old else []), *value] if found[3] else value
+        else:
+            written, home = word.text[found.end() :], self.variables.values.get("HOME")
+            if re.match(r"~(/|$)", written) and isinstance(home, Word):
+                written = home.text + written[1:]
+            value = self.variables.text(written, word.line)
+            if found[3] and isinstance(old, Word):
+                value = Word(old.text + value.text, old.problem or value.problem)
+        self._set(name, value, word.line)
+
+    def _set(self, name: str, value: Word | list[Word] | None, line: int) -> None:
+        """Set or unset a variable; its value is not known if it is not known whether the statement runs."""
+        if name in self.variables.fixed:
+            return
+        if self.unsure is not None and value != self.variables.values.get(name):
+            hint = "" if "--set" in self.unsure.text else f"; give it with --set {name}=VALUE"
+            value = Word(problem=Problem(f"line {line}: {name} depends on {self.unsure.text}{hint}"))
+        elif isinstance(value, Word) and (told := value.problem) and not told.unset and "--set" not in told.text:
+            value = Word(problem=Problem(f"{told.text}; give {name} with --set {name}=VALUE"))
+        if value is None:
+            self.variables.values.pop(name, None)
+        else:
+            self.variables.values[name] = value
+
+
+@dataclass(slots=True)
+class _Reader(Shell):
+    """Reads statements and follows them at once."""
+
     calls: list[VerlCall] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     functions: set[str] = field(default_factory=set)
@@ -84,12 +155,6 @@ class _Reader(Cursor):
     depth: int = 0
     """The number of subshells that the present statement is in."""
     comments: Sequence[int] = ()
-    runs: bool = True
-    """Whether the present statement runs; another one is only stepped over."""
-    unsure: Problem | None = None
-    """Why the present statement may not run."""
-    unknown: Problem = field(default_factory=lambda: Problem(""))
-    """Why the last status is not known."""
 
     def read(self, text: str, line: int = 1) -> None:
         lexer = Lexer(text.replace("\r\n", "\n"), line)
@@ -99,16 +164,6 @@ class _Reader(Cursor):
         if self.place < len(self.tokens):
             self._fail()
         self.tokens, self.place, self.comments = before
-
-    @contextmanager
-    def _when(self, runs: bool, why: Problem | None = None) -> Iterator[None]:
-        """Step over statements that do not run, and follow those that may run for a reason to doubt it."""
-        before = self.runs, self.unsure
-        self.runs, self.unsure = self.runs and runs, self.unsure or why
-        try:
-            yield
-        finally:
-            self.runs, self.unsure = before
 
     def _list(self, ends: Collection[str]) -> bool | None:
         """The statements up to one of the words or operators that end the list."""
@@ -244,11 +299,6 @@ class _Reader(Cursor):
             elif self._keyword() != "esac":
                 self._expect("esac", "case", line)
 
-    def _needed(self, word: Word, line: int) -> Problem | None:
-        """Why a statement is not decided; a variable that is not set is empty in bash."""
-        is_known = word.problem is None or word.problem.is_unset or not self.runs
-        return None if is_known or word.problem is None else Problem(f"line {line} ({word.problem.text})")
-
     def _test(self) -> bool | None:
         line, start = self._take().line, self.place
         while self._keyword() != "]]":
@@ -256,13 +306,6 @@ class _Reader(Cursor):
                 raise ScriptError(f"line {line}: [[ is not closed; complete the script, or {ADVICE}")
         self.place += 1
         return self._decided(self.tokens[start : self.place - 1], line) if self.runs else True
-
-    def _decided(self, tokens: Sequence[RawWord | Operator | Word], line: int) -> bool | None:
-        found = decide(tokens, self.variables)
-        if isinstance(found, bool):
-            return found
-        self.unknown = Problem(f"line {line}, which needs a shell" if not found.text else f"line {line} ({found.text})")
-        return None
 
     def _simple(self, raw: Sequence[RawWord]) -> bool | None:
         number, line = 0, raw[0].line
@@ -309,42 +352,6 @@ class _Reader(Cursor):
             self._lost(raw)
         self.unknown = Problem(f"line {line}, which needs a shell")
         return None
-
-    def _assign(self, word: RawWord) -> None:
-        found = ASSIGNMENT.match(word.text)
-        if found is None:
-            if word.text.startswith("-A"):
-                raise ScriptError(f"line {word.line}: an associative array is not read here; {ADVICE}")
-            return
-        name, old = found[1], self.variables.values.get(found[1])
-        value: Word | list[Word]
-        if found[2] is not None or (found[3] and word.array is None and isinstance(old, list)):
-            raise ScriptError(f"line {word.line}: {word.text} is not read here; {ADVICE}")
-        if word.array is not None:
-            value = [element for one in word.array for element in self.variables.expand(one)]
-            value = [*(old if isinstance(old, list) else [old] if old else []), *value] if found[3] else value
-        else:
-            written, home = word.text[found.end() :], self.variables.values.get("HOME")
-            if re.match(r"~(/|$)", written) and isinstance(home, Word):
-                written = home.text + written[1:]
-            value = self.variables.text(written, word.line)
-            if found[3] and isinstance(old, Word):
-                value = Word(old.text + value.text, old.problem or value.problem)
-        self._set(name, value, word.line)
-
-    def _set(self, name: str, value: Word | list[Word] | None, line: int) -> None:
-        """Set or unset a variable; its value is not known if it is not known whether the statement runs."""
-        if name in self.variables.fixed:
-            return
-        if self.unsure is not None and value != self.variables.values.get(name):
-            hint = "" if "--set" in self.unsure.text else f"; give it with --set {name}=VALUE"
-            value = Word(problem=Problem(f"line {line}: {name} depends on {self.unsure.text}{hint}"))
-        elif isinstance(value, Word) and (told := value.problem) and not told.unset and "--set" not in told.text:
-            value = Word(problem=Problem(f"{told.text}; give {name} with --set {name}=VALUE"))
-        if value is None:
-            self.variables.values.pop(name, None)
-        else:
-            self.variables.values[name] = value
 
     def _call(self, words: Sequence[tuple[Word, int]], start: int, last_line: int) -> None:
         call = VerlCall(words[start][0].text, words[start][1], last_line=last_line, notes=list(self.notes))

@@ -104,7 +104,7 @@ SAME_TRAINING = {
         {OWNERS}\.(strategy|use_prefix_grouper|shuffle|data_loader_seed|rollout_n)
         actor_rollout_ref\.ref\.({ENGINES}\.)?(\w+_parallel_size|fsdp_size|forward_only|mode|pipeline_\w+)
         {OWNERS}\.optim\.(use_layer_wise_distributed_optimizer|use_precision_aware_optimizer|total_training_steps)
-        .*model\.(enable_\w+|use_shm|trust_remote_code)|.*model\.lora\.a2a_experimental
+        .*model\.(enable_\w+|use_shm|trust_remote_code)|.*model\.lora\.(a2a_experimental|dropout_position)
         actor_rollout_ref\.rollout\.(name|mode|nnodes|n_gpus_per_node|data_parallel_size|load_format|layered_summon|mtp)
         actor_rollout_ref\.rollout\.(cudagraph_capture_sizes|disable_log_stats|enable_\w+|enforce_eager|free_cache_engine)
         actor_rollout_ref\.rollout\.(max_num_batched_tokens|multi_stage_wake_up|scheduling_policy|skip_tokenizer_init)
