@@ -1,6 +1,6 @@
 """From a call of verl to our configuration, and a row for every key.
 
-Invariants (tests/unit/tools): every override of the call has exactly one row; the same key of ours never gets two
+Invariants (tests/unit/migrate): every override of the call has exactly one row; the same key of ours never gets two
 values.
 """
 
@@ -189,8 +189,9 @@ def _used(words: dict[str, Any], row: TableRow, key: str, value: Any) -> Meaning
 def _check_type(row: TableRow, override: Override, value: Any) -> None:
     where = f"line {override.line}: " if override.line else ""
     if value is None:
-        if isinstance(row.default, int | float) and "nulls" not in row.words:
-            raise ScriptError(f"{where}{override.key} is null, but must be a value such as {row.default}; correct it")
+        if row.default is not None and not isinstance(row.default, bool) and "nulls" not in row.words:
+            usual = str(row.default).removeprefix("=")
+            raise ScriptError(f"{where}{override.key} is null, but must be a value such as {usual}; correct it")
         return
     if not row.kinds or (row.kinds == (str,) and not isinstance(value, list | dict)):
         return

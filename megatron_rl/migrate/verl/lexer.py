@@ -1,6 +1,6 @@
 """The words and operators of a shell script, by bash's rules of quoting. Nothing is expanded here.
 
-Invariants (tests/unit/tools): a backslash at the end of a line joins it to the next one, except in a comment; a comment
+Invariants (tests/unit/migrate): a backslash at the end of a line joins it to the next one, except in a comment; a comment
 begins at a `#` that begins a word; redirections and here-documents are left out, and the command before them stays.
 """
 
