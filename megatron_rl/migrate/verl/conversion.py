@@ -13,7 +13,7 @@ from megatron_rl.migrate.verl import adapters, algorithm, content, machine, trai
 from megatron_rl.migrate.verl.call import Override, VerlCall
 from megatron_rl.migrate.verl.keys import ROWS, TableRow, nearest, old_name, row_of
 from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.settings import Meaning, Settings, Status, engine_of
+from megatron_rl.migrate.verl.settings import Meaning, Settings, Status, engine_of, owner_of
 from megatron_rl.migrate.verl.values import parse
 
 NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", list: "a list"}
@@ -169,11 +169,11 @@ def meaning_of(settings: Settings, row: TableRow, key: str, value: Any) -> Meani
     elif "never" not in words and value in OFF:
         return Meaning("implied", {}, "it is off")
     why = words.get("never") or words.get("leave") or words["refuse"]
-    return Meaning(status, {}, why.replace("{name}", name))
+    return Meaning(status, {}, why.replace("{name}", name).replace("{owner}", owner_of(key)))
 
 
 def _used(words: dict[str, Any], row: TableRow, key: str, value: Any) -> Meaning:
-    target = words["use"].replace("{owner}", "critic" if key.startswith("critic.") else "policy")
+    target = words["use"].replace("{owner}", owner_of(key))
     target = target.replace("{rest}", key.removeprefix(row.pattern.removesuffix(".*")))
     if value in words.get("usual", ()):
         return Meaning("implied", {}, words["why"])

@@ -1,7 +1,8 @@
 """The words and operators of a shell script, by bash's rules of quoting. Nothing is expanded here.
 
-Invariants (tests/unit/migrate): a backslash at the end of a line joins it to the next one, except in a comment; a comment
-begins at a `#` that begins a word; redirections and here-documents are left out, and the command before them stays.
+Invariants (tests/unit/migrate): a backslash at the end of a line joins it to the next one, except in a comment; a
+comment begins at a `#` that begins a word; redirections and here-documents are left out, and the command before them
+stays.
 """
 
 from __future__ import annotations
