@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", ";", "&", "|", "(", ")", "\n")
-PROCESSES = ("<(", ">(")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
 
@@ -118,8 +117,6 @@ class Lexer:
                 if continued:
                     self.comments.append(self.line)
                 self._forward(len(rest.partition("\n")[0]))
-            elif rest.startswith(PROCESSES):
-                return self._word()
             elif rest.startswith("((") and not self.in_test:
                 return self._arithmetic()
             elif not self.in_test and (redirection := re.match(r"\d*(?:<<<|<<-?|[<>]&?\|?>?|&>>?)(?!\()", rest)):
@@ -172,7 +169,7 @@ class Lexer:
             char = self.text[self.place]
             if char == "(" and ARRAY.match(self.text[start : self.place]):
                 return self._array(self.text[start : self.place], line)
-            if char in " \t\n;&|<>()" and not self.text.startswith(PROCESSES, self.place):
+            if char in " \t\n;&|<>()":
                 break
             if self.text.startswith("\\\n", self.place) and self.text[self.place + 2 : self.place + 3] in " \t\n#":
                 break
@@ -215,7 +212,7 @@ def piece_size(text: str, place: int, line: int) -> int:
         end = text.find("`", place + 1)
     elif rest[0] == '"':
         end = _end_of_double_quotes(text, place, line)
-    elif rest in ("${", "$(", *PROCESSES):
+    elif rest in ("${", "$("):
         end = _end_of_brackets(text, place + 1, line)
     else:
         return 1

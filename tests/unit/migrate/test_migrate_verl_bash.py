@@ -16,6 +16,8 @@ ENDING = f'\n{CALL} "${{EXTRA[@]}}" a.b=$X\n'
 
 # What stands before the call, with EXTRA and X in it -> the words of the call.
 KNOWN: dict[str, tuple[str, str]] = {
+    ":=": (': "${X:=5}"', "a.b=5"),
+    ":= of a set variable": ('X=4\n: "${X:=5}"', "a.b=4"),
     "a group behind &&": ("N=1\n[ $N = 1 ] && { X=1; EXTRA=(c.d=2); }", "c.d=2 a.b=1"),
     "the idiom for full arrays": ('M=(c.d=1 "e.f=2 3")\nX=1\nEXTRA=(${M[@]+"${M[@]}"})', "c.d=1|e.f=2 3|a.b=1"),
     "all elements as one word": ('M=(1 2)\nX=0\nEXTRA=("c.d=${M[*]}")', "c.d=1 2|a.b=0"),
@@ -37,8 +39,6 @@ KNOWN: dict[str, tuple[str, str]] = {
     "[[ with !": ("if [[ ! -z 1 ]]; then X=1; else X=2; fi", "a.b=1"),
     "! before a command": ("if ! [ 1 = 2 ]; then X=1; else X=2; fi", "a.b=1"),
     "((": ("N=8\nif (( N % 3 != 0 && N > 2 )); then X=1; else X=2; fi", "a.b=1"),
-    ":=": (': "${X:=5}"', "a.b=5"),
-    ":= of a set variable": ('X=4\n: "${X:=5}"', "a.b=4"),
     ":+ of a set variable": ("A=1\nX=v${A:+_set}", "a.b=v_set"),
     ":+ of an unset variable": ("X=v${A:+_set}", "a.b=v"),
     "the idiom for empty arrays": ('X=1\nEXTRA=(${MORE[@]+"${MORE[@]}"})', "a.b=1"),
@@ -47,7 +47,6 @@ KNOWN: dict[str, tuple[str, str]] = {
     "unset": ("X=1\nA=2\nunset A\nX=${A:-3}", "a.b=3"),
     "a word over lines": ("X='a'\\\n'b'\\\n'c'", "a.b=abc"),
     "exit of the other branch": ("A=gpu\ncase $A in gpu|npu) X=1;; *) echo no >&2; exit 1;; esac", "a.b=1"),
-    "a process substitution": ("true > >(true) 2>&1\nX=1", "a.b=1"),
     "a line that goes on after &&": ("[ 1 = 1 ] &&\n  X=1 ||\n  X=2", "a.b=1"),
     "a list in double quotes": ("F=/x\nX=\"['$F','y']\"", "a.b=['/x','y']"),
 }  # fmt: skip
@@ -107,6 +106,7 @@ def test_what_is_not_known_is_said_and_never_an_empty_word(form):
 
 # What stands before the call, and is not read.
 NOT_READ = {
+    "a process substitution": "true > >(true) 2>&1\nX=1",
     "case that falls through": "A=1\ncase $A in 1) X=1;& 2) X+=2;; 3) X+=3;; esac",
     "case that tests on": "A=1\nX=\ncase $A in 1) X+=1;;& 2) X+=2;; *) X+=3;; esac",
     "-a and -o": "A=1\nif [ $A = 2 -o $A = 1 -a 3 -gt 2 ]; then X=1; else X=2; fi",

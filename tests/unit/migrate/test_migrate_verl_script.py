@@ -27,7 +27,6 @@ FORMS = {
     "default is not taken": ("X=2", "a.b=${X:-5}", "2"),
     "default with another variable": ('R="/r"', 'a.b=${X:-"${R}/m"}', "/r/m"),
     "nested defaults": ("C=4", "a.b=${X:-${Y:-$C}}", "4"),
-    "assigned default": ("", "a.b=${X:=5}", "5"),
     "exported": ("export X=3", "a.b=$X", "3"),
     "arithmetic": ("a=1024\nb=$((a * 2))", "a.b=$((a + b))", "3072"),
     "arithmetic with brackets": ("p=2\nr=8", "a.b=$(((p + r) * 3))", "30"),
