@@ -36,16 +36,6 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.migrate.verl.call import VerlCall, read_overrides
-from megatron_rl.migrate.verl.command import problems_of
-from megatron_rl.migrate.verl.content import MISSING
-from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
-from megatron_rl.migrate.verl.layout import converted
-from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.names import rule_of
-from megatron_rl.migrate.verl.script import read_script
-from megatron_rl.migrate.verl.settings import Settings, old_name
-
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
 CHOICES = {"DEVICE": "gpu", "INFER_BACKEND": "vllm"}
 NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -129,12 +119,19 @@ def words_of_bash(text: str, variables: dict[str, str]) -> list[str]:
     return [word.replace(folder, variables["PWD"]) for word in words[starts[0] + 1 :]] if starts else []
 
 
-def differences(call: VerlCall, words: list[str]) -> list[str]:
+def differences(keys: Sequence[dict[str, Any]], words: list[str]) -> list[str]:
     """The words of one side that the other side does not have; the time of the day may differ."""
-    options = [f"{name}={word.text}" for name, word in call.options.items()]
-    ours = [*options, *(one.prefix + one.key + ("" if one.prefix == "~" else f"={one.text}") for one in call.overrides)]
+    ours = [one["key"] + ("" if one["key"][0] == "~" else f"={one['value']}") for one in keys]
     plain = [[re.sub(r"20\d{6}_\d{4,6}", "TIME", word) for word in side] for side in (ours, words)]
     return sorted(set(plain[0]) ^ set(plain[1])) or ([] if len(ours) == len(words) else ["a word is there twice"])
+
+
+def from_verl(words: Sequence[str]) -> tuple[int, dict[str, Any], str]:
+    """What the command says: its status, its JSON object (empty if there is none), and its errors."""
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        status = import_module("megatron_rl.__main__").main(["from-verl", *words, "--json"])
+    return status, json.loads(output.getvalue() or "{}"), errors.getvalue()
 
 
 def defaults_of(snapshot: str) -> Iterator[tuple[str, str, str]]:
@@ -153,14 +150,14 @@ def defaults_of(snapshot: str) -> Iterator[tuple[str, str, str]]:
 
 def print_defaults(snapshot: str) -> None:
     """Say which keys have no row, and which defaults are refused."""
+    found: dict[str, dict[str, str]] = {}
     for engine, key, text in defaults_of(snapshot):
-        if rule_of(old_name(key)) is None:
-            print(f"{engine}: {key} has no row")
-        elif "${" not in text and text != "???" and key != "model_engine":
-            words = list(dict.fromkeys((f"model_engine={engine}", f"{key}={text}")))
-            row = convert(Settings(read_overrides(words), [100_000])).rows[-1]
-            if row.status == "refused":
-                print(f"{engine}: {key}={text} is refused: {row.why}")
+        if "${" not in text and text != "???" and key != "model_engine":
+            found.setdefault(engine, {})[key] = text
+    for engine, defaults in found.items():
+        words = [f"model_engine={engine}", *(f"{key}={text}" for key, text in defaults.items())]
+        for sentence in from_verl([*words, "--rows", "100000"])[1]["refused"]:
+            print(f"{engine}: {sentence}")
 
 
 GENERATED = {
@@ -171,21 +168,22 @@ GENERATED = {
 }
 
 
-def read_with_stand_ins(text: str) -> tuple[VerlCall, dict[str, str]]:
-    """The call of a script, and the variables that it needed from outside.
-
-    Raises:
-        ScriptError: it cannot be read.
-    """
+def read_with_stand_ins(script: Path, rows: int) -> tuple[int, dict[str, Any], str, dict[str, str]]:
+    """What the command says of a script, and the variables that it needed from outside."""
     given: dict[str, str] = {}
+    shares = [rows]
     while True:
-        try:
-            return read_script(text, {**SURROUNDINGS, **given}), given
-        except ScriptError as error:
-            found = re.search(r"--set (\w+)=", str(error))
-            if found is None or found[1] in given:
-                raise
-            given[found[1]] = _stand_in(found[1])
+        pairs = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+        status, told, errors = from_verl([str(script), "--rows", ",".join(map(str, shares)), *pairs])
+        text = "\n".join((errors, *told.get("refused", ())))
+        files = re.search(r"mixes (\d+) files", text)
+        if files is not None and len(shares) == 1:
+            shares = [rows // int(files[1])] * int(files[1])
+            continue
+        new = {name: _stand_in(name) for name in re.findall(r"--set (\w+)=VALUE", text) if name not in given}
+        if not new:
+            return status, told, errors, given
+        given |= new
 
 
 SURROUNDINGS = {"HOME": "/home/user", "PWD": "/home/user/verl", "USER": "user"}
@@ -226,19 +224,16 @@ def write_sizes(folder: Path, name: str) -> None:
         place.write_text(json.dumps(content))
 
 
-def dry_run(settings: Settings, found: Converted, folder: Path) -> str:
+def dry_run(told: dict[str, Any], folder: Path) -> str:
     """What the dry run says: `passes`, or the beginning of its refusal."""
-    name = settings.model_name
-    if any(re.search(pattern, name) for pattern in MISSING):
-        return "family is not here"
-    if not (folder / "configs" / "model" / f"{name}.json").is_file():
-        return "sizes are not known"
-    problems = found.refused or problems_of(found.configuration)
+    problems = told["refused"] or told["to_add"]
     if problems:
         return f"refused: {problems[0]}"
-    configuration = {key: value for key, value in found.configuration.items() if key != "observe"}
+    configuration = {key: value for key, value in told["configuration"].items() if key != "observe"}
+    if not (folder / "configs" / "model" / f"{Path(configuration['model']['path']).name}.json").is_file():
+        return "sizes are not known"
     (folder / "run.yaml").write_text(yaml.safe_dump(configuration))
-    recipe = import_module(f"megatron_rl.recipes.{'ppo' if settings.has_critic else 'grpo'}")
+    recipe = import_module(f"megatron_rl.recipes.{told['command'].split()[1]}")
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
         status = recipe.main(["run.yaml", "--dry-run"])
@@ -251,31 +246,25 @@ def dry_run(settings: Settings, found: Converted, folder: Path) -> str:
 
 def outcome(name: str, text: str, given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The row of one script."""
-    try:
-        call, variables = read_with_stand_ins(text)
-        settings = Settings(call)
-        check_types(settings)
-        files = settings["data.train_files"]
-        number = len(files) if isinstance(files, list) else 1
-        settings.rows = [given.rows // number] * number
-        write_sizes(folder, settings.model_name)
-        found, notes = converted(settings)
-    except ScriptError as error:
-        return {"script": name, "dry_run": f"not read: {error}"}
+    script = folder / "run.sh"
+    script.write_text(text)
+    _, told, errors, variables = read_with_stand_ins(script, given.rows)
+    if not told:
+        return {"script": name, "dry_run": f"not read: {errors.strip()}"}
+    values = {one["key"]: one["value"] for one in told["keys"]}
+    write_sizes(folder, Path(values.get("actor_rollout_ref.model.path", "model")).name)
+    _, told, _, variables = read_with_stand_ins(script, given.rows)
     return {
         "script": name,
-        "trainer": settings.trainer,
-        "unlike_bash": differences(call, words_of_bash(text, {**SURROUNDINGS, **variables})) if given.bash else None,
-        "estimator": settings["algorithm.adv_estimator"],
-        "model": settings.model_name,
-        "keys": len(call.overrides) + len(call.options),
-        "counts": found.counts(),
-        "accounted": len(found.rows) / max(len(call.overrides) + len(call.options), 1),
-        "left_out": [f"{row.key}: {row.why}" for row in found.rows if row.status == "left out"],
-        "refused": found.refused,
+        "trainer": values.get("model_engine") or values.get("actor_rollout_ref.actor.strategy", "dp"),
+        "unlike_bash": differences(told["keys"], words_of_bash(text, SURROUNDINGS | variables)) if given.bash else None,
+        "estimator": values.get("algorithm.adv_estimator", "gae"),
+        "counts": told["counts"],
+        "left_out": [f"{row['key']}: {row['why']}" for row in told["keys"] if row["status"] == "left out"],
+        "refused": told["refused"],
         "given": variables,
-        "notes": notes,
-        "dry_run": dry_run(settings, found, folder),
+        "notes": told["notes"],
+        "dry_run": dry_run(told, folder),
     }
 
 
@@ -293,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     snapshot = os.path.abspath(given.snapshot)
     results = Counter[str]()
     print("" if given.json else "script | trainer, estimator | used | mapped | implied | left out | refused | dry run")
+    os.environ.update(SURROUNDINGS)  # the command takes them from its shell
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         for name, text in scripts(snapshot, given.match):
             row = outcome(name, text, given, Path(folder))

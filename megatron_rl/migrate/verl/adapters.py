@@ -44,36 +44,6 @@ EVERY_LAYER = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 FUSED = {"linear_qkv", "linear_fc1"}
 SHARED_A = "every layer has its own A; in verl q, k and v have one together, and so have gate and up"
 LEFT_OUT = "without policy.lora.targets all linear layers have adapters"
-CHOSEN = "the project chooses how adapters are split and computed"
-OTHERS = {
-    "type": (
-        ("lora", "canonical_lora"),
-        "adapters are plain LoRA",
-        "adapters are plain LoRA here",
-    ),
-    "dropout": ((0,), "adapters have no dropout", "adapters have no dropout: trainer and engine compute the same"),
-    "lora_B_init_method": (("zero",), "B is zero at the start", "B is zero at the start"),
-    "a2a_experimental": ((True, False), CHOSEN, CHOSEN),
-    "fully_sharded_loras": ((True, False), CHOSEN, CHOSEN),
-    **dict.fromkeys(
-        ("freeze_vision_model", "freeze_vision_projection", "freeze_language_model"),
-        ((True,), "all weights of the model are frozen", "all weights of the model are frozen here"),
-    ),
-    "dropout_position": (("pre", "post"), "adapters have no dropout", "adapters have no dropout"),
-    "lora_A_init_method": (
-        ("xavier", "kaiming", "uniform", "normal"),
-        "A is random, uniform as in PEFT",
-        "A is random, uniform as in PEFT",
-    ),
-}
-"""Keys under `lora`: the values that cost nothing, the sentence for them, and the sentence for all other values."""
-ABSENT = {
-    "dtype": "adapters have model.dtype",
-    "exclude_modules": "write the names of the layers that have adapters into policy.lora.targets",
-    "target_parameters": "write the names of the layers that have adapters into policy.lora.targets",
-    "modules_to_save": "all other weights are frozen",
-}
-"""Keys that are not expressible unless they are off."""
 
 
 def lora(settings: Settings, key: str, value: Any) -> Meaning:
@@ -91,8 +61,7 @@ def lora(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("refused" if is_switch else "implied", {}, why)
     if settings.engine == "torchtitan" and not is_off and name in (read["rank"], read["start"]):
         return Meaning("refused", {}, "verl's TorchTitan trainer makes no adapters; remove the key")
-    # Megatron-Bridge makes adapters by the rank alone.
-    if not settings[prefix + read["rank"]] and (settings.is_megatron or not settings[prefix + read["start"]]):
+    if not has_adapters(settings, prefix):
         return Meaning("implied", {}, "all weights are trained")
     if name in read.values():
         return _of_section(settings, prefix, section, _key_of(read, name), value)
@@ -103,14 +72,15 @@ def lora(settings: Settings, key: str, value: Any) -> Meaning:
         if is_off:
             return Meaning("implied", {}, "engines get the adapters alone")
         return Meaning("mapped", {"rollout.lora": "merged"}, "trainers merge the adapters while they send the weights")
-    if is_off and plain not in OTHERS:
+    if is_off:
         return Meaning("implied", {}, "it is off")
-    if plain in OTHERS:
-        same, why, otherwise = OTHERS[plain]
-        is_same = value is None or value in same
-        return Meaning("implied", {}, why) if is_same else Meaning("refused", {}, otherwise)
-    why = ABSENT.get(plain, f"{section} has no such key").replace("policy.lora", section)
-    return Meaning("refused", {}, why)
+    return Meaning("refused", {}, f"{section} has no such key")
+
+
+def has_adapters(settings: Settings, prefix: str) -> bool:
+    """Whether verl makes adapters; Megatron-Bridge does by the rank alone."""
+    read = MEGATRON if settings.is_megatron else FSDP
+    return bool(settings[prefix + read["rank"]] or (not settings.is_megatron and settings[prefix + read["start"]]))
 
 
 def _key_of(names: dict[str, str], name: str) -> str:

@@ -20,32 +20,10 @@ ESTIMATORS = {
 """verl's estimator -> ours."""
 COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo")
 """Our estimators that compare the answers of a group."""
-WITH_STD = {"grpo": "group", "grpo_passk": "group"}
-LOSSES = {
-    "vanilla": "dual_clip",
-    "gspo": "gspo",
-    "sapo": "sapo",
-    "gpg": "gpg",
-    **dict.fromkeys(("clip_cov", "clip-cov"), "clip_cov"),
-    **dict.fromkeys(("kl_cov", "kl-cov"), "kl_cov"),
-    "geo_mean": "gmpo",
-    "cispo": "cispo",
-}
-"""verl's loss -> ours."""
-PARTS = {
-    "clip_ratio_low": ("clip_ratio_low", ("dual_clip", "gspo", "gmpo", "cispo", "clip_cov")),
-    "clip_ratio_high": ("clip_ratio_high", ("dual_clip", "gspo", "gmpo", "cispo", "clip_cov")),
-    "clip_ratio_c": ("clip_ratio_c", ("dual_clip",)),
-    "tau_pos": ("tau_pos", ("sapo",)),
-    "tau_neg": ("tau_neg", ("sapo",)),
-    "clip_cov_ratio": ("share", ("clip_cov",)),
-    "clip_cov_lb": ("cov_low", ("clip_cov",)),
-    "clip_cov_ub": ("cov_high", ("clip_cov",)),
-    "kl_cov_ratio": ("share", ("kl_cov",)),
-    "ppo_kl_coef": ("coef", ("kl_cov",)),
-}
-"""The last name of a key -> our key in `algorithm.loss`, and the losses that have it."""
-WHOLE_SAMPLES = ("gspo", "sapo", "gmpo")
+WITH_STD = ("grpo", "grpo_passk")
+CLIPPED = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "clip-cov")
+"""verl's losses that clip the ratio on both sides."""
+WHOLE_SAMPLES = ("gspo", "sapo", "geo_mean")
 """Losses that verl averages over the tokens of an answer and then over answers, for every loss_agg_mode."""
 KL = {
     **dict.fromkeys(("kl", "k1"), "k1"),
@@ -62,19 +40,12 @@ def estimator(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("refused", {"algorithm.adv_estimator.kind": value}, why)
     to: dict[str, Any] = {"algorithm.adv_estimator.kind": ours}
     if ours in WITH_STD:
-        to["algorithm.adv_estimator.std"] = WITH_STD[ours] if settings["algorithm.norm_adv_by_std_in_grpo"] else "none"
+        to["algorithm.adv_estimator.std"] = "group" if settings["algorithm.norm_adv_by_std_in_grpo"] else "none"
     if ours == "gae":
         to |= {"algorithm.adv_estimator.gamma": settings["algorithm.gamma"]}
         to |= {"algorithm.adv_estimator.lam": settings["algorithm.lam"]}
     to["algorithm.drop_zero_signal"] = False
     return Meaning("mapped", to, "groups of equal rewards stay in the denominators, as in verl")
-
-
-def standard_deviation(settings: Settings, key: str, value: Any) -> Meaning:
-    ours = ESTIMATORS.get(settings["algorithm.adv_estimator"])
-    if ours not in WITH_STD:
-        return Meaning("implied", {}, f"verl's estimator {settings['algorithm.adv_estimator']} does not read it")
-    return Meaning("mapped", {"algorithm.adv_estimator.std": WITH_STD[ours] if value else "none"})
 
 
 def discount(settings: Settings, key: str, value: Any) -> Meaning:
@@ -87,42 +58,37 @@ def discount(settings: Settings, key: str, value: Any) -> Meaning:
     return Meaning("implied", {}, f"the estimator {ours} does not read it")
 
 
-def loss_mode(settings: Settings, key: str, value: Any) -> Meaning:
-    if value not in LOSSES:
-        why = f"there is no such loss here; choose one of {', '.join(LOSSES.values())}, or write it as kind: function"
-        return Meaning("refused", {"algorithm.loss.kind": value}, why)
-    return Meaning("mapped", {"algorithm.loss.kind": LOSSES[value]})
-
-
-def loss_part(settings: Settings, key: str, value: Any) -> Meaning:
-    name, loss = key.rpartition(".")[2], LOSSES.get(settings[f"{ACTOR}.policy_loss.loss_mode"], "")
-    ours, losses = PARTS[name]
-    if loss not in losses:
-        return Meaning("implied", {}, f"verl's loss {settings[f'{ACTOR}.policy_loss.loss_mode']} does not read it")
-    if value is None:  # verl then takes clip_ratio
-        value = settings[f"{ACTOR}.clip_ratio"]
-    if loss == "cispo" and name == "clip_ratio_low" and value > 1:
-        return Meaning(
-            "mapped", {"algorithm.loss.clip_ratio_low": 1.0}, "a ratio is never below 0, so 1 is no bound too"
-        )
-    return Meaning("used", {f"algorithm.loss.{ours}": value})
-
-
 def clip_ratio(settings: Settings, key: str, value: Any) -> Meaning:
     low, high = settings[f"{ACTOR}.clip_ratio_low"], settings[f"{ACTOR}.clip_ratio_high"]
-    sides = [name for name, bound in (("clip_ratio_low", low), ("clip_ratio_high", high)) if bound is None]
-    if sides:
-        found = [loss_part(settings, f"{ACTOR}.{name}", None) for name in sides]
-        if all(one.to for one in found):
-            to = {target: bound for one in found for target, bound in one.to.items()}
-            return Meaning("used", to, "it is the bound of the sides whose own key is null")
+    found = [_clip(settings, side, None) for side, bound in (("low", low), ("high", high)) if bound is None]
+    if found and settings[f"{ACTOR}.policy_loss.loss_mode"] in CLIPPED:
+        to = {target: bound for one in found for target, bound in one.to.items()}
+        return Meaning("used", to, "it is the bound of the sides whose own key is null")
     return Meaning("implied", {}, f"verl does not read it, because clip_ratio_low is {low} and clip_ratio_high {high}")
 
 
+def clip_low(settings: Settings, key: str, value: Any) -> Meaning:
+    if settings[f"{ACTOR}.policy_loss.loss_mode"] == "cispo" and value is not None and value > 1:
+        why = "a ratio is never below 0, so 1 is no bound too"
+        return Meaning("mapped", {"algorithm.loss.clip_ratio_low": 1.0}, why)
+    return _clip(settings, "low", value)
+
+
+def clip_high(settings: Settings, key: str, value: Any) -> Meaning:
+    return _clip(settings, "high", value)
+
+
+def _clip(settings: Settings, side: str, value: Any) -> Meaning:
+    """A bound of the ratio; for null verl takes clip_ratio."""
+    return Meaning(
+        "used", {f"algorithm.loss.clip_ratio_{side}": settings[f"{ACTOR}.clip_ratio"] if value is None else value}
+    )
+
+
 def aggregation(settings: Settings, key: str, value: Any) -> Meaning:
-    loss = LOSSES.get(settings[f"{ACTOR}.policy_loss.loss_mode"])
+    loss = settings[f"{ACTOR}.policy_loss.loss_mode"]
     if loss in WHOLE_SAMPLES:
-        return Meaning("implied", {}, f"with this loss verl always averages answers, as {loss} does here")
+        return Meaning("implied", {}, "with this loss verl always averages answers, as it is here")
     if value == "seq-mean-token-sum-norm":
         length = settings[f"{ACTOR}.loss_scale_factor"] or settings["data.max_response_length"]
         to = {"algorithm.loss_agg_mode": value, "algorithm.loss_agg_tokens": length}
@@ -130,12 +96,6 @@ def aggregation(settings: Settings, key: str, value: Any) -> Meaning:
     if value in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         return Meaning("used", {"algorithm.loss_agg_mode": value})
     return Meaning("refused", {"algorithm.loss_agg_mode": value}, "there is no such aggregation here")
-
-
-def loss_length(settings: Settings, key: str, value: Any) -> Meaning:
-    if settings[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
-        return Meaning("implied", {}, "only seq-mean-token-sum-norm reads it")
-    return Meaning("used", {"algorithm.loss_agg_tokens": value})
 
 
 def kl_place(settings: Settings) -> tuple[str | None, str]:
@@ -182,7 +142,9 @@ def kl_part(settings: Settings, key: str, value: Any) -> Meaning:
     is_on = settings[f"{ACTOR}.use_kl_loss" if mine == "loss" else "algorithm.use_kl_in_reward"]
     if place != mine:
         if is_on and problem:
-            return Meaning("refused", {}, "the KL penalty is left out; see the key that switches it on")
+            is_fault = key in settings and name in ("kl_loss_type", "kl_penalty")
+            why = problem if is_fault else "see the key that switches the KL penalty on, which is refused"
+            return Meaning("refused" if is_fault else "implied", {}, why)
         return Meaning("implied", {}, f"there is no KL in the {mine}")
     if name in ("kl_loss_type", "kl_penalty"):
         to: dict[str, Any] = {"algorithm.kl.estimator": KL[value.rstrip("+")]}

@@ -85,7 +85,7 @@ def take(call: VerlCall, words: Sequence[tuple[Word, int]], required: Sequence[P
             if word.problem is not None:
                 unknown.append(word.problem.text)
                 continue
-            if word.text.isspace():  # of a backslash before the spaces that end a line; see `_lost` in script.py
+            if word.text.isspace():  # of a backslash before the spaces that end a line; see `_lost` in shell.py
                 continue
             where = f"line {line}: " if line else ""
             raise ScriptError(f"{where}{word.text!r} is no override of the form key=value; correct or remove it")

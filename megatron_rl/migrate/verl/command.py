@@ -1,7 +1,8 @@
 """Write the configuration of a run from verl's run script, with a table of what became of every key.
 
-The script is read and not run: its variables, arrays, arithmetic, conditions, loops and functions are followed. What
-only a shell could tell is asked for, with the line. Instead of a script, the overrides themselves may be given.
+The script is read and not run: its variables, arrays, arithmetic and conditions are followed. What only a shell could
+tell is asked for, with the line; loops and functions are refused. Instead of a script, the overrides themselves may be
+given.
 
     megatron-rl from-verl run_qwen3_8b.sh --out run.yaml
     megatron-rl from-verl run_qwen3_8b.sh --set DATA_ROOT=/data --rows 7473 --json
@@ -24,6 +25,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,11 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.migrate.verl.call import UnsetVariables, VerlCall, read_overrides
 from megatron_rl.migrate.verl.conversion import Converted, KeyRow, check_types
-from megatron_rl.migrate.verl.key_table import markdown
+from megatron_rl.migrate.verl.keys import markdown
 from megatron_rl.migrate.verl.layout import converted
 from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.script import read_script
 from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings
+from megatron_rl.migrate.verl.shell import read_script
 
 FROM_SHELL = ("HOME", "PWD", "USER")
 """The variables of this shell that a script may use; others are given with --set."""
@@ -193,8 +195,8 @@ def _numbers(text: str) -> list[int]:
 def _as_dict(found: Converted, notes: list[str], problems: list[str], command: str) -> dict[str, Any]:
     return {
         "configuration": None if found.refused else found.configuration,
-        "keys": [row.as_dict() for row in found.rows],
-        "defaults": [row.as_dict() for row in found.defaults],
+        "keys": [asdict(row) for row in found.rows],
+        "defaults": [asdict(row) for row in found.defaults],
         "counts": found.counts(),
         "notes": notes,
         "refused": found.refused,

@@ -37,8 +37,6 @@ def local_model(path: str) -> tuple[Path, str]:
 
 
 def model_path(settings: Settings, key: str, value: Any) -> Meaning:
-    if key.startswith("critic.") and not settings.has_critic:
-        return Meaning("implied", {}, "this estimator has no critic")
     section = "critic.model" if key.startswith("critic.") else "model"
     path = str(value)
     if path.startswith(("hdfs:", "s3:", "gs:")):
@@ -57,12 +55,6 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
         tower = "a published folder also reads images: take out its model of text once (docs/families.md)"
         return Meaning("mapped", to, f"{command}; {tower}" if command else tower)
     return Meaning("mapped" if command else "used", to, command)
-
-
-def recompute(settings: Settings, key: str, value: Any) -> Meaning:
-    if settings.is_megatron:
-        return Meaning("implied", {}, "verl's Megatron trainer does not read it, but recompute_granularity")
-    return Meaning("used", {"model.recompute": "full" if value else "none"})
 
 
 def granularity(settings: Settings, key: str, value: Any) -> Meaning:
@@ -114,20 +106,6 @@ def long_prompts(settings: Settings, key: str, value: Any) -> Meaning:
     if key == "data.truncation" and cut != "error" and not is_filtered:
         return Meaning("mapped", to, "no prompt is cut: a run ends at a row whose prompt is too long")
     return Meaning("mapped", to)
-
-
-def column(settings: Settings, key: str, value: Any) -> Meaning:
-    ours, usual = {"prompt_key": ("messages", "prompt"), "reward_fn_key": ("dataset", "data_source")}[
-        key.rpartition(".")[2]
-    ]
-    if value == usual:
-        return Meaning("implied", {}, "rows in verl's form are recognised")
-    return Meaning("mapped", {f"data.columns.{ours}": value})
-
-
-def chat_argument(settings: Settings, key: str, value: Any) -> Meaning:
-    name = key.partition("apply_chat_template_kwargs")[2].lstrip(".")
-    return Meaning("used", {f"data.chat_template.{name}" if name else "data.chat_template": value})
 
 
 def total_steps(settings: Settings, key: str, value: Any) -> Meaning:
@@ -284,19 +262,6 @@ def save_contents(settings: Settings, key: str, value: Any) -> Meaning:
     return Meaning("implied", {}, "checkpoints have weights, optimizer and the state of the run")
 
 
-def resume(settings: Settings, key: str, value: Any) -> Meaning:
-    if value == "auto":
-        return Meaning("implied", {}, "the command continues with --resume auto")
-    if value == "disable":
-        return Meaning("implied", {}, "a run starts from the beginning without --resume")
-    return Meaning("refused", {}, "verl's checkpoints are not read; export one for Hugging Face as model.path")
-
-
-def resume_path(settings: Settings, key: str, value: Any) -> Meaning:
-    """verl reads it with `resume_mode=resume_path` alone, which `resume` refuses."""
-    return Meaning("implied", {}, "verl reads it with resume_mode=resume_path alone")
-
-
 def engine(settings: Settings, key: str, value: Any) -> Meaning:
     """`model_engine`, whose value is one of verl's."""
     if settings.is_megatron:
@@ -351,7 +316,3 @@ def multi_turn(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, "an answer is one turn")
     why = "write the tools as typed functions in rollout.environment (docs/environments.md)"
     return Meaning("refused", {}, why)
-
-
-def dumped(settings: Settings, key: str, value: Any) -> Meaning:
-    return Meaning("mapped", {"rollout.dump": True}, "in the run's folder")

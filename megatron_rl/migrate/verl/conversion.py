@@ -1,6 +1,6 @@
 """From a call of verl to our configuration, and a row for every key.
 
-Invariants (tests/unit/tools): every override of the call has exactly one row; the same key of ours never gets two
+Invariants (tests/unit/migrate): every override of the call has exactly one row; the same key of ours never gets two
 values.
 """
 
@@ -9,28 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.migrate.verl import algorithm, content, machine
+from megatron_rl.migrate.verl import adapters, algorithm, content, machine, training
 from megatron_rl.migrate.verl.call import Override, VerlCall
-from megatron_rl.migrate.verl.keys import RULES
+from megatron_rl.migrate.verl.keys import ROWS, TableRow, nearest, old_name, row_of
 from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.names import nearest, rule_of
-from megatron_rl.migrate.verl.rules import KeyRule
-from megatron_rl.migrate.verl.settings import ACTOR, DEFAULTS, Meaning, Settings, Status, engine_of, old_name
+from megatron_rl.migrate.verl.settings import Meaning, Settings, Status, engine_of, owner_of
 from megatron_rl.migrate.verl.values import parse
 
 NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", list: "a list"}
-READ_NULL = (
-    *(algorithm.loss_part, algorithm.correction, machine.parallel, content.rewards, content.reward_part),
-    *(machine.engines, content.eval_rows),
-)
-"""The judges that give null a meaning of its own."""
-NULLABLE = (
-    *(f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", "trainer.total_training_steps"),
-    *(f"{owner}.optim.{name}" for owner in (ACTOR, "critic") for name in ("lr_warmup_steps", "lr_warmup_steps_ratio")),
-    *(f"actor_rollout_ref.rollout.{name}" for name in ("pipeline_model_parallel_size", "data_parallel_size")),
-    *("algorithm.rollout_correction.rollout_is_threshold", "reward_model.enable"),
-)
-PARTS = ("verl.trainer.main_ppo", "one_step_off_policy.main_ppo", "main_dapo", "main_ppo_split.py")
+MODULES = (adapters, algorithm, content, machine, training)
+NO_CRITIC = Meaning("implied", {}, "this estimator has no critic")
+OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +32,6 @@ class KeyRow:
     status: Status
     to: dict[str, Any]
     why: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "value": self.value,
-            "line": self.line,
-            "status": self.status,
-            "to": self.to,
-            "why": self.why,
-        }
 
 
 @dataclass(slots=True)
@@ -93,15 +72,15 @@ def convert(settings: Settings) -> Converted:
         if verdict.status == "refused":
             where = f"line {override.line}: " if override.line else ""
             found.refused.append(f"{where}{key}{f'={text}' if text else ''}: {verdict.why}")
-    for rule in RULES:
-        if rule.always and rule.pattern not in settings:
-            value = settings[rule.pattern]
-            verdict = _judge(settings, rule, rule.pattern, value)
+    for known in ROWS:
+        key = known.pattern
+        if "always" in known.words and key not in settings and engine_of(key) in (None, settings.engine):
+            value = settings[key]
+            verdict = meaning_of(settings, known, key, value)
             if verdict.to or verdict.status == "refused":
-                row = KeyRow(rule.pattern, str(value), None, verdict.status, verdict.to, verdict.why)
-                found.defaults.append(row)
+                found.defaults.append(KeyRow(key, str(value), None, verdict.status, verdict.to, verdict.why))
                 if verdict.status == "refused":
-                    found.refused.append(f"verl's default {rule.pattern}={value}: {verdict.why}")
+                    found.refused.append(f"verl's default {key}={value}: {verdict.why}")
     for row in (*found.rows, *found.defaults):
         for target, value in row.to.items():
             put(found.configuration, target, value)
@@ -140,38 +119,85 @@ def _judge_override(settings: Settings, override: Override) -> Meaning:
     if last is not override:
         where = f"line {last.line} gives it again" if last.line else "it is given again"
         return Meaning("implied", {}, f"{where}, and the last value counts")
-    rule = rule_of(key)
-    if rule is None:
+    row = row_of(key)
+    if row is None:
         return Meaning("refused", {}, f"verl has no such key; did you mean {nearest(override.key)}?")
     if engine_of(key) not in (None, settings.engine):
-        return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
+        return _unread(settings)
     value = settings[key]
     if isinstance(value, str) and "${" in value:
         return Meaning("refused", {}, f"Hydra computes {value}; write its value")
-    _check_type(rule, override, parse(override.text) if not isinstance(value, str) else value)
-    if isinstance(value, bool | int | float) and rule.kinds == (str,):
+    _check_type(row, override, parse(override.text) if not isinstance(value, str) else value)
+    if isinstance(value, bool | int | float) and row.kinds == (str,):
         value = override.text
-    return _judge(settings, rule, key, value)
+    return meaning_of(settings, row, key, value)
 
 
-def _judge(settings: Settings, rule: KeyRule, key: str, value: Any) -> Meaning:
-    if value is None and rule.kinds and rule.judge not in READ_NULL:
+def _unread(settings: Settings) -> Meaning:
+    return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
+
+
+def meaning_of(settings: Settings, row: TableRow, key: str, value: Any) -> Meaning:
+    """What becomes of a key with this value, by the words of its row (keys.py)."""
+    words, of_critic = row.words, key.startswith("critic.")
+    if not settings.has_critic and ("critic" in words or (of_critic and ("owner" in words or "lora" in words))):
+        return NO_CRITIC
+    if settings.engine not in words.get("engine", settings.engine):
+        return _unread(settings)
+    for other, values in words.get("read", {}).items():
+        other = other.replace("@", "actor_rollout_ref.")
+        if settings[other] not in values:
+            return Meaning("implied", {}, f"verl does not read it with {other}={settings[other]}")
+    if "lora" in words and not adapters.has_adapters(settings, f"{key.partition('.model.')[0]}.model."):
+        return Meaning("implied", {}, "all weights are trained")
+    if value is None and (row.kinds or "use" in words) and words.get("nulls") != "read" and "usual" not in words:
         return Meaning("implied", {}, "null is off")
-    return rule.judge(settings, key, value)
+    if "by" in words:
+        judge = next(getattr(module, words["by"]) for module in MODULES if hasattr(module, words["by"]))
+        found = judge(settings, key, value)
+        assert isinstance(found, Meaning)
+        return found
+    if "use" in words:
+        return _used(words, row, key, value)
+    name = key.rpartition(".")[2]
+    if "same" in words:
+        return Meaning("implied", {}, words["same"])
+    status: Status = "left out" if "leave" in words else "refused"
+    if "only" in words:
+        if value is None or value in words["only"]:
+            return Meaning("implied", {}, words["why"])
+    elif "never" not in words and value in OFF:
+        return Meaning("implied", {}, "it is off")
+    why = words.get("never") or words.get("leave") or words["refuse"]
+    return Meaning(status, {}, why.replace("{name}", name).replace("{owner}", owner_of(key)))
 
 
-def _check_type(rule: KeyRule, override: Override, value: Any) -> None:
+def _used(words: dict[str, Any], row: TableRow, key: str, value: Any) -> Meaning:
+    target = words["use"].replace("{owner}", owner_of(key))
+    target = target.replace("{rest}", key.removeprefix(row.pattern.removesuffix(".*")))
+    if value in words.get("usual", ()):
+        return Meaning("implied", {}, words["why"])
+    if "set" in words:
+        return Meaning("mapped", {target: words["set"]})
+    if "values" not in words:
+        return Meaning("used", {target: value})
+    if value in words["values"]:
+        return Meaning("mapped", {target: words["values"][value]})
+    return Meaning("refused", {}, words["refuse"])
+
+
+def _check_type(row: TableRow, override: Override, value: Any) -> None:
     where = f"line {override.line}: " if override.line else ""
     if value is None:
-        default = DEFAULTS.get(old_name(override.key))
-        if isinstance(default, int | float) and old_name(override.key) not in NULLABLE:
-            raise ScriptError(f"{where}{override.key} is null, but must be a value such as {default}; correct it")
+        if row.default is not None and not isinstance(row.default, bool) and "nulls" not in row.words:
+            usual = str(row.default).removeprefix("=")
+            raise ScriptError(f"{where}{override.key} is null, but must be a value such as {usual}; correct it")
         return
-    if not rule.kinds or (rule.kinds == (str,) and not isinstance(value, list | dict)):
+    if not row.kinds or (row.kinds == (str,) and not isinstance(value, list | dict)):
         return
-    is_right = isinstance(value, rule.kinds) and (bool in rule.kinds or not isinstance(value, bool))
+    is_right = isinstance(value, row.kinds) and (bool in row.kinds or not isinstance(value, bool))
     if not is_right:
-        wanted = NAMES[rule.kinds[-1]]
+        wanted = NAMES[row.kinds[-1]]
         raise ScriptError(f"{where}{override.key} is {override.text!r}, but must be {wanted}; correct it")
 
 
@@ -184,8 +210,8 @@ def check_types(settings: Settings) -> None:
     """
     assert settings.engine
     for key, override in settings.given.items():
-        rule = rule_of(key)
-        if rule is not None:
+        row = row_of(key)
+        if row is not None:
             value = parse(override.text)
             if not (isinstance(value, str) and "${" in value):
-                _check_type(rule, override, value)
+                _check_type(row, override, value)

@@ -1,386 +1,174 @@
-"""What every key of verl means here, as one table of rows in the sections of verl's configuration.
+"""The table of verl's keys (keys.yaml): which row a key has, what the row's words mean, and the page docs/verl_keys.md.
 
-The first row whose pattern matches a key says what becomes of it. A row with `always` also counts where the script does
-not give its key: verl's default then enters the configuration. `*` in a pattern is any text.
+The words of a row; one of them says what becomes of the key:
+
+    keys            patterns: `@` is actor_rollout_ref, and {a,b} stands for each name
+    use: KEY        our key with the same meaning; `values` converts, `set` is a constant, `usual` needs no key
+    by: FUNCTION    a function of algorithm.py, content.py, machine.py or adapters.py; `here` says it in words
+    same: WHY       training is the same with every value
+    only: [...]     the values that change nothing here, and `why`; others are refused (`refuse`) or left out (`leave`)
+    refuse, leave   refused, or left out with the same training, unless the value is null, false, 0 or empty
+    never           refused with every value
+
+`type` is what a value must be. `always` is verl's default, which enters the configuration where a script does not give
+the key, and `default` one that does not; `=KEY` follows another key. `nulls`: null is allowed, or has a meaning.
+`read`, `engine`, `lora`, `critic` and `owner` say when verl reads the key at all; `{owner}` is then policy or critic.
 """
 
 from __future__ import annotations
 
-from megatron_rl.migrate.verl import adapters
-from megatron_rl.migrate.verl import algorithm as how
-from megatron_rl.migrate.verl import content as what
-from megatron_rl.migrate.verl import fields as field
-from megatron_rl.migrate.verl import machine as where
-from megatron_rl.migrate.verl import precision as types
-from megatron_rl.migrate.verl.rules import (
-    NUMBER,
-    KeyRule,
-    implied,
-    left_out,
-    never,
-    only,
-    refused,
-    rows,
-    used,
-    with_critic,
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+KINDS: dict[str, tuple[type, ...]] = {
+    "text": (str,),
+    "bool": (bool,),
+    "int": (int,),
+    "number": (int, float),
+    "list": (list,),
+    "bool int": (bool, int),
+}
+ENGINES = {"dp": "FSDP", "megatron": "Megatron", "veomni": "VeOmni", "torchtitan": "TorchTitan"}
+"""verl's engines -> the names of their trainers."""
+RENAMED = {
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward_manager.name": "reward_model.reward_manager",
+    "reward.num_workers": "reward_model.num_workers",
+    "reward.reward_model.": "reward_model.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_manager.": "reward_manager.",
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "critic.fsdp.": "critic.model.fsdp_config.",
+}
+"""New names of verl's keys -> the names that they had, which the table has. With a dot at the end it is a prefix."""
+LIKE = 0.7
+"""Two last parts that are less alike (from 0 to 1) have nothing in common."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableRow:
+    pattern: str
+    """A key, or a section with `.*`."""
+    words: dict[str, Any]
+
+    @property
+    def kinds(self) -> tuple[type, ...]:
+        """The types that a value may have besides null; none means any."""
+        return KINDS[self.words["type"]] if "type" in self.words else ()
+
+    @property
+    def default(self) -> Any:
+        return self.words.get("always", self.words.get("default"))
+
+
+def _written_out(pattern: str) -> Iterator[str]:
+    """The keys of a pattern: `@` is actor_rollout_ref, and `{a,b}` stands for each name."""
+    start = re.search(r"\{([^{}]*)\}", pattern)
+    if start is None:
+        yield re.sub(r"(?<!\w)@", "actor_rollout_ref.", pattern)
+        return
+    for name in start[1].split(","):
+        yield from _written_out(pattern[: start.start()] + name + pattern[start.end() :])
+
+
+def _patterns(words: dict[str, Any]) -> list[str]:
+    return re.sub(r",\s+", ",", words["keys"]).split()
+
+
+TABLE: dict[str, list[dict[str, Any]]] = yaml.safe_load((Path(__file__).parent / "keys.yaml").read_text())
+"""The rows by the sections of the page."""
+ROWS = tuple(
+    TableRow(key, words)
+    for rows in TABLE.values()
+    for words in rows
+    for pattern in _patterns(words)
+    for key in _written_out(pattern)
 )
-from megatron_rl.migrate.verl.settings import ENGINE_GROUP
+BY_KEY = {row.pattern: row for row in reversed(ROWS)}
+DEFAULTS = {row.pattern: row.default for row in ROWS if row.default is not None}
 
-TEXT_ALONE = "the models here are of text alone"
-TEXT, BOOL, INT = (str,), (bool,), (int,)
-PACKED = "samples are packed into micro-batches by their tokens (balance)"
-LOGPROBS = "log-probs are computed in the same packed micro-batches"
-REFERENCE = "the reference is swapped into the policy's own ranks"
-SWITCHED = "trainers that share GPUs with engines hold weights, gradients and optimizer state in the node's memory"
-HYDRAS = ("legacy_data", "rollout", "hf_model", "reward", "rollout_correction", "distillation", "transfer_queue",
-    *(f"{name}_{one}" for name in ("dp", "megatron", "veomni", "torchtitan") for one in ("ref", "critic")))  # fmt: skip
-"""The configurations that verl itself combines, besides the actor's."""
-CHOSEN = "the project chooses the kernels and layers itself"
 
-TABLE: dict[str, tuple[KeyRule, ...]] = {
-    "data": (
-        *rows((), what.train_rows, "data.train_files", always=True),
-        *rows((), what.eval_rows, "data.val_files", always=True),
-        *rows(INT, used("rollout.prompts_per_step"), "data.train_batch_size", always=True),
-        *rows(INT, what.batch_of_generation, "data.gen_batch_size"),
-        *rows(INT, used("rollout.max_prompt_tokens"), "data.max_prompt_length", always=True),
-        *rows(INT, used("rollout.max_response_tokens"), "data.max_response_length", always=True),
-        *rows((), what.long_prompts, "data.filter_overlong_prompts", "data.truncation", always=True),
-        *rows(TEXT, what.column, "data.prompt_key", "data.reward_fn_key"),
-        *rows((), what.chat_argument, "data.apply_chat_template_kwargs*"),
-        *rows(BOOL, used("data.shuffle"), "data.shuffle"),
-        *rows(INT, used("run.seed"), "data.seed"),
-        *rows(INT, only((-1,), "all rows", "write a file with fewer rows"), "data.train_max_samples"),
-        *rows(INT, implied("see data.val_files"), "data.val_max_samples"),
-        *rows((), refused("rows are read by the project's own readers; write them in a form that it knows"),
-            "data.custom_cls.*"),
-        *rows((), refused("the order is random, or by pass_rate (data.easy_first_epochs)"), "data.sampler.*"),
-        *rows((), refused("rows are not generated during a run"), "data.datagen.*"),
-        *rows((), implied("a model of text alone reads no images"), "data.return_multi_modal_inputs",
-            "data.image_patch_size", "data.image_key", "data.video_key", "data.audio_key", "data.mm_processor_kwargs*"),
-        *rows((), refused("see rollout.environment"), "data.tool_config_path", "data.function_tool_path"),
-        *rows((), refused("the tokenizer is in model.path"), "data.tokenizer"),
-        *rows((), implied("the project reads rows in its own way"), "data.return_*", "data.val_batch_size",
-            "data.*workers*", "data.trust_remote_code", "data.use_shm", "data.validation_shuffle"),
-    ),
-    "model": (
-        *rows(TEXT, what.model_path, "@model.path", always=True),
-        *rows(BOOL, what.recompute, "@model.enable_gradient_checkpointing", always=True),
-        *rows(INT, adapters.lora, "{@model,critic.model}.{lora_rank,lora.rank}"),
-        *rows(NUMBER, adapters.lora, "{@model,critic.model}.{lora_alpha,lora.alpha}"),
-        *rows((), adapters.lora, "{@model,critic.model}.lora*",
-            "{@model,critic.model}.{target_modules,exclude_modules,target_parameters,modules_to_save}"),
-        *rows((), implied("engines get adapters through the bridge, which plans its messages"),
-            "@rollout.layered_summon"),
-        *rows((), implied(CHOSEN), "@model.override_config.attn_implementation",
-            "critic.model.override_config.attn_implementation"),
-        *rows(INT, left_out("the dry run refuses longer answers than config.json allows; edit it there"),
-            "@model.override_config{.,.model_config.}max_position_embeddings"),
-        *rows((), what.entry, "{@model,critic.model}.override_config"),
-        *rows((), never("edit config.json in the model's folder"), "@model.override_config.*"),
-        *rows((), refused("edit config.json in the model's folder"), "@model.hf_config_path"),
-        *rows((), refused("put the tokenizer into the model's folder"), "@model.tokenizer_path",
-            "@model.custom_chat_template"),
-        *rows((), refused("the model's code is in layout/families and in vLLM"), "@model.external_lib"),
-        *rows((), refused("set policy.multi_token to train or keep; the policy gets no gradient from the head"),
-            "@model.mtp.enable", "@model.mtp.enable_train"),
-        *rows((), left_out("engines do not draft with the model's head"), "@model.mtp.enable_rollout"),
-        *rows((), implied("it belongs to multi-token prediction"), "@model.mtp.*"),
-        *rows((), implied(PACKED), "@model.use_remove_padding", "@actor.use_remove_padding"),
-        *rows((), implied(CHOSEN), "@model.use_fused_kernels", "@model.fused_kernel_options*", "@model.use_liger",
-            "@model.tiled_mlp*", "@model.attn_implementation", "@model.torch_dtype", "@actor.use_fused_kernels"),
-        *rows((), implied("the trainer recomputes activations, it does not move them"),
-            "@model.enable_activation_offload"),
-        *rows((), implied("weights are read from safetensors; no remote code runs"), "@model.use_shm",
-            "@model.trust_remote_code"),
-    ),
-    "the actor's batch and loss": (
-        *rows(INT, where.mini_batch, "@actor.ppo_mini_batch_size", always=True),
-        *rows(INT, where.epochs, "@actor.ppo_epochs"),
-        *rows(BOOL, where.is_dynamic, "@actor.use_dynamic_bsz", always=True),
-        *rows(INT, where.token_bound, "@actor.ppo_max_token_len_per_gpu", always=True),
-        *rows((), implied(PACKED), "@actor.ppo_micro_batch_size*"),
-        *rows(NUMBER, how.clip_ratio, "@actor.clip_ratio"),
-        *rows(NUMBER, how.loss_part, "@actor.{clip_ratio_low,clip_ratio_high,clip_ratio_c,tau_pos,tau_neg}",
-            always=True),
-        *rows(TEXT, how.loss_mode, "@actor.policy_loss.loss_mode", always=True),
-        *rows(NUMBER, how.loss_part,
-            "@actor.policy_loss.{clip_cov_ratio,clip_cov_lb,clip_cov_ub,kl_cov_ratio,ppo_kl_coef}", always=True),
-        *rows(TEXT, how.aggregation, "@actor.loss_agg_mode", always=True),
-        *rows(NUMBER, how.loss_length, "@actor.loss_scale_factor"),
-        *rows(NUMBER, how.entropy, "@actor.entropy_coeff", always=True),
-        *rows(BOOL, how.kl_switch, "@actor.use_kl_loss", always=True),
-        *rows(NUMBER, how.kl_part, "@actor.kl_loss_coef", always=True),
-        *rows(TEXT, how.kl_part, "@actor.kl_loss_type", always=True),
-        *rows((), implied("prompts are shared inside a packed row by the trainer itself"),
-            "@actor.use_prefix_grouper"),
-        *rows((), implied("mini-batches are drawn by the run's seed"), "@actor.shuffle", "@actor.data_loader_seed",
-            "critic.shuffle", "critic.data_loader_seed"),
-        *rows((), implied("only verl's loss dro reads it"), "@actor.policy_loss.dro_beta"),
-        *rows((), refused("the ratio to the engine's policy is algorithm.rollout_correction.bypass_mode"),
-            "@actor.use_rollout_log_probs"),
-        *rows((), implied("verl fills it in from other keys"), "@actor.rollout_n", "critic.rollout_n"),
-        *rows((), refused("weights are not rounded during training; see rollout.quantization"),
-            "{@actor,@rollout,critic}*.qat.enable"),
-        *rows((), implied("it belongs to training with rounded weights"), "{@actor,@rollout,critic}*.qat*"),
-        *rows((), implied(PACKED), "@actor.pad_to_length", "@actor.{fsdp_config,megatron,veomni}.pad_*",
-            "critic.*.pad_*"),
-        *rows((), implied(TEXT_ALONE), "@actor.freeze_vision_tower",
-            "@actor.num_images_in_input"),
-        *rows((), field.routing, "@actor.{,megatron.,veomni.}router_replay.mode",
-            "@rollout.enable_rollout_routing_replay"),
-        *rows((), with_critic(only(("disabled",), "no choice is replayed", "the critic chooses its experts itself")),
-            "critic.{megatron,veomni}.router_replay.mode"),
-        *rows((), implied("routes are kept with the tokens"), "@actor.*router_replay.*", "critic.*router_replay.*"),
-        *rows((), implied("metrics always have the entropy"), "@actor.calculate_entropy"),
-        *rows((), implied("only an estimator that is refused here reads it"), "@actor.calculate_sum_pi_squared",
-            "@actor.sum_pi_squared_checkpointing"),
-        *rows((), what.save_contents, "*.checkpoint.*"),
-    ),
-    "optimizers": (
-        *rows(NUMBER, where.optimizer, "{@actor,critic}.optim.lr", "{@actor,critic}.optim.weight_decay", always=True),
-        *rows((list,), where.optimizer, "{@actor,critic}.optim.betas", always=True),
-        *rows(NUMBER, where.warmup, "{@actor,critic}.optim.{lr_warmup_steps,lr_warmup_steps_ratio}"),
-        *rows(TEXT, where.schedule, "{@actor,critic}.optim.{lr_scheduler_type,decay_type}", always=True),
-        *rows(TEXT, where.schedule, "{@actor,critic}.optim.{warmup_style,lr_decay_style}"),
-        *rows(NUMBER, where.lowest_rate, *("{@actor,critic}.optim." + name for name in where.LOWEST)),
-        *rows(NUMBER, where.clip_grad, "{@actor,critic}.optim.clip_grad", "{@actor,critic}.grad_clip"),
-        *rows(BOOL, field.optimizer, "{@actor,critic}.optim.override_optimizer_config.optimizer_cpu_offload"),
-        *rows(TEXT, only(("AdamW", "adam", "adamw"), "the default",
-            "of these only muon is here; set policy.optimizer.kind to muon, with its own keys"),
-            "{@actor,critic}.optim.{optimizer,name}"),
-        *rows((), field.optimizer, "{@actor,critic}.optim.*"),
-    ),
-    "the trainer's layout": (
-        *rows((), types.trainer_dtype, "@ref.{fsdp_config,megatron,torchtitan}.dtype"),
-        *rows((), types.weights_dtype, "{@actor,@ref,critic.model}.fsdp_config.model_dtype"),
-        *rows((), types.reduced_in,
-            "{@actor,@ref,critic.model}.fsdp_config.mixed_precision.{param_dtype,reduce_dtype,buffer_dtype}",
-            "{@actor,@ref,critic.model}.fsdp_config.turbo_config.distributed.fsdp_plan."
-            "{param_dtype,reduce_dtype,output_dtype}"),
-        *rows((), only(("disabled",), "no choice is replayed", "the reference chooses its experts itself"),
-            "@ref.{,megatron.,veomni.}router_replay.mode"),
-        *rows(BOOL, only((True,), "the optimizer's weights are float32", "they are float32 here; remove the key"),
-            "{@actor,@ref,critic}.veomni.mixed_precision"),
-        *rows((), refused("weights are read from model.path; give their folder as the model's path"),
-            "{@actor,@ref,critic}.veomni.load_checkpoint_path"),
-        *rows(BOOL, only((True,), "the model's weights are read", "the model's weights are read; remove the key"),
-            "{@actor,@ref,critic}.load_weight"),
-        *rows(BOOL, refused("a trainer trains; remove the key"),
-            "{@actor,critic}.{megatron,veomni,torchtitan}.forward_only",
-            "{@actor,critic.model}.fsdp_config.forward_only"),
-        *rows((), field.transformer, "@ref.megatron.override_transformer_config.*"),
-        *rows((), what.entry, "{@actor,@ref,critic}.megatron.{override_transformer_config,override_ddp_config}",
-            "{@actor,@ref,critic}.megatron.override_mcore_model_config",
-            "{@actor,critic}.optim.override_optimizer_config"),
-        *rows((), refused("the reference is not rounded; remove the key"), "@ref*.qat.enable"),
-        *rows((), implied(REFERENCE), "@ref.*"),
-        *rows(INT, where.parallel, *("{@actor,critic}.megatron." + name for name in where.MESH)),
-        *rows((), implied(SWITCHED), "*.param_offload", "*.grad_offload", "*.optimizer_offload", "*.offload_policy"),
-        *rows(INT, where.fsdp, "{@actor,critic}.ulysses_sequence_parallel_size",
-            "{@actor,critic.model}.fsdp_config.{ulysses_sequence_parallel_size,fsdp_size}",
-            "{@actor,critic}.veomni.{ulysses_parallel_size,fsdp_size,expert_parallel_size}",
-            "{@actor,critic}.torchtitan.*_parallel_size"),
-        *rows((), left_out("the kernels are not made to give the same bits in every run"), "*.full_determinism"),
-        *rows((), types.trainer_dtype, "@actor.{megatron,torchtitan}.dtype", "@actor.fsdp_config.dtype"),
-        *rows((), with_critic(only(("bfloat16", "bf16"), "critic.model.dtype is bfloat16", "set it to bfloat16")),
-            "critic.{megatron,torchtitan}.dtype", "critic.model.fsdp_config.dtype"),
-        *rows(BOOL, used("policy.parallel.sequence"), "@actor.megatron.sequence_parallel"),
-        *rows((), what.granularity, "@actor.megatron.override_transformer_config.recompute_*"),
-        *rows((), where.stages,
-            "{@actor,critic}.megatron.override_transformer_config.{num_layers_in_*,account_for_*}"),
-        *rows((), field.transformer, "{@actor,critic}.megatron.override_transformer_config.*"),
-        *rows((), field.ddp, "{@actor,critic}.megatron.override_ddp_config*"),
-        *rows((), never("edit config.json in the model's folder"), "*.override_mcore_model_config.*"),
-        *rows((), implied(CHOSEN), "*.use_torch_compile"),
-        *rows((),
-            implied("weights are read from the Hugging Face folder by each rank (model.weights: from Megatron's form)"),
-            "*.use_mbridge", "*.vanilla_mbridge", "reward_model.load_weight"),
-        *rows((), left_out("weights are read from the model's folder; verl's converter has made this one from it"),
-            "{@actor,critic}.megatron.{use_dist_checkpointing,dist_checkpointing_path}"),
-        *rows((), implied("the run has one seed, run.seed"), "*.megatron.seed", "*.fsdp_config.seed",
-            "*.veomni.seed", "*.torchtitan.seed"),
-        *rows((), implied("the trainer is Megatron-Core"), "*.fsdp_config*", "*.strategy",
-            "critic.model.fsdp_config*", "*.use_distributed_optimizer", "{@actor,critic}.{veomni,torchtitan}.*"),
-        *rows((), what.engine, "model_engine", ENGINE_GROUP),
-        *rows((), what.engine_of_actor, "@actor.model_engine"),
-        *rows((), implied("the trainer splits tokens and weights as policy.parallel says"),
-            "@actor.megatron.{dynamic_context_parallel,max_seqlen_per_dp_cp_rank,use_megatron_fsdp}",
-            "@actor.megatron.{dist_ckpt_*,distrib_*,dist_checkpointing_prefix}"),
-        *rows((), implied("entropies are computed in chunks"), "*.entropy_*"),
-        *rows((), implied(PACKED), "@actor.megatron.use_remove_padding", "*.pad_bshd_to_minibatch_max"),
-        *rows((), implied("deadlines are cluster.step_timeout_s and bridge.timeout_s"), "*nccl_timeout"),
-        *rows(BOOL, where.hybrid, "actor_rollout_ref.hybrid_engine", always=True),
-    ),
-    "the engines": (
-        *rows(INT, how.group_size, "@rollout.n", always=True),
-        *rows(NUMBER, used("rollout.sampling.temperature"), "@rollout.temperature", always=True),
-        *rows(NUMBER, only((1,), "all tokens", "training needs the full distribution; use 1"), "@rollout.top_p"),
-        *rows(NUMBER, only((-1, 0), "all tokens", "training needs the full distribution; use -1"), "@rollout.top_k"),
-        *rows(NUMBER, only((1,), "all tokens", "training needs the full distribution; use 1"),
-            "@rollout.repetition_penalty"),
-        *rows(BOOL, only((True,), "answers are sampled", "training needs sampled answers"), "@rollout.do_sample"),
-        *rows(INT, where.engines, "@rollout.tensor_model_parallel_size", "@rollout.pipeline_model_parallel_size",
-            always=True),
-        *rows(INT, where.engine_replicas, "@rollout.data_parallel_size"),
-        *rows(INT, where.engine_experts, "@rollout.expert_parallel_size"),
-        *rows(NUMBER, used("rollout.gpu_memory_utilization"), "@rollout.gpu_memory_utilization", always=True),
-        *rows(INT, used("rollout.max_sequences"), "@rollout.max_num_seqs", always=True),
-        *rows(TEXT, types.dtype, "@rollout.dtype", always=True),
-        *rows(TEXT, only(("vllm",), "vLLM answers", "vLLM answers in its place", "left out"), "@rollout.name"),
-        *rows((), used("rollout.quantization"), "@rollout.quantization"),
-        *rows(INT, used("eval.samples_per_prompt"), "@rollout.val_kwargs.n", always=True),
-        *rows(BOOL, what.eval_sampling, "@rollout.val_kwargs.do_sample", always=True),
-        *rows((), what.eval_sampling, "@rollout.val_kwargs.*"),
-        *rows((), what.multi_turn, "@rollout.multi_turn.*"),
-        *rows((), implied(LOGPROBS), "@rollout.log_prob_*"),
-        *rows((), implied("engines return the log-probs of what they sample"), "@rollout.calculate_log_probs"),
-        *rows(TEXT, only(("processed_logprobs",), "log-probs belong to the sampled distribution",
-            "log-probs belong to the sampled distribution; use processed_logprobs"), "@rollout.logprobs_mode"),
-        *rows((), refused("all requested answers are waited for; see rollout.late"), "@rollout.over_sample_rate"),
-        *rows((), refused("an agent is rollout.environment of kind agent"), "@rollout.agent.agent_loop_config_path",
-            "@rollout.agent.custom_async_server*", "@rollout.agent.agent_loop_manager_class"),
-        *rows((), only(("single_turn_agent",), "an answer is one turn", "see rollout.environment"),
-            "@rollout.agent.default_agent_loop"),
-        *rows((), refused("dumped rollouts are rollout.dump and rollout.replay"), "@rollout.skip_rollout",
-            "skip.{rollout,rollout_tq,async_rollout}.enable"),
-        *rows((), implied("it belongs to dumped rollouts"), "skip.*"),
-        *rows((), refused("answers end at the end-of-text token"), "@rollout.ignore_eos"),
-        *rows((), implied("weights come through the bridge, which plans its messages"), "@rollout.load_format",
-            "@rollout.checkpoint_engine*", "@rollout.update_weights*"),
-        *rows(INT, what.engine_length, "@rollout.{max_model_len,prompt_length,response_length}",
-            "@rollout.engine_kwargs.vllm.max_model_len"),
-        *rows(TEXT, used("rollout.vllm.kv_cache_dtype"), "@rollout.engine_kwargs.vllm.kv_cache_dtype"),
-        *rows((), what.entry, "@rollout.engine_kwargs.vllm", "@rollout.engine_kwargs"),
-        *rows((), implied("the project chooses vLLM's options"),
-            "@rollout.engine_kwargs.vllm.compilation_config*",
-            *(f"@rollout.engine_kwargs.vllm.{name}" for name in where.VLLM_SPEED)),
-        *rows((), never("an argument of vLLM's engine is a key of rollout.vllm"), "@rollout.engine_kwargs.vllm.*"),
-        *rows((), implied("it belongs to another engine than vLLM"), "@rollout.engine_kwargs.*"),
-        *rows(INT, left_out("for engines on GPUs of their own set cluster.colocate to false"), "@rollout.nnodes"),
-        *rows((), implied("see trainer.n_gpus_per_node"), "@rollout.n_gpus_per_node"),
-        *rows((), implied("the run has one seed, run.seed"), "@rollout.seed"),
-        *rows((), implied("metrics of the run's own"), "@rollout.moe_load_balance_metrics_interval"),
-        *rows((), refused("rollout.quantization names the kind alone"), "@rollout.quantization_config_file"),
-        *rows((), left_out("an engine reads prompts and answers itself"), "@rollout.disaggregation.enabled"),
-        *rows((), implied("it belongs to engines that read prompts apart"), "@rollout.disaggregation.*"),
-        *rows((), left_out("engines do not draft with the model's head"), "@rollout.mtp*"),
-        *rows(INT, implied("experts are split by rollout.expert_parallel"), "@rollout.moe_tensor_parallel_size"),
-        *rows((), implied("the project chooses vLLM's options"),
-            "@rollout.{enable_*,enforce_eager,free_cache_engine,max_num_batched_tokens,mode,cudagraph*}",
-            "@rollout.{disable_log_stats,scheduling_policy,skip_*,multi_stage_wake_up,agent.num_workers}",
-            "@rollout.standalone_gpu_memory_utilization", "@rollout.layer_name_map.*"),
-        *rows((), implied("metrics are in metrics.jsonl, and a few answers in samples.jsonl"), "@rollout.trace*",
-            "@rollout.prometheus*"),
-        *rows(INT, implied("see trainer.nnodes"), "rollout.nnodes", "rollout.n_gpus_per_node",
-            "trainer.n_rollout_gpus_per_node"),
-    ),
-    "the algorithm": (
-        *rows(TEXT, how.estimator, "algorithm.adv_estimator", always=True),
-        *rows(BOOL, how.standard_deviation, "algorithm.norm_adv_by_std_in_grpo"),
-        *rows(NUMBER, how.discount, "algorithm.gamma", "algorithm.lam"),
-        *rows(BOOL, how.kl_switch, "algorithm.use_kl_in_reward", always=True),
-        *rows(TEXT, how.kl_part, "algorithm.kl_penalty", "algorithm.kl_ctrl.type", always=True),
-        *rows(NUMBER, how.kl_part, "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.horizon",
-            "algorithm.kl_ctrl.target_kl", always=True),
-        *rows((), how.correction, "algorithm.rollout_correction.rollout_is", always=True),
-        *rows((), how.correction, "algorithm.rollout_correction.*"),
-        *rows(BOOL, how.filter_groups, "algorithm.filter_groups.enable"),
-        *rows(NUMBER, how.filter_groups, "algorithm.filter_groups.max_num_gen_batches"),
-        *rows((), how.filter_metric, "algorithm.filter_groups.metric"),
-        *rows((), implied("it changes when prompts are requested"), "algorithm.filter_groups.*"),
-        *rows((), refused("there is no PF-PPO"), "algorithm.use_pf_ppo"),
-        *rows((), implied("it belongs to PF-PPO"), "algorithm.pf_ppo.*"),
-        *rows((), refused("there is no distillation"), "distillation.enabled"),
-        *rows((), implied("it belongs to distillation"), "distillation.*"),
-    ),
-    "rewards": (
-        *rows((), what.rewards, "custom_reward_function.path", always=True),
-        *rows((), what.reward_part, "custom_reward_function.*"),
-        *rows(BOOL, what.reward_part, "reward_model.enable"),
-        *rows(TEXT, what.reward_part, "reward_model.model.path"),
-        *rows(TEXT, what.manager, "reward_model.reward_manager"),
-        *rows((), what.overlong_buffer, "reward_model.reward_kwargs.overlong_buffer_cfg.*",
-            "reward_model.overlong_buffer.*"),
-        *rows((), implied("see overlong_buffer_cfg"), "reward_model.reward_kwargs.max_resp_len"),
-        *rows((), never("verl's own reward reads it; write its scores as a reward of kind function"),
-            "reward_model.reward_kwargs.*"),
-        *rows((), refused("code runs in the project's own sandbox; use a reward of kind code"),
-            "reward_model.sandbox_fusion.url"),
-        *rows((), left_out("a server of the user's own serves the reward model"), "reward_model.enable_resource_pool"),
-        *rows((), implied("rewards run while the engines generate; a reward model is a server of the user's own"),
-            "reward_model.sandbox_fusion.*", "reward_model.launch_reward_fn_async", "reward_model.use_reward_loop",
-            "reward_model.num_workers",
-            "reward_model.{rollout.*,model.*,*micro_batch_size*,strategy,max_length,*dynamic_bsz,nnodes}",
-            "reward_model.{forward_max_token_len_per_gpu,ulysses_sequence_parallel_size,n_gpus_per_node,profiler*}",
-            "reward_model.megatron.*"),
-        *rows((), refused("the module of a manager is not read; write its scores as a reward of kind function"),
-            "reward_model.reward_loop_*", "reward_manager.module.path"),
-        *rows((), only(("register",), "the manager has a name", "write its scores as a reward of kind function"),
-            "reward_manager.source"),
-        *rows((), implied("it belongs to a manager of the user's own"), "reward_manager.*"),
-    ),
-    "the critic": (
-        *rows(TEXT, what.model_path, "critic.model.path"),
-        *rows(INT, where.mini_batch, "critic.ppo_mini_batch_size", always=True),
-        *rows(INT, where.epochs, "critic.ppo_epochs"),
-        *rows(INT, where.token_bound, "critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu"),
-        *rows((), implied(PACKED), "critic.*micro_batch_size*", "critic.use_dynamic_bsz",
-            "critic.model.use_remove_padding"),
-        *rows(NUMBER, where.value_clip, "critic.cliprange_value", always=True),
-        *rows((), implied("critic and policy recompute alike, unless critic.model.recompute is set"),
-            "critic.model.enable_*"),
-        *rows((), with_critic(never("edit config.json in the critic's folder")), "critic.model.override_config.*"),
-        *rows((), with_critic(refused("edit config.json in the critic's folder")), "critic.model.hf_config_path"),
-        *rows((), with_critic(refused("the critic's code is in layout/families")), "critic.model.external_lib"),
-        *rows((), implied("the critic has the policy's tokens"), "critic.model.tokenizer_path",
-            "critic.model.{trust_remote_code,use_shm,custom_chat_template}"),
-        *rows((), implied(CHOSEN), "critic.model.{use_liger,use_fused_kernels,fused_kernel_options*,tiled_mlp*}"),
-        *rows((), with_critic(refused("the critic has no multi-token head")),
-            "critic.model.mtp.{enable,enable_train}"),
-        *rows((), implied("the critic has no multi-token head"), "critic.model.mtp*"),
-        *rows(TEXT, with_critic(only(("token-mean",), "the value loss is a mean over tokens",
-            "the value loss is a mean over tokens here; use token-mean")), "critic.loss_agg_mode", always=True),
-        *rows((), implied("token-mean does not read it"), "critic.loss_scale_factor"),
-        *rows(BOOL, with_critic(only((True,), "the estimator has a critic", "this estimator needs one; use True")),
-            "critic.enable"),
-        *rows((), implied(CHOSEN), "critic.megatron.*"),
-    ),
-    "the run": (
-        *rows(INT, what.total_steps, "trainer.total_training_steps", "trainer.total_epochs", always=True),
-        *rows(TEXT, what.names, "trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir",
-            always=True),
-        *rows((), what.loggers, "trainer.logger", always=True),
-        *rows(INT, where.gpus, "trainer.nnodes", "trainer.n_gpus_per_node", always=True),
-        *rows((bool, int), what.save_every, "trainer.save_freq", always=True),
-        *rows((bool, int), what.evaluation, "trainer.test_freq", always=True),
-        *rows(BOOL, what.evaluation, "trainer.val_before_train"),
-        *rows(INT, what.critic_warmup, "trainer.critic_warmup"),
-        *rows(INT, used("checkpoint.keep"), "trainer.max_actor_ckpt_to_keep"),
-        *rows(INT, implied("policy and critic are in one checkpoint"), "trainer.max_critic_ckpt_to_keep"),
-        *rows(TEXT, what.resume, "trainer.resume_mode"),
-        *rows((), what.resume_path, "trainer.resume_from_path"),
-        *rows(BOOL, refused("megatron-rl generate answers prompts without training"), "trainer.val_only"),
-        *rows(TEXT, only(("cuda",), "GPUs", "the run needs GPUs of CUDA, or CPUs", "left out"), "trainer.device"),
-        *rows(TEXT, what.dumped, "trainer.rollout_data_dir"),
-        *rows((), implied("a few answers of a step are in samples.jsonl"), "trainer.log_val_generations",
-            "trainer.validation_data_dir"),
-        *rows((), implied("ranks are always balanced"), "trainer.balance_batch"),
-        *rows((), implied("verl's own way to start, stop or copy, which a run here does not need"),
-            "trainer.{use_legacy_worker_impl,esi_redundant_time,default_hdfs_dir,del_local_ckpt_after_load}",
-            "trainer.{ray_wait_register_center_timeout,use_v1}"),
-        *rows((), only(("sync",), "engines and trainers take turns",
-            "for an asynchronous run set cluster.colocate to false, and rollout.max_lag"), "trainer.v1.trainer_mode"),
-        *rows((), refused("a module of verl's is not read"), "trainer.v1.sampler.custom_sampler.path"),
-        *rows((), implied("verl's trainer_mode sync does not read it"), "trainer.v1.*"),
-        *rows((), implied("the run starts Ray itself, or finds it by cluster.ray_address"), "ray_kwargs.*",
-            "ray_init.*"),
-        *rows((), left_out("there is no profiler; metrics.jsonl has the time of each phase"), "global_profiler.tool"),
-        *rows((), implied("profiling is off; metrics.jsonl has the time of each phase"), "global_profiler.*",
-            "*.profiler.*", "trainer.profile_steps"),
-        *rows((), implied("tokens go through Ray's object store"), "transfer_queue.*"),
-        *rows((), implied("it belongs to Hydra"), "hydra.*", "hydra/*"),
-        *rows(TEXT, only(HYDRAS, "verl's own configuration", "the file is not read; give its keys"), "*@*"),
-    ),
-}  # fmt: skip
-RULES: tuple[KeyRule, ...] = tuple(rule for section in TABLE.values() for rule in section)
+def old_name(key: str) -> str:
+    """The name that a key had before verl renamed it."""
+    for new, old in RENAMED.items():
+        if key == new or (new.endswith(".") and key.startswith(new)):
+            return old + key.removeprefix(new)
+    return key
+
+
+def row_of(key: str) -> TableRow | None:
+    """The row of a key: its own, or of the nearest section that it is in; None if verl has no such key."""
+    if key in BY_KEY:
+        return BY_KEY[key]
+    if "@" in key:
+        return BY_KEY["GROUP"]
+    parts = key.replace("hydra/", "hydra.").split(".")
+    sections = (".".join((*parts[:size], "*")) for size in range(len(parts) - 1, 0, -1))
+    return next((BY_KEY[one] for one in sections if one in BY_KEY), None)
+
+
+@cache
+def nearest(key: str) -> str:
+    """The key of verl that is most like a key that it does not have: by the last part, if one is like it, and by the
+    whole."""
+    last = key.rpartition(".")[2]
+
+    def likeness(name: str) -> float:
+        parts = SequenceMatcher(None, last, name.rpartition(".")[2]).ratio()
+        return SequenceMatcher(None, key, name).ratio() + (2 * parts if parts > LIKE else 0)
+
+    return max((name.removesuffix(".*") for name in BY_KEY), key=likeness)
+
+
+HEAD = """# The keys of verl
+
+All keys of verl that `megatron-rl from-verl` knows, and what becomes of them here; the [guide](coming_from_verl.md)
+explains the words. `@` is actor_rollout_ref, `{a,b}` stands for each name, and `.*` is a section. A key with a default
+in brackets enters the configuration also where a script does not give it. A key that verl does not have is refused,
+with the nearest one that it has. This page is written by `megatron-rl from-verl --markdown`.
+"""
+
+
+def words_of(words: dict[str, Any]) -> str:
+    """What becomes of a row's keys, in words."""
+    if "by" in words:
+        return str(words["here"])
+    if "use" in words:
+        return f"`{words['use'].replace('{owner}.', '').replace('{rest}', '')}`"
+    if "same" in words:
+        return f"implied: {words['same']}"
+    status, other = ("left out", words["leave"]) if "leave" in words else ("refused", words.get("refuse"))
+    if "only" in words:
+        same = ", ".join(f"`{one}`" for one in words["only"]) or "null"
+        return f"implied for {same}: {words['why']}; others are {status}: {other}"
+    return f"{status}: {words.get('never', other)}"
+
+
+def markdown() -> str:
+    """The whole page."""
+    engines = ", ".join(f"`{name}` ({trainer})" for name, trainer in ENGINES.items())
+    lines = [HEAD, f"`model_engine` is one of {engines}; another one is an error.", ""]
+    for section, rows in TABLE.items():
+        lines += [f"## {section[0].upper()}{section[1:]}", "", "| verl | here |", "|---|---|"]
+        for words in rows:
+            always = words.get("always")
+            default = f" ({always})" if always is not None and not str(always).startswith("=") else ""
+            keys = ", ".join(f"`{pattern}`" for pattern in _patterns(words))
+            lines.append(f"| {keys}{default} | {words_of(words)} |")
+        lines.append("")
+    lines += ["## New names", "", "verl has renamed these; both names are read.", ""]
+    lines += ["| now | in the tables |", "|---|---|"]
+    for new, old in RENAMED.items():
+        star = "*" if new.endswith(".") else ""
+        lines.append(f"| `{new}{star}` | `{old}{star}` |")
+    return "\n".join(lines) + "\n"

@@ -1,18 +1,23 @@
 """The words and operators of a shell script, by bash's rules of quoting. Nothing is expanded here.
 
-Invariants (tests/unit/tools): a backslash at the end of a line joins it to the next one, except in a comment; a comment
-begins at a `#` that begins a word; redirections and here-documents are left out, and the command before them stays.
+Invariants (tests/unit/migrate): a backslash at the end of a line joins it to the next one, except in a comment; a
+comment begins at a `#` that begins a word; redirections and here-documents are left out, and the command before them
+stays.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", ";", "&", "|", "(", ")", "\n")
-PROCESSES = ("<(", ">(")
 ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
 HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+
+
+ADVICE = "give the words that `bash -x` prints for the command in place of the script"
 
 
 class ScriptError(ValueError):
@@ -32,6 +37,52 @@ class RawWord:
 class Operator:
     text: str
     line: int
+
+
+ENDS = {"if": "fi", "for": "done", "case": "esac", "{": "}", "(": ")"}
+"""The words that open a statement -> the words that end it."""
+
+
+@dataclass(slots=True)
+class Cursor:
+    """A place among tokens, and what stands there."""
+
+    tokens: Sequence[RawWord | Operator] = ()
+    place: int = 0
+
+    def _keyword(self) -> str:
+        """The text of the word at this place; empty if there is an operator or an array."""
+        token = self.tokens[self.place] if self.place < len(self.tokens) else None
+        return token.text if isinstance(token, RawWord) and token.array is None else ""
+
+    def _is(self, ahead: int, *texts: str) -> bool:
+        token = self.tokens[self.place + ahead] if self.place + ahead < len(self.tokens) else None
+        return isinstance(token, Operator) and token.text in texts
+
+    def _at(self, *texts: str) -> bool:
+        return self._is(0, *texts)
+
+    def _take(self) -> RawWord | Operator:
+        if self.place == len(self.tokens):
+            self._fail()
+        self.place += 1
+        return self.tokens[self.place - 1]
+
+    def _expect(self, text: str, opened: str, line: int) -> None:
+        if self.place == len(self.tokens):
+            raise ScriptError(f"line {line}: the `{opened}` has no `{ENDS[opened]}`; complete the script")
+        if not self._at(text) and self._keyword() != text:
+            self._fail()
+        self.place += 1
+
+    def _skip_lines(self) -> None:
+        while self._at("\n"):
+            self.place += 1
+
+    def _fail(self) -> NoReturn:
+        token = self.tokens[min(self.place, len(self.tokens) - 1)]
+        shown = "the end of the line" if token.text == "\n" else f"`{token.text}`"
+        raise ScriptError(f"line {token.line}: {shown} is not read at this place; {ADVICE}")
 
 
 @dataclass(slots=True)
@@ -66,8 +117,6 @@ class Lexer:
                 if continued:
                     self.comments.append(self.line)
                 self._forward(len(rest.partition("\n")[0]))
-            elif rest.startswith(PROCESSES):
-                return self._word()
             elif rest.startswith("((") and not self.in_test:
                 return self._arithmetic()
             elif not self.in_test and (redirection := re.match(r"\d*(?:<<<|<<-?|[<>]&?\|?>?|&>>?)(?!\()", rest)):
@@ -120,7 +169,7 @@ class Lexer:
             char = self.text[self.place]
             if char == "(" and ARRAY.match(self.text[start : self.place]):
                 return self._array(self.text[start : self.place], line)
-            if char in " \t\n;&|<>()" and not self.text.startswith(PROCESSES, self.place):
+            if char in " \t\n;&|<>()":
                 break
             if self.text.startswith("\\\n", self.place) and self.text[self.place + 2 : self.place + 3] in " \t\n#":
                 break
@@ -163,7 +212,7 @@ def piece_size(text: str, place: int, line: int) -> int:
         end = text.find("`", place + 1)
     elif rest[0] == '"':
         end = _end_of_double_quotes(text, place, line)
-    elif rest in ("${", "$(", *PROCESSES):
+    elif rest in ("${", "$("):
         end = _end_of_brackets(text, place + 1, line)
     else:
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
+from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings, owner_of
 
 MESH = {
     "tensor_model_parallel_size": "tensor",
@@ -15,54 +15,18 @@ MESH = {
     "expert_tensor_parallel_size": "expert_tensor",
 }
 """Megatron-Core's name of a size -> ours."""
-NO_CRITIC = "this estimator has no critic"
-SCHEDULES = {
-    "dp": ("lr_scheduler_type", "warmup_style"),
-    "megatron": ("lr_decay_style",),
-    "veomni": ("lr_scheduler_type",),
-    "torchtitan": ("decay_type",),
-}
-"""verl's engines -> their keys of the schedule of the learning rate."""
-VLLM_SPEED = (
-    *("attention_backend", "cudagraph_capture_sizes", "disable_cascade_attn", "disable_custom_all_reduce"),
-    *("disable_log_stats", "disable_mm_preprocessor_cache", "distributed_executor_backend", "enable_chunked_prefill"),
-    *("enable_expert_parallel", "enable_prefix_caching", "enable_sleep_mode", "enforce_eager", "all2all_backend"),
-    *("max_num_batched_tokens", "max_num_seqs", "max_num_partial_prefills", "mm_processor_cache_gb"),
-)
-"""Arguments of vLLM that change only speed and memory."""
-LOWEST = ("min_lr_ratio", "min_lr", "lr_min", "min_lr_factor")
-"""The engines' keys of the rate at the end of the schedule."""
 ROUND = 128
 """The bound of a micro-batch is a multiple of this number of tokens, so that the longest answer fits with padding."""
 
 
-def owner_of(key: str) -> str:
-    """The section of ours that a key of verl's actor or critic belongs to."""
-    return "critic" if key.startswith("critic.") else "policy"
-
-
-def absent(settings: Settings, key: str) -> bool:
-    """Whether the key is of a critic that the run does not have."""
-    return owner_of(key) == "critic" and not settings.has_critic
-
-
 def mini_batch(settings: Settings, key: str, value: Any) -> Meaning:
     """Prompts of an optimizer step -> optimizer steps of a training step."""
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
     prompts = int(settings["data.train_batch_size"])
     steps = max(-(-prompts // int(value)), 1)
     target = "critic.updates_per_step" if owner_of(key) == "critic" else "algorithm.updates_per_step"
     uneven = prompts % int(value) and prompts > int(value)
     more = "; the mini-batches are of equal size here" if uneven else ""
     return Meaning("mapped", {target: steps}, f"{prompts} prompts of a step / {value} of a mini-batch{more}")
-
-
-def epochs(settings: Settings, key: str, value: Any) -> Meaning:
-    if absent(settings, key) or value == 1:
-        return Meaning("implied", {}, NO_CRITIC if absent(settings, key) else "every answer is trained on once")
-    why = "every answer is trained on once here; use 1, and more updates by a smaller ppo_mini_batch_size"
-    return Meaning("refused", {}, why)
 
 
 def is_dynamic(settings: Settings, key: str, value: Any) -> Meaning:
@@ -95,37 +59,6 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // ROUND) * ROUND
 
 
-def warmup(settings: Settings, key: str, value: Any) -> Meaning:
-    """The number of steps, or their share. verl counts training steps, and we count optimizer steps."""
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
-    owner, prefix = owner_of(key), key.rpartition(".")[0]
-    steps, ratio = settings[f"{prefix}.lr_warmup_steps"], settings[f"{prefix}.lr_warmup_steps_ratio"]
-    has_steps = steps is not None and steps > 0 and settings.engine != "veomni"
-    if steps is not None and steps > 0 and settings.engine == "veomni" and not key.endswith("ratio"):
-        return Meaning("implied", {}, "verl's VeOmni trainer does not read it, but lr_warmup_steps_ratio")
-    if not has_steps and not ratio:
-        return Meaning("implied", {}, "no warm-up is the default")
-    if key.endswith("ratio") == has_steps:
-        return Meaning(
-            "implied", {}, f"verl reads {'lr_warmup_steps' if has_steps else 'lr_warmup_steps_ratio'} instead"
-        )
-    if not has_steps:
-        total = num_steps(settings)
-        if total is None:
-            why = f"it is {ratio} x the training steps, which the number of rows says; give --rows N"
-            return Meaning("refused", {}, why)
-        steps = int(ratio * total)
-    each = settings.updates_per_step if owner == "policy" else _critic_updates(settings)
-    why = f"{steps} training steps x {each} optimizer steps"
-    return Meaning("mapped", {f"{owner}.optimizer.warmup_steps": steps * each}, why)
-
-
-def _critic_updates(settings: Settings) -> int:
-    size = settings["critic.ppo_mini_batch_size"]
-    return max(-(-int(settings["data.train_batch_size"]) // int(size)), 1)
-
-
 def num_steps(settings: Settings) -> int | None:
     """The number of training steps, which total_training_steps and total_epochs both bound; None if it depends on rows
     that nobody has counted."""
@@ -134,50 +67,6 @@ def num_steps(settings: Settings) -> int | None:
         return None if given is None else int(given)
     steps = settings.num_rows // int(settings["data.train_batch_size"]) * int(settings["trainer.total_epochs"])
     return steps if given is None else min(steps, int(given))
-
-
-def optimizer(settings: Settings, key: str, value: Any) -> Meaning:
-    """Numbers with the same meaning: `lr`, `weight_decay`, `betas`."""
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
-    return Meaning("used", {f"{owner_of(key)}.optimizer.{key.rpartition('.')[2]}": value})
-
-
-def clip_grad(settings: Settings, key: str, value: Any) -> Meaning:
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
-    prefix = "critic" if owner_of(key) == "critic" else ACTOR
-    if key == f"{prefix}.grad_clip" and (settings.engine != "dp" or f"{prefix}.optim.clip_grad" in settings):
-        return Meaning("implied", {}, f"verl's {settings.trainer} trainer reads {prefix}.optim.clip_grad")
-    return Meaning("used", {f"{owner_of(key)}.optimizer.clip_grad": value})
-
-
-def schedule(settings: Settings, key: str, value: Any) -> Meaning:
-    """The names of the schedule: `lr_scheduler_type`, `warmup_style`, `lr_decay_style` and `decay_type`."""
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
-    read = SCHEDULES[settings.engine]
-    if key.rpartition(".")[2] not in read:
-        return Meaning("implied", {}, f"verl's {settings.trainer} trainer does not read it, but {read[0]}")
-    if key not in settings and value in (None, "constant"):
-        return Meaning("implied", {}, "the rate is constant by default")
-    if value not in ("constant", "linear", "cosine"):
-        return Meaning("refused", {}, "the schedules here are constant, linear and cosine")
-    owner, prefix = owner_of(key), key.rpartition(".")[0]
-    to: dict[str, Any] = {f"{owner}.optimizer.schedule": value}
-    if value != "constant" and all(settings[f"{prefix}.{name}"] is None for name in LOWEST):
-        to[f"{owner}.optimizer.min_lr_ratio"] = 0.0
-    return Meaning("used", to)
-
-
-def lowest_rate(settings: Settings, key: str, value: Any) -> Meaning:
-    """The names in LOWEST; those without `ratio` or `factor` are rates. A constant rate has none."""
-    prefix = key.rpartition(".")[0]
-    kinds = {settings[f"{prefix}.{name}"] for name in SCHEDULES[settings.engine]}
-    if absent(settings, key) or not kinds & {"linear", "cosine"}:
-        return Meaning("implied", {}, "the learning rate is constant")
-    rate = value if key.endswith(("ratio", "factor")) else value / settings[f"{prefix}.lr"]
-    return Meaning("mapped", {f"{owner_of(key)}.optimizer.min_lr_ratio": rate})
 
 
 def mesh_of(settings: Settings, owner: str) -> dict[str, int | None]:
@@ -194,8 +83,6 @@ def mesh_of(settings: Settings, owner: str) -> dict[str, int | None]:
 
 def parallel(settings: Settings, key: str, value: Any) -> Meaning:
     """A size of Megatron's mesh, of the actor or of the critic."""
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
     ours = MESH[key.rpartition(".")[2]]
     if not settings.is_megatron:
         return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
@@ -206,20 +93,10 @@ def parallel(settings: Settings, key: str, value: Any) -> Meaning:
 
 def stages(settings: Settings, key: str, value: Any) -> Meaning:
     """Other numbers of layers in the first and the last stage."""
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
     if not value:
         return Meaning("implied", {}, "all stages have as many layers by default")
     why = "auto balances the stages, and gives the last one fewer layers; for numbers of your own give a list"
-    if owner_of(key) == "critic":
-        return Meaning("left out", {}, "give the layers of the critic's stages as the list critic.parallel.layers")
     return Meaning("mapped", {"policy.parallel.layers": "auto"}, why)
-
-
-def value_clip(settings: Settings, key: str, value: Any) -> Meaning:
-    if not settings.has_critic:
-        return Meaning("implied", {}, NO_CRITIC)
-    return Meaning("used", {"critic.loss.cliprange_value": value})
 
 
 def gpus(settings: Settings, key: str, value: Any) -> Meaning:
@@ -250,8 +127,6 @@ def fsdp(settings: Settings, key: str, value: Any) -> Meaning:
     engine = next((one for one in ("veomni", "torchtitan", "megatron") if f".{one}." in key), "dp")
     if settings.engine != engine:
         return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
-    if absent(settings, key):
-        return Meaning("implied", {}, NO_CRITIC)
     if value in (1, -1) and not key.endswith("fsdp_size"):
         return Meaning("implied", {}, "1 is the default")
     sizes = {name: size for name, size in mesh_of(settings, "policy").items() if size and (size > 1 or name == "data")}
@@ -317,10 +192,3 @@ def engine_experts(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("used", {"rollout.expert_parallel": True})
     why = f"experts are distributed over the {tensor} tensor ranks of an engine; for {value} ranks raise rollout.tensor"
     return Meaning("mapped", {"rollout.expert_parallel": True}, why)
-
-
-def engine_replicas(settings: Settings, key: str, value: Any) -> Meaning:
-    if value in (None, 1):
-        return Meaning("implied", {}, "the default")
-    why = "an engine has no data parallelism inside; here each replica is an engine (rollout.num_engines)"
-    return Meaning("left out", {}, why)

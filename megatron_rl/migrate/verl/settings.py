@@ -16,6 +16,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from megatron_rl.migrate.verl.call import Override, VerlCall
+from megatron_rl.migrate.verl.keys import DEFAULTS, ENGINES, old_name
 from megatron_rl.migrate.verl.lexer import ScriptError
 from megatron_rl.migrate.verl.values import parse
 
@@ -24,8 +25,6 @@ Status = Literal["used", "mapped", "implied", "left out", "refused"]
 would train something else, and ends the conversion."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-ENGINES = {"dp": "FSDP", "megatron": "Megatron", "veomni": "VeOmni", "torchtitan": "TorchTitan"}
-"""verl's engines -> the names of their trainers."""
 STRATEGIES = {
     **dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo"), "dp"),
     **{name: name for name in ENGINES if name != "dp"},
@@ -40,116 +39,6 @@ SEQUENCE_RANKS = {
     "torchtitan": ("torchtitan.context_parallel_size",),
 }
 """The actor's keys of the number of GPUs over which an engine splits the tokens of a sequence."""
-RENAMED = {
-    "reward.reward_model.model_path": "reward_model.model.path",
-    "reward.reward_manager.name": "reward_model.reward_manager",
-    "reward_manager.name": "reward_model.reward_manager",
-    "reward.num_workers": "reward_model.num_workers",
-    "reward.reward_model.": "reward_model.",
-    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
-    "reward.reward_manager.": "reward_manager.",
-    "reward.custom_reward_function.": "custom_reward_function.",
-    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
-    "sandbox_fusion.": "reward_model.sandbox_fusion.",
-    "critic.fsdp.": "critic.model.fsdp_config.",
-}
-"""New names of verl's keys -> the names that they had, which the table has. With a dot at the end it is a prefix."""
-MEGATRON = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-}
-OPTIMIZER = {"lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.0, "weight_decay": 0.01, "betas": [0.9, 0.999]}
-MODELS = ("actor_rollout_ref.model", "critic.model")
-ADAPTERS = {"lora_rank": 0, "lora_alpha": 16, "target_modules": "all-linear", "lora.rank": 0, "lora.alpha": 32}
-DEFAULTS: dict[str, Any] = {
-    "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
-    "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "data.truncation": "error",
-    "data.filter_overlong_prompts": False,
-    "data.shuffle": True,
-    "critic.loss_agg_mode": "token-mean",
-    "actor_rollout_ref.hybrid_engine": True,
-    "actor_rollout_ref.model.path": "~/models/deepseek-llm-7b-chat",
-    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
-    f"{ACTOR}.optim.lr": 1e-6,
-    f"{ACTOR}.ppo_mini_batch_size": 256,
-    f"{ACTOR}.ppo_epochs": 1,
-    f"{ACTOR}.use_dynamic_bsz": False,
-    f"{ACTOR}.ppo_max_token_len_per_gpu": 16384,
-    f"{ACTOR}.clip_ratio": 0.2,
-    f"{ACTOR}.clip_ratio_low": 0.2,
-    f"{ACTOR}.clip_ratio_high": 0.2,
-    f"{ACTOR}.clip_ratio_c": 3.0,
-    f"{ACTOR}.tau_pos": 1.0,
-    f"{ACTOR}.tau_neg": 1.05,
-    f"{ACTOR}.policy_loss.loss_mode": "vanilla",
-    f"{ACTOR}.policy_loss.clip_cov_ratio": 0.0002,
-    f"{ACTOR}.policy_loss.clip_cov_lb": 1.0,
-    f"{ACTOR}.policy_loss.clip_cov_ub": 5.0,
-    f"{ACTOR}.policy_loss.kl_cov_ratio": 0.0002,
-    f"{ACTOR}.policy_loss.ppo_kl_coef": 0.1,
-    f"{ACTOR}.loss_agg_mode": "token-mean",
-    f"{ACTOR}.entropy_coeff": 0,
-    f"{ACTOR}.use_kl_loss": False,
-    f"{ACTOR}.kl_loss_coef": 0.001,
-    f"{ACTOR}.kl_loss_type": "low_var_kl",
-    f"{ACTOR}.ulysses_sequence_parallel_size": 1,
-    f"{ROLLOUT}.n": 1,
-    f"{ROLLOUT}.temperature": 1.0,
-    f"{ROLLOUT}.dtype": "bfloat16",
-    f"{ROLLOUT}.tensor_model_parallel_size": 2,
-    f"{ROLLOUT}.pipeline_model_parallel_size": 1,
-    f"{ROLLOUT}.data_parallel_size": 1,
-    f"{ROLLOUT}.expert_parallel_size": 1,
-    f"{ROLLOUT}.gpu_memory_utilization": 0.5,
-    f"{ROLLOUT}.max_num_seqs": 256,
-    f"{ROLLOUT}.val_kwargs.temperature": 0,
-    f"{ROLLOUT}.val_kwargs.do_sample": False,
-    f"{ROLLOUT}.val_kwargs.n": 1,
-    "critic.optim.lr": 1e-5,
-    "critic.cliprange_value": 0.5,
-    "algorithm.adv_estimator": "gae",
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.gamma": 1.0,
-    "algorithm.lam": 1.0,
-    "algorithm.use_kl_in_reward": False,
-    "algorithm.kl_penalty": "kl",
-    "algorithm.kl_ctrl.type": "fixed",
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    "algorithm.kl_ctrl.horizon": 10000,
-    "algorithm.kl_ctrl.target_kl": 0.1,
-    "algorithm.filter_groups.enable": False,
-    "algorithm.rollout_correction.rollout_is_threshold": 2.0,
-    "algorithm.rollout_correction.rollout_is_batch_normalize": False,
-    "algorithm.rollout_correction.bypass_mode": False,
-    "algorithm.rollout_correction.loss_type": "ppo_clip",
-    "custom_reward_function.name": "compute_score",
-    "reward_model.enable": False,
-    "reward_model.reward_manager": "naive",
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 8,
-    "trainer.total_epochs": 30,
-    "trainer.project_name": "verl_examples",
-    "trainer.experiment_name": "gsm8k",
-    "trainer.logger": ["console", "wandb"],
-    "trainer.val_before_train": True,
-    "trainer.save_freq": -1,
-    "trainer.test_freq": -1,
-    "trainer.critic_warmup": 0,
-    "trainer.resume_mode": "auto",
-    **{f"{model}.{name}": value for name, value in ADAPTERS.items() for model in MODELS},
-    **{f"{ACTOR}.megatron.{name}": size for name, size in MEGATRON.items()},
-    **{f"{owner}.optim.{name}": value for name, value in OPTIMIZER.items() for owner in (ACTOR, "critic")},
-}
-
-
 OF_ENGINES: dict[str, dict[str, Any]] = {
     "veomni": {"optim.lr_scheduler_type": "cosine"},
     "torchtitan": {"optim.decay_type": "linear"},
@@ -159,14 +48,6 @@ OF_ENGINES: dict[str, dict[str, Any]] = {
 
 class NoSuchEngine(ScriptError):
     """The script chooses an engine that verl does not have."""
-
-
-def old_name(key: str) -> str:
-    """The name that a key had before verl renamed it."""
-    for new, old in RENAMED.items():
-        if key == new or (new.endswith(".") and key.startswith(new)):
-            return old + key.removeprefix(new)
-    return key
 
 
 ENGINE_PARTS = {
@@ -183,6 +64,11 @@ def engine_of(key: str) -> str | None:
     """The engine that alone reads a key; None if all do."""
     owner = re.match(r"actor_rollout_ref\.(?:actor|ref)\.|critic\.(?:model\.)?", key)
     return ENGINE_PARTS.get(key[owner.end() :].partition(".")[0]) if owner else None
+
+
+def owner_of(key: str) -> str:
+    """The section of ours that a key of verl's actor or critic belongs to."""
+    return "critic" if key.startswith("critic.") else "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,17 +108,15 @@ class Settings:
         return value
 
     def _default(self, key: str) -> Any:
-        """verl's default; some keys of the critic follow the actor."""
-        owner, _, name = key.rpartition(".")
-        if owner == "critic" and name in ("ppo_mini_batch_size", "ppo_epochs", "use_dynamic_bsz", "loss_agg_mode"):
-            return self[f"{ACTOR}.{name}"]
-        if owner == "critic.megatron":
-            return MEGATRON.get(name)
+        """verl's default, which may be another key's value, or differ between engines."""
         if key.startswith((f"{ACTOR}.optim.", "critic.optim.")):
-            name = f"optim.{name}"
+            name = f"optim.{key.rpartition('.')[2]}"
             if name in OF_ENGINES.get(self.engine, {}):
                 return OF_ENGINES[self.engine][name]
-        return DEFAULTS.get(key)
+        found = DEFAULTS.get(key)
+        if isinstance(found, str) and found.startswith("="):
+            return self[found[1:].replace("@", "actor_rollout_ref.")]
+        return found
 
     def __contains__(self, key: str) -> bool:
         """Whether the script gives the key."""

@@ -2,75 +2,52 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
 import pytest
 
-from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.script import read_script
+from megatron_rl.migrate.verl.lexer import ADVICE, ScriptError
+from megatron_rl.migrate.verl.shell import read_script
 
 CALL = "python3 -m verl.trainer.main_ppo"
 ENDING = f'\n{CALL} "${{EXTRA[@]}}" a.b=$X\n'
 
 # What stands before the call, with EXTRA and X in it -> the words of the call.
 KNOWN: dict[str, tuple[str, str]] = {
+    ":=": (': "${X:=5}"', "a.b=5"),
+    ":= of a set variable": ('X=4\n: "${X:=5}"', "a.b=4"),
+    "a group behind &&": ("N=1\n[ $N = 1 ] && { X=1; EXTRA=(c.d=2); }", "c.d=2 a.b=1"),
+    "the idiom for full arrays": ('M=(c.d=1 "e.f=2 3")\nX=1\nEXTRA=(${M[@]+"${M[@]}"})', "c.d=1|e.f=2 3|a.b=1"),
+    "all elements as one word": ('M=(1 2)\nX=0\nEXTRA=("c.d=${M[*]}")', "c.d=1 2|a.b=0"),
+    "a function that nobody calls": ("X=1\nf() { X=2; }\nfunction g { X=3; }", "a.b=1"),
+    "a loop that does not run": ("X=1\nif [ $X = 2 ]; then for k in a b; do X=$k; done; fi", "a.b=1"),
     "an array that stays empty": ("EXTRA=()\nX=1", "a.b=1"),
     "an array that nobody sets": ("X=1", "a.b=1"),
     "case, the other branch": ('A=gpu\nX=1\ncase "$A" in npu) EXTRA+=(x.y=1);; gpu) X=2;; esac', "a.b=2"),
     "case with | and globs": ('A=qwen3_8b\ncase $A in kimi|qwen[23]*) X=1;; *) X=2;; esac', "a.b=1"),
     "case with a quoted glob": ('A=ab\ncase $A in "a*") X=1;; a?) X=2;; esac', "a.b=2"),
     "case with a bracket before": ("A=x\ncase $A in (x) X=1 ;; (y | z) X=2 ;; esac", "a.b=1"),
-    "case that falls through": ("A=1\ncase $A in 1) X=1;& 2) X+=2;; 3) X+=3;; esac", "a.b=12"),
-    "case that tests on": ("A=1\nX=\ncase $A in 1) X+=1;;& 2) X+=2;; *) X+=3;; esac", "a.b=13"),
     "case without a match": ("A=1\nX=5\ncase $A in 2) X=6;; esac", "a.b=5"),
     "case in case": ("A=1\nB=2\ncase $A in\n1)\n case $B in\n 2) X=7 ;;\n esac\n ;;\n*) X=8 ;;\nesac", "a.b=7"),
     "&& and ||": ('N=2\n[ "$N" -gt 1 ] && X=big || X=small', "a.b=big"),
     "&& and ||, the other way": ('N=1\n[ "$N" -gt 1 ] && X=big || X=small', "a.b=small"),
-    "a group behind &&": ("N=1\n[ $N = 1 ] && { X=1; EXTRA=(c.d=2); }", "c.d=2 a.b=1"),
     "groups in a condition": ("A=b\nif [ 1 = 1 ] && { [ $A = a ] || [ $A = b ]; }; then X=1; else X=2; fi", "a.b=1"),
-    "-a and -o": ("A=1\nif [ $A = 2 -o $A = 1 -a 3 -gt 2 ]; then X=1; else X=2; fi", "a.b=1"),
-    "[[ with && and brackets": ("A=1\nif [[ $A == 2 || ( $A == 1 && -n $A ) ]]; then X=1; else X=2; fi", "a.b=1"),
     "[[ with a glob": ("A=qwen3\nif [[ $A == qwen* ]]; then X=1; else X=2; fi", "a.b=1"),
     "[[ with a quoted glob": ('A=qwen3\nif [[ $A == "qwen*" ]]; then X=1; else X=2; fi', "a.b=2"),
-    "[[ with <": ("if [[ a < b ]]; then X=1; else X=2; fi", "a.b=1"),
     "[[ with !": ("if [[ ! -z 1 ]]; then X=1; else X=2; fi", "a.b=1"),
     "! before a command": ("if ! [ 1 = 2 ]; then X=1; else X=2; fi", "a.b=1"),
     "((": ("N=8\nif (( N % 3 != 0 && N > 2 )); then X=1; else X=2; fi", "a.b=1"),
-    "for over words": ("for k in a b; do EXTRA+=(k.$k=1); done\nX=1", "k.a=1 k.b=1 a.b=1"),
-    "for over an array": ('L=(a "b c")\nfor k in "${L[@]}"; do EXTRA+=("k=$k"); done\nX=1', "k=a|k=b c|a.b=1"),
-    "for over nothing": ("L=()\nX=1\nfor k in ${L[@]}; do X=2; done", "a.b=1"),
-    "break and continue": ("for k in 1 2 3 4; do [ $k = 2 ] && continue; [ $k = 4 ] && break; X+=$k; done", "a.b=13"),
-    "continue 2": (
-        "for f in a b; do for g in 1 2; do [[ $f$g == a2 ]] && continue 2; X+=$f$g; done; X+=-; done",
-        "a.b=a1b1b2-",
-    ),
-    "while": ("N=1\nwhile [ $N -lt 20 ]; do N=$((N * 2)); done\nX=$N", "a.b=32"),
-    "while over no arguments": ("X=1\nwhile [ $# -gt 0 ]; do X=2; shift; done", "a.b=1"),
-    "until": ("N=1\nuntil [ $N = 4 ]; do N=$((N + 1)); done\nX=$N", "a.b=4"),
-    ":=": (': "${X:=5}"', "a.b=5"),
-    ":= of a set variable": ('X=4\n: "${X:=5}"', "a.b=4"),
     ":+ of a set variable": ("A=1\nX=v${A:+_set}", "a.b=v_set"),
     ":+ of an unset variable": ("X=v${A:+_set}", "a.b=v"),
     "the idiom for empty arrays": ('X=1\nEXTRA=(${MORE[@]+"${MORE[@]}"})', "a.b=1"),
-    "the idiom for full arrays": ('M=(c.d=1 "e.f=2 3")\nX=1\nEXTRA=(${M[@]+"${M[@]}"})', "c.d=1|e.f=2 3|a.b=1"),
-    "all elements as one word": ('M=(1 2)\nX=0\nEXTRA=("c.d=${M[*]}")', "c.d=1 2|a.b=0"),
-    "an element by an expression": ("M=(1 2)\nI=1\nX=${M[I]}${M[I - 1]}", "a.b=21"),
-    "an element by a number": ("M=(1 2)\nI=1\nX=${M[$I]}${M[0]}${#M[@]}", "a.b=212"),
-    "an element is set": ("M=(1 2)\nM[1]=7\nX=${M[1]}", "a.b=7"),
-    "a function is not run where it is written": ("X=1\nf() { X=2; }", "a.b=1"),
-    "a function": ('X=1\nfunction f { X=$1$#; local Y=3; EXTRA+=("c=$2" e=$Y); }\nf 8 "9 9"', "c=9 9|e=3|a.b=82"),
-    "a function that returns": ("X=1\nf() { [ $1 = 1 ] && return; X=2; }\nf 1", "a.b=1"),
-    "a subshell sets nothing": ("X=1\n(X=2; exit 1)", "a.b=1"),
+    "a subshell sets nothing": ("X=1\n(X=2)", "a.b=1"),
     "a pipe sets nothing": ("X=1\nX=2 | true\nprintf 1 | { X=3; }", "a.b=1"),
-    "eval": ('V=X\neval "$V=4"', "a.b=4"),
-    "set --": ('set -- 3 4\nX=$2\nEXTRA=("c.d=$1")', "c.d=3|a.b=4"),
     "unset": ("X=1\nA=2\nunset A\nX=${A:-3}", "a.b=3"),
     "a word over lines": ("X='a'\\\n'b'\\\n'c'", "a.b=abc"),
     "exit of the other branch": ("A=gpu\ncase $A in gpu|npu) X=1;; *) echo no >&2; exit 1;; esac", "a.b=1"),
-    "a process substitution": ("true > >(true) 2>&1\nX=1", "a.b=1"),
     "a line that goes on after &&": ("[ 1 = 1 ] &&\n  X=1 ||\n  X=2", "a.b=1"),
-    "ANSI quotes": ("X=$'v w'\nX=${X% w}", "a.b=v"),
     "a list in double quotes": ("F=/x\nX=\"['$F','y']\"", "a.b=['/x','y']"),
 }  # fmt: skip
 
@@ -92,40 +69,25 @@ def _words(text: str) -> list[str]:
 
 # What stands before the call -> a part of what is said.
 NOT_KNOWN: dict[str, tuple[str, str]] = {
+    "elements that are not known": ('M=($(probe))\nX="${M[*]}"', "$(probe) needs a shell"),
     "case": ("D=$(probe)\nX=1\ncase $D in npu) EXTRA+=(x.y=1);; esac", "give D with --set D=VALUE"),
     "case of a value": ("D=$(probe)\nX=1\ncase $D in npu) X=2;; esac", "X depends on line 3 (line 1: $(probe) needs"),
     "a pattern": ("D=$(probe)\nX=1\ncase 1 in $D) X=2;; esac", "give D with --set D=VALUE"),
     "a file": ("X=1\n[ -f x ] && X=2", "X depends on line 2, which needs a shell; give it with --set X=VALUE"),
     "a command": ("X=1\ncommand -v nvcc && EXTRA+=(x.y=1)", "EXTRA depends on line 2, which needs a shell"),
     "=~": ("A=1\nX=1\nif [[ $A =~ ^(1|2)$ ]]; then X=2; fi", "X depends on line 3, which needs a shell"),
-    "for over a command": ("X=1\nfor k in $(ls); do EXTRA+=(k.$k=1); done", "$(ls) needs a shell"),
-    "an arithmetic for": ("X=1\nfor ((i = 0; i < 2; i++)); do X=$i; done", "X depends on line 2"),
-    "while with a command": ("X=1\nwhile read -r l; do X=2; done < f", "X depends on line 2"),
-    "read": ("X=1\nread -r X < f", "X depends on line 2"),
-    "mapfile": ("X=1\nmapfile -t EXTRA < f", "EXTRA depends on line 2"),
-    "select": ("X=1\nselect x in a b; do X=2; break; done", "X depends on line 2"),
-    "printf -v": ("X=1\nprintf -v X %d 5", "X depends on line 2"),
-    "let": ("X=1\nlet X=3+4", "X=3+4"),
     "another base": ("X=$((2#101))", "((2#101)) is a form of bash that is not read here"),
     "! before a comparison": ("N=1\nX=$((! N == 1))", "is a form of bash that is not read here"),
     "a minus before a power": ("X=$((-2 ** 2))", "is a form of bash that is not read here"),
     "++": ("X=1\n((X++))", "((X++)) is a form of bash that is not read here"),
     "a slice of an array": ("M=(1 2 3)\nX=1\nEXTRA=(${M[@]:1})", "is a form of bash that is not read here"),
-    "an associative array": ("declare -A M=([a]=1)\nX=${M[a]}", "M is an associative array"),
     "a reference": ("A=B\nX=${!A}", "is a form of bash that is not read here"),
     "braces": ("X=1\nEXTRA=(k.{a,b}=1)", "k.{a,b}=1 is a form of bash that is not read here"),
     ":+ of an unknown value": ("D=$(probe)\nX=1\nEXTRA=(${D:+x.y=1})", "give D with --set D=VALUE"),
-    "the length of an unknown value": ("D=$(probe)\nX=${#D}", "give D with --set D=VALUE"),
-    "elements that are not known": ('M=($(probe))\nX="${M[*]}"', "$(probe) needs a shell"),
     "unset in a branch": ("X=1\n[ -f x ] && unset X", "X depends on line 2"),
-    "eval of an unknown text": ("X=1\neval $(probe)", "line 2: `eval` of a text that is not known"),
-    "the exit of a command": ("X=$?", "$? needs a shell, which is not run"),
     ":?": (': "${X:?give it}"', "line 1: the variable X is not set; give it with --set X=VALUE"),
     "the end of the script": ("exit 1", "line 1: the script ends here, before it has called verl's trainer"),
     "a case without esac": ("case 1 in 1) X=1", "line 1: the `case` has no `esac`; complete the script"),
-    "a loop without done": ("for k in 1; do X=1", "line 1: the `for` has no `done`; complete the script"),
-    "a loop without an end": ("while true; do X=1; done", "line 1: the loop has more than 1000 turns"),
-    "a function without an end": ("f() { f; }\nf", "line 1: f calls itself without an end"),
     "a bracket at a wrong place": ("X=1 )", "line 1: `)` is not read at this place"),
     "two calls": (f"if [ -f x ]; then {CALL} a=1; fi\nX=1", "which of them runs depends on line 1"),
 }  # fmt: skip
@@ -140,6 +102,49 @@ def test_what_is_not_known_is_said_and_never_an_empty_word(form):
     except ScriptError as error:
         told = [str(error)]
     assert sentence in "\n".join(told)
+
+
+# What stands before the call, and is not read.
+NOT_READ = {
+    "a process substitution": "true > >(true) 2>&1\nX=1",
+    "case that falls through": "A=1\ncase $A in 1) X=1;& 2) X+=2;; 3) X+=3;; esac",
+    "case that tests on": "A=1\nX=\ncase $A in 1) X+=1;;& 2) X+=2;; *) X+=3;; esac",
+    "-a and -o": "A=1\nif [ $A = 2 -o $A = 1 -a 3 -gt 2 ]; then X=1; else X=2; fi",
+    "[[ with && and brackets": "A=1\nif [[ $A == 2 || ( $A == 1 && -n $A ) ]]; then X=1; else X=2; fi",
+    "[[ with <": "if [[ a < b ]]; then X=1; else X=2; fi",
+    "for over words": "for k in a b; do EXTRA+=(k.$k=1); done\nX=1",
+    'for over an array': 'L=(a "b c")\nfor k in "${L[@]}"; do EXTRA+=("k=$k"); done\nX=1',
+    "break and continue": "for k in 1 2 3 4; do [ $k = 2 ] && continue; [ $k = 4 ] && break; X+=$k; done",
+    "while": "N=1\nwhile [ $N -lt 20 ]; do N=$((N * 2)); done\nX=$N",
+    "until": "N=1\nuntil [ $N = 4 ]; do N=$((N + 1)); done\nX=$N",
+    "an element by an expression": "M=(1 2)\nI=1\nX=${M[I]}${M[I - 1]}",
+    "an element by a number": "M=(1 2)\nI=1\nX=${M[$I]}${M[0]}${#M[@]}",
+    "an element is set": "M=(1 2)\nM[1]=7\nX=${M[1]}",
+    'a function': 'X=1\nfunction f { X=$1$#; local Y=3; EXTRA+=("c=$2" e=$Y); }\nf 8 "9 9"',
+    'eval': 'V=X\neval "$V=4"',
+    'set --': 'set -- 3 4\nX=$2\nEXTRA=("c.d=$1")',
+    'ANSI quotes': "X=$'v w'\nX=${X% w}",
+    "an arithmetic for": "X=1\nfor ((i = 0; i < 2; i++)); do X=$i; done",
+    "read": "X=1\nread -r X < f",
+    "mapfile": "X=1\nmapfile -t EXTRA < f",
+    "select": "X=1\nselect x in a b; do X=2; break; done",
+    "printf -v": "X=1\nprintf -v X %d 5",
+    "let": "X=1\nlet X=3+4",
+    "an associative array": "declare -A M=([a]=1)\nX=${M[a]}",
+    "the length of an unknown value": "D=$(probe)\nX=${#D}",
+    "the exit of a command": "X=$?",
+    "a loop without an end": "while true; do X=1; done",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", NOT_READ)
+def test_a_form_that_is_not_read_is_refused_with_its_line(form):
+    try:
+        told = "\n".join(one.problem or "" for one in read_script(NOT_READ[form] + ENDING, {}).overrides)
+    except ScriptError as error:
+        told = str(error)
+    assert re.match(r"\s*line [123]: ", told)
+    assert ADVICE in told or "needs a shell; give it with --set X=VALUE" in told
 
 
 def test_a_file_that_is_sourced_is_named():

@@ -17,9 +17,9 @@ from megatron_rl.migrate.verl.call import VerlCall, read_overrides
 from megatron_rl.migrate.verl.command import main, problems_of
 from megatron_rl.migrate.verl.conversion import check_types, convert
 from megatron_rl.migrate.verl.expansion import Word
+from megatron_rl.migrate.verl.keys import old_name, row_of
 from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.names import rule_of
-from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings, old_name
+from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings
 
 FACTS = json.loads((Path(__file__).parent / "verl_scripts.json").read_text())
 NAMES = [line.split()[1] for line in (Path(__file__).parent / "verl_keys.txt").read_text().splitlines()]
@@ -170,14 +170,14 @@ def test_there_are_all_scripts_of_the_examples():
 def test_every_key_of_verl_has_a_row():
     """All keys of these scripts, and of the configurations that verl has generated for its engines."""
     assert len(FACTS["names"]) > 200 and len(NAMES) > 1200
-    assert [name for name in (*FACTS["names"], *NAMES) if rule_of(old_name(name)) is None] == []
+    assert [name for name in (*FACTS["names"], *NAMES) if row_of(old_name(name)) is None] == []
 
 
 @pytest.mark.parametrize(
     "place", ["", f"{ACTOR}.", f"{ROLLOUT}.", f"{MODEL}.", "algorithm.", "data.", "trainer.", "critic."]
 )
 def test_an_invented_key_has_no_row(place):
-    assert rule_of(f"{place}no_such_key") is None
+    assert row_of(f"{place}no_such_key") is None
 
 
 SMALLEST = ("data.train_files=a.parquet", f"{MODEL}.path=models/unknown-7B", f"{MODEL}.lora.rank=32")

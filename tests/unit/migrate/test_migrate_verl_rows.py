@@ -17,8 +17,8 @@ import pytest
 from megatron_rl.migrate.verl.call import read_overrides
 from megatron_rl.migrate.verl.command import main
 from megatron_rl.migrate.verl.conversion import Converted, check_types, convert
-from megatron_rl.migrate.verl.names import rule_of
-from megatron_rl.migrate.verl.settings import Settings, old_name
+from megatron_rl.migrate.verl.keys import old_name, row_of
+from megatron_rl.migrate.verl.settings import Settings
 
 LINES = (Path(__file__).parent / "verl_keys.txt").read_text().splitlines()
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))
@@ -74,7 +74,7 @@ def another(default: Any, kinds: tuple[type, ...]) -> str:
 def found_with(line: str) -> tuple[str, Converted, list[str]]:
     """The key of a line, the conversion with another value of it, and the words of the call."""
     engine, key, default = line.split(maxsplit=2)
-    rule = rule_of(old_name(key))
+    rule = row_of(old_name(key))
     assert rule is not None, f"{key} has no row"
     owner = "critic" if key.startswith("critic.") else ACTOR
     needed = [word for pattern, words in READ_WITH.items() if re.match(pattern, key) for word in words.split()]
@@ -104,7 +104,7 @@ SAME_TRAINING = {
         {OWNERS}\.(strategy|use_prefix_grouper|shuffle|data_loader_seed|rollout_n)
         actor_rollout_ref\.ref\.({ENGINES}\.)?(\w+_parallel_size|fsdp_size|forward_only|mode|pipeline_\w+)
         {OWNERS}\.optim\.(use_layer_wise_distributed_optimizer|use_precision_aware_optimizer|total_training_steps)
-        .*model\.(enable_\w+|use_shm|trust_remote_code)|.*model\.lora\.a2a_experimental
+        .*model\.(enable_\w+|use_shm|trust_remote_code)|.*model\.lora\.(a2a_experimental|dropout_position)
         actor_rollout_ref\.rollout\.(name|mode|nnodes|n_gpus_per_node|data_parallel_size|load_format|layered_summon|mtp)
         actor_rollout_ref\.rollout\.(cudagraph_capture_sizes|disable_log_stats|enable_\w+|enforce_eager|free_cache_engine)
         actor_rollout_ref\.rollout\.(max_num_batched_tokens|multi_stage_wake_up|scheduling_policy|skip_tokenizer_init)
@@ -213,7 +213,7 @@ def test_all_refused_keys_are_listed_at_once(capsys):
     ],
 )
 def test_an_invented_key_is_refused_with_the_nearest_real_one(key, meant):
-    assert rule_of(key) is None
+    assert row_of(key) is None
     [told] = convert(Settings(read_overrides([*BASE, "algorithm.adv_estimator=grpo", f"{key}=1"]), [100_000])).refused
     assert told.startswith(f"{key}=1: verl has no such key; did you mean {meant or ''}")
 
