@@ -160,6 +160,9 @@ def engines(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("left out", to, why)
     if engines * tensor * stages != total:
         why = f"{total} GPUs are no multiple of {tensor * stages}, the GPUs of an engine; lower rollout.tensor"
+        if total < tensor * stages:
+            why = f"{total} GPUs are left for engines, and one has {tensor * stages}; lower it, or give more GPUs"
+            return Meaning("refused", {}, why)
         return Meaning("left out", to, why)
     if tensor != given:
         where = "an engine on the trainer's GPUs is in one node" if settings.is_sharing else "stages span the nodes"
