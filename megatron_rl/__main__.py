@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
+from pathlib import Path
 
 from megatron_rl.processes import piped
 
@@ -64,7 +64,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
 }
 """For each command the module below `megatron_rl`, with `main(arguments) -> exit status`, and its purpose."""
-if find_spec("megatron_rl.tools"):  # only a clone has it
+if (Path(__file__).parent / "tools").exists():  # only a clone has it
     GROUPS["Plan"]["gpu-day"] = "tools.bench.gpu_day", "check on one GPU what a CPU cannot show, in fifteen minutes"
     GROUPS["Models"]["family"] = "tools.bench.family", "propose the table of a model that has no family, and check it"
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

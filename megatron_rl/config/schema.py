@@ -49,7 +49,7 @@ class SftConfig(Section):
     """The number of steps between evaluations; 0 evaluates only before the first step and after the last one."""
     epochs: PositiveFloat | None = None
     """How often all rows are trained, in the place of `run.steps`, which is then rows x epochs / `rows_per_step`,
-    rounded up. Rows that `on_bad_row` skips are counted, too."""
+    rounded up. With `on_bad_row: skip` the rows that are kept count."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"

@@ -138,7 +138,7 @@ def push(*arguments: object) -> int:
 @pytest.mark.deep
 def test_checkpoints_of_both_forms_replace_each_other(server, models, tmp_path):
     a, b = models
-    command = [sys.executable, ROOT / "tools" / "push_checkpoint.py", a, server.url, "--version", "3", "--json"]
+    command = [sys.executable, "-m", "megatron_rl", "push-weights", a, server.url, "--version", "3", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=deadline(120))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])

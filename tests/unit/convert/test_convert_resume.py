@@ -47,7 +47,7 @@ def journal(target: Path) -> list[dict]:
 
 
 def start(hub: Path, target: Path) -> subprocess.Popen:
-    command = [sys.executable, ROOT / "tools" / "hf_to_megatron.py", hub, target, "--max-file-bytes", "200000"]
+    command = [sys.executable, "-m", "megatron_rl", "convert", "to-megatron", hub, target, "--max-file-bytes", "200000"]
     process = subprocess.Popen(
         [*map(str, command), "--workers", "2", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
