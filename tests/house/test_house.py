@@ -349,10 +349,11 @@ def test_a_recipe_reads_the_rows_of_its_data_sets(path):
         assert question.columns["ground_truth"].lstrip("0") == "36"
 
 
-def test_the_plans_on_the_page_of_sizes_are_what_the_commands_print(run_here):
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/sizing.md"], ids=lambda page: page.name)
+def test_the_plans_on_a_page_are_what_the_commands_print(run_here, page):
     """Each block of output is a part of what the command above it prints."""
     command, compared = "", 0
-    for block in blocks(ROOT / "docs/sizing.md"):
+    for block in blocks(page):
         if block.mark == "run":
             command = block.text
         elif block.mark == "shows" and "│" in block.text:
