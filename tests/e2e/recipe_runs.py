@@ -33,6 +33,12 @@ class Recipe:
         shutil.copyfile(Path(__file__).parent / "rewards.py", folder / "rewards.py")
 
     def command(self, *arguments: str) -> list[str]:
+        """
+        Args:
+            arguments: a command of `megatron-rl` with its own ones, or the path of a program.
+        """
+        if arguments[0].endswith(".py"):
+            return [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
         return [sys.executable, "-m", "megatron_rl", *arguments]
 
     def start(self, *arguments: str, log: str = "out.txt") -> subprocess.Popen:

@@ -98,7 +98,7 @@ def test_checkpoints_and_exports_of_a_run(task, recipe, run_here, whole):
     )
     assert "error: model.path: " in other.stdout and "is not the base model that the adapters of" in other.stdout
 
-    pushed = run_here("push", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
+    pushed = run_here("push-weights", str(whole / "checkpoints/step_000004"), "http://127.0.0.1:1")
     assert pushed.returncode != 0
 
 
