@@ -73,7 +73,7 @@ def test_a_function_of_a_page_trains_as_it_is_printed(reader, shown):
     write_calculator(folder / "models" / "calculator", seed=0)
     (folder / file.file).write_text(file.text)
     rows = [
-        {"messages": [{"role": "user", "content": f"{i}*2"}], "task": f"{i}*2", "ground_truth": str(i % 10)}
+        {"messages": [{"role": "user", "content": f"{i}*2"}], "task": f"{i}*2", "ground_truth": str(i % 10), "start": i}
         for i in range(8)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
