@@ -88,7 +88,7 @@ def test_a_function_of_a_page_trains_as_it_is_printed(reader, shown):
         ["megatron-rl", "grpo", "page.yaml", *own_reward]
         + ["run.name=page", "run.steps=3", "model={path: models/calculator, dtype: float32}", "data.train=rows.jsonl"]
         + ["rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.max_response_tokens=24"]
-        + ["rollout.max_prompt_tokens=24", "rollout.delimiter=", "checkpoint.every=0"],
+        + ["rollout.max_prompt_tokens=32", "rollout.delimiter=", "checkpoint.every=0"],
         cwd=folder,
         env=environment,
         capture_output=True,
