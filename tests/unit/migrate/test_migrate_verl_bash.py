@@ -1,4 +1,4 @@
-"""tools/verl follows the statements of a script as bash does: the same words, or a sentence that says why not."""
+"""The door follows the statements of a script as bash does: the same words, or a sentence that says why not."""
 
 from __future__ import annotations
 

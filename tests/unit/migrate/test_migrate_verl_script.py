@@ -1,4 +1,4 @@
-"""tools/verl reads a run script as bash does, without running it."""
+"""The door reads a run script as bash does, without running it."""
 
 from __future__ import annotations
 
