@@ -71,7 +71,7 @@ def test_number_of_chains_by_hand(sender_s, receiver_s, bucket_s, chains):
 def test_the_tool_plans_671b_on_2048_gpus():
     """In a process of its own, whose peak memory it reports."""
     command = [
-        *(sys.executable, "plan-sync", "--model", "configs/model/DeepSeek-V3.json", "--json"),
+        *(sys.executable, "-m", "megatron_rl", "plan-sync", "--model", "configs/model/DeepSeek-V3.json", "--json"),
         *("--train", "pp=16,dp=64,ep=64,etp=1,layers=3+4x14+2", "--rollout", "tp=32,ep=true,replicas=32"),
         *("--links", "gpus_per_node=8,nvlink_gbps=3600,nic_gbps=400"),
     ]
