@@ -1,6 +1,6 @@
 """Builds the model from a ModelShape: Megatron-Core's GPTModel, which ends with hidden states here (logprobs.py).
 
-The layers are Transformer Engine's fused ones (not run yet), or Megatron's own linear layers with our norms and packed
+The layers are Transformer Engine's fused ones, or Megatron's own linear layers with our norms and packed
 attention; `model.layers` chooses. The family's table (`layout`) says what its layers have. Megatron initialises the
 weights although they are loaded afterwards (weights.py): without initialisation it does not mark which weights are
 split over TP, and gradient norms are wrong. Invariant (tests/ranks): logits equal transformers' for the same Hugging

@@ -325,7 +325,8 @@ def _file(
         return [f"{key}: {source} holds no row; give a file with one JSON object in each line"]
     if bad and (on_bad_row == "fail" or whole and len(bad) == num_rows):
         more = f" ({len(bad)} of {num_rows:,} rows that were checked are bad)" if len(bad) > 1 else ""
-        hint = "correct it, or set on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
+        section = key.partition(".")[0]
+        hint = f"correct it, or set {section}.on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
         return [f"{key}: {bad[0]}{more}; {hint}"]
     if bad:
         tell(f"{key}: {len(bad)} of {num_rows:,} rows of {source} will be skipped; the first one is {bad[0]}")

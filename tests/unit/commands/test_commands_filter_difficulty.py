@@ -118,7 +118,6 @@ def test_other_settings_are_refused_and_other_engines_are_not(folder):
 
 
 def test_a_function_whose_file_is_not_there_is_told(folder):
-    (folder / "none.py").unlink(missing_ok=True)
     rewards = [{"kind": "exact_answer"}, {"kind": "function", "path": "none.py:f"}]
     with pytest.raises(
         ValueError, match="there is no none.py, which the configuration names as the file of a function"

@@ -386,7 +386,7 @@ GOOD = {"prompt": "1+1=", "ground_truth": "2"}
         ([{"prompt": "123456789", "ground_truth": 1}], "the prompt has 9 tokens, rollout.max_prompt_tokens is 8"),
         ([" "], "data.train: train.jsonl holds no row"),
         (["{", "{", GOOD], "train.jsonl:1: the row is not JSON"),
-        (["{", "{", GOOD], "(2 of 3 rows that were checked are bad); correct it, or set on_bad_row to skip"),
+        (["{", "{", GOOD], "(2 of 3 rows that were checked are bad); correct it, or set data.on_bad_row to skip"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(home, lines, message):
