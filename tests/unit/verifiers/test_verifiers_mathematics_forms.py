@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import cover
 import pytest
+import sympy
 
 from megatron_rl.verifiers.mathematics.comparison import verify
+from megatron_rl.verifiers.mathematics.equivalence import same_expression
 from megatron_rl.verifiers.mathematics.plain_number import plain_number
 from megatron_rl.verifiers.mathematics.spelling import in_latex
 
@@ -1062,6 +1064,14 @@ def test_a_relation_is_no_empty_set_because_it_is_true(answer):
 def test_what_all_numbers_satisfy_is_no_empty_set(answer, empty):
     assert verify(rf"\boxed{{{answer}}}", empty, "strict").score == 0.0
     assert verify(rf"\boxed{{{empty}}}", answer, "strict").score in (0.0, None)
+
+
+def test_the_empty_set_equals_itself_alone():
+    """sympy finds no difference between the empty set and the set of all there is."""
+    x = sympy.Symbol("x", real=True)
+    below = sympy.Lt(sympy.exp(x), 0, evaluate=False)
+    assert not same_expression(below, sympy.UniversalSet)
+    assert same_expression(below, sympy.EmptySet)
 
 
 @pytest.mark.parametrize(
