@@ -1,4 +1,4 @@
-"""Run the program of README.md that trains with a reward of its own, with several seeds, and print what README says of it.
+"""Run the program of README.md that trains with a reward of its own, with several seeds: the numbers of README.
 
     python tools/bench/readme_program.py --seeds 0 1 2 > program.json
     for name in "own reward/first" "own reward/last" "own reward/steps" "own reward/program"; do
