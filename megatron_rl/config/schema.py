@@ -143,7 +143,7 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of the data's order, of sampling and of the training ranks."""
     stop_on: tuple[HealthRule, ...] = ()
-    """The health rules that end the run, with its state saved, in place of a warning; see docs/explaining.md."""
+    """The health rules that end the run, with its state saved, in place of a warning; see docs/monitoring.md."""
     recorded_answers: Annotated[int, Field(ge=0)] = 4
     """The number of answers of each step that samples.jsonl records with their tokens, for people to read in the
     report: the answers of the step's first groups, in order. 0 records none."""
