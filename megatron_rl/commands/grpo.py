@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
-from megatron_rl.commands.launch import Interrupt, console, launch, quiet_environment, show
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import launch, quiet_environment, show
+from megatron_rl.commands.screen import console
 
 quiet_environment()
 
@@ -185,7 +187,7 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     from megatron_rl.data import ItemSource, Rules, ShuffledStream, load_prompts
     from megatron_rl.environments import object_columns
     from megatron_rl.loop.train import Prompts
-    from megatron_rl.verifiers.compose import required_columns
+    from megatron_rl.verifiers.columns import required_columns
 
     data, rollout = config.data, config.rollout
     required, thought_column = required_columns(config.rewards), rollout.thought_column
