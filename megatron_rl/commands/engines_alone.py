@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron_rl.commands.defaults import read_config
-from megatron_rl.commands.launch import Interrupt, console, note
-from megatron_rl.commands.screen import waiting
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import note
+from megatron_rl.commands.screen import console, waiting
 from megatron_rl.config.function import ImportPath, source_file
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.cache import contents_digest
 from megatron_rl.data.files import files_of
 from megatron_rl.layout.peft import base_digest
-from megatron_rl.loop.rollouts import common_reason, verdicts_of
+from megatron_rl.loop.health.answers import common_reason
+from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.row_sources import prompt_rules, training_sources
 from megatron_rl.types import Group, GroupRequest, Prompt, Tokenizer
@@ -215,6 +217,11 @@ def answer_all(
     """
     from megatron_rl.data import load_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
+<<<<<<< HEAD
+=======
+    from megatron_rl.environments import object_columns
+    from megatron_rl.verifiers.columns import required_columns
+>>>>>>> fat
 
     data, tokenizer = config.data, open_tokenizer(config.model.path)
     [source] = training_sources(data, config.rollout.environment)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
-from megatron_rl.commands.launch import Interrupt, console, launch, quiet_environment, show
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import launch, quiet_environment, show
+from megatron_rl.commands.screen import console
 
 quiet_environment()
 
@@ -184,6 +186,10 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
 
     from megatron_rl.data import ItemSource, ShuffledStream, load_prompts
     from megatron_rl.loop.train import Prompts
+<<<<<<< HEAD
+=======
+    from megatron_rl.verifiers.columns import required_columns
+>>>>>>> fat
 
     data, rollout, rules = config.data, config.rollout, prompt_rules(config)
 
