@@ -217,11 +217,6 @@ def answer_all(
     """
     from megatron_rl.data import load_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
-<<<<<<< HEAD
-=======
-    from megatron_rl.environments import object_columns
-    from megatron_rl.verifiers.columns import required_columns
->>>>>>> fat
 
     data, tokenizer = config.data, open_tokenizer(config.model.path)
     [source] = training_sources(data, config.rollout.environment)

@@ -186,10 +186,6 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
 
     from megatron_rl.data import ItemSource, ShuffledStream, load_prompts
     from megatron_rl.loop.train import Prompts
-<<<<<<< HEAD
-=======
-    from megatron_rl.verifiers.columns import required_columns
->>>>>>> fat
 
     data, rollout, rules = config.data, config.rollout, prompt_rules(config)
 

@@ -12,7 +12,7 @@ from megatron_rl.data.forms import Reading
 from megatron_rl.data.mixture import whole_shares
 from megatron_rl.data.prompts import Rules
 from megatron_rl.environments import object_columns, schemas_of
-from megatron_rl.verifiers.compose import required_columns
+from megatron_rl.verifiers.columns import required_columns
 
 
 @dataclass(frozen=True, slots=True)

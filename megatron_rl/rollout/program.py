@@ -4,16 +4,8 @@ A program sees the transcript of an answer, which is what the engine has sampled
 call that samples more tokens, tokens that are appended, or the end. It keeps no state of its own, so one program serves
 all answers.
 
-<<<<<<< HEAD
-Invariants (tests/unit/rollout): with a thinking budget at most `thought_tokens` of a thought are sampled, and at most
-`response_tokens` of an answer; a sample contains the delimiter unless the model ended it within its thought, or its
-thought was cut for good; if the thought ends with the beginning of the closing, only the rest is appended; forced
-tokens are no actions, and all other ones are; each action keeps its own version.
-tests/unit/rollout/budget_cases.py has the rules as cases.
-=======
 Invariants (tests/unit/rollout): forced tokens are no actions, and all other ones are; each action keeps its own
 version.
->>>>>>> fat
 """
 
 from __future__ import annotations
