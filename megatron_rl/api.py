@@ -81,7 +81,7 @@ def grpo(
         eval_data: held-out rows.
         name: of the run's folder in `runs`; by default the kind and the time.
         files: YAML files that come first, such as `configs/cluster/h100_8n8g.yaml`.
-        sections: as in a file, such as `policy={"optimizer": {"lr": 1e-6}}`; docs/configuration.md has all keys.
+        sections: as in a file, such as `policy={"optimizer": {"lr": 1e-6}}`; `megatron-rl config` prints all keys.
 
     Raises:
         ValueError: the configuration is refused, or a function cannot be sent to the verifiers' processes.

@@ -1,6 +1,7 @@
-"""The reference of all keys, from the docstrings of the sections: `megatron-rl config`, and docs/configuration.md.
+"""The reference of all keys, from the docstrings of the sections: `megatron-rl config`, and a page of the site for
+each section.
 
-Invariant (tests/unit/config): the document is what the sections say, and every key has a description.
+Invariant (tests/unit/config): every key has a description, and its default is what the sections say.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Every key of a run, with its type, its default and its meaning. A key is written
 on the command line as `section.key=value`; later arguments win. A section with several kinds is chosen by its key
 `kind`, and has a heading for each kind, such as `algorithm.loss[dual_clip]`. `megatron-rl sft` has the sections `run`,
 `model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; the other recipes have all but
-`sft`. This page is written by `megatron-rl config --markdown`.
+`sft`.
 """
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >="}
 NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}

@@ -82,7 +82,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "data.chat_template", chat_template_kwargs=None),
     **_all(
         "mapped",
-        "rollout.environment.max_turns; without it `max_completion_length` alone bounds an answer",
+        "rollout.environment.max_turns; without it only `max_completion_length` bounds an answer",
         max_tool_calling_iterations=None,
     ),
     **_all("mapped", "rollout.gpu_memory_utilization, with use_vllm", vllm_gpu_memory_utilization=0.3),

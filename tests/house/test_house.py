@@ -349,7 +349,10 @@ def test_a_recipe_reads_the_rows_of_its_data_sets(path):
         assert question.columns["ground_truth"].lstrip("0") == "36"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/sizing.md"], ids=lambda page: page.name)
+PLANS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("sizing", "one_gpu", "qwen3_32b_on_slurm"))]
+
+
+@pytest.mark.parametrize("page", PLANS, ids=lambda page: page.name)
 def test_the_plans_on_a_page_are_what_the_commands_print(run_here, page):
     """Each block of output is a part of what the command above it prints."""
     command, compared = "", 0
