@@ -65,8 +65,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
 }
 """Each command has a module below `megatron_rl`, with `main(arguments) -> exit status`, and a purpose."""
 if (Path(__file__).parent / "tools").exists():  # only a clone has it
-    GROUPS["Plan"]["gpu-day"] = "tools.bench.gpu_day", "check on one GPU what a CPU cannot show, in fifteen minutes"
-    GROUPS["Models"]["family"] = "tools.bench.family", "propose the table of a model that has no family, and check it"
+    purpose = "check on one GPU what a CPU cannot show, in fifteen minutes"
+    GROUPS["Plan"]["gpu-day"] = "tools.bench.gpu_day.command", purpose
+    purpose = "propose the table of a model that has no family, and check it"
+    GROUPS["Models"]["family"] = "tools.bench.family.command", purpose
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 FORMER = {"where": "step-times", "push": "push-weights"}
 """The names that commands had before 0.2.0, and their names today."""

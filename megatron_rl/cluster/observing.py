@@ -11,6 +11,7 @@ from megatron_rl.cluster.profiling import StepProfiles
 from megatron_rl.cluster.tracing import StepTraces
 from megatron_rl.config.observe import StepProfile, StepTrace
 from megatron_rl.config.schema import BaseConfig
+from megatron_rl.observe.records import TRACES
 from megatron_rl.observe.sink import RunSink, Watcher
 
 
@@ -34,7 +35,7 @@ def observe_run(config: BaseConfig, sink: RunSink, groups: Sequence[ProcessGroup
     for section in config.observe:
         if isinstance(section, StepTrace):
             sink.tell(f"trace: steps {', '.join(map(str, section.steps))}, into {config.run_folder / 'traces'}")
-            watchers.append(StepTraces(section.steps, config.run_folder / "traces", present, sink.tell))
+            watchers.append(StepTraces(section.steps, config.run_folder / TRACES, present, sink.tell))
         elif isinstance(section, StepProfile):
             folder = config.run_folder / "profiles"
             sink.tell(f"profile: {section.tool}, steps {', '.join(map(str, section.steps))}, into {folder}")

@@ -32,7 +32,9 @@ from megatron_rl.commands.engines_alone import (
     settings_of,
     whole_lines,
 )
-from megatron_rl.commands.launch import Interrupt, console, log_to_file, quiet_environment
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import log_to_file, quiet_environment
+from megatron_rl.commands.screen import console
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.evaluation import decide, describe_decided
 from megatron_rl.loop.run_lock import run_lock

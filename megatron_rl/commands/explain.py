@@ -25,7 +25,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from megatron_rl.commands.launch import Interrupt, console, log_to_file, quiet_environment
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import log_to_file, quiet_environment
+from megatron_rl.commands.screen import console
 from megatron_rl.processes import piped
 
 quiet_environment()
@@ -41,7 +43,7 @@ from megatron_rl.explain.step import METRICS, STORED, ExplainedStep, answers_of 
 from megatron_rl.explain.text import Explanation, as_json, show, write  # noqa: E402
 from megatron_rl.layout import read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import find_checkpoints  # noqa: E402
-from megatron_rl.observe.records import read_metrics  # noqa: E402
+from megatron_rl.observe.records import CONFIG, read_metrics  # noqa: E402
 from megatron_rl.ports import Policy, StopRequested  # noqa: E402
 from megatron_rl.types import Gradient, Metrics, Rollouts, Shares, Tokenizer, TokenSpan  # noqa: E402
 
@@ -94,9 +96,9 @@ def config_of(run: Path) -> GrpoRunConfig:
     Raises:
         ValueError: the folder has no run of reinforcement learning.
     """
-    path = run / "config.json"
+    path = run / CONFIG
     if not path.is_file():
-        raise ValueError(f"{run} has no config.json, so it is no run's folder; give the folder run.folder/run.name")
+        raise ValueError(f"{run} has no {CONFIG}, so it is no run's folder; give the folder run.folder/run.name")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         given, version = record["config"], record.get("versions", {}).get("megatron_rl")
@@ -156,8 +158,7 @@ def read_rollouts(config: GrpoRunConfig, run: Path, step: int) -> Rollouts:
 
 def look(config: GrpoRunConfig, asked: ExplainRequest) -> ExplainedStep:
     """A step as far as its answers and the run's records tell, without trainers."""
-    from megatron_rl.loop.rollouts import batch_of
-    from megatron_rl.loop.shares import plan_step
+    from megatron_rl.loop.shares import batch_of, plan_step
 
     rollouts = read_rollouts(config, asked.run, asked.step)
     shape = config.policy.adapted(read_shape(config.model.path))
@@ -184,8 +185,7 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.commands.grpo import policy_spec, start_critic
-    from megatron_rl.loop.rollouts import batch_of
-    from megatron_rl.loop.shares import plan_step
+    from megatron_rl.loop.shares import batch_of, plan_step
     from megatron_rl.loop.updates import Updates
 
     looked, shape = look(config, asked), config.policy.adapted(read_shape(config.model.path))

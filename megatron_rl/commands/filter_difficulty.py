@@ -35,7 +35,9 @@ from megatron_rl.commands.engines_alone import (
     settings_of,
     whole_lines,
 )
-from megatron_rl.commands.launch import Interrupt, console, log_to_file, quiet_environment
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import log_to_file, quiet_environment
+from megatron_rl.commands.screen import console
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.files import load_rows
 from megatron_rl.loop.evaluation import right_answers

@@ -29,7 +29,9 @@ from megatron_rl.commands.engines_alone import (
     run_tool,
     settings_of,
 )
-from megatron_rl.commands.launch import Interrupt, console, log_to_file, quiet_environment
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import log_to_file, quiet_environment
+from megatron_rl.commands.screen import console
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import path_of
 from megatron_rl.loop.run_lock import run_lock

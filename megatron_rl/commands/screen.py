@@ -148,3 +148,7 @@ def waiting(console: Console, what: str) -> Iterator[Callable[[str], None]]:
 
 def screen() -> Console:
     return Console(highlight=False, file=OUTPUT)  # type: ignore[arg-type]  # it has what a console asks a file for
+
+
+CLOSED = open_closed()
+console = screen()

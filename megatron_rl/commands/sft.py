@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
-from megatron_rl.commands.launch import Interrupt, console, launch, note, quiet_environment, show
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import launch, note, quiet_environment, show
+from megatron_rl.commands.screen import console
 
 quiet_environment()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.observe.records import METRICS, read_metrics
+from megatron_rl.observe.records import METRICS, read_metrics, traces_of
 from megatron_rl.observe.trace_path import PhaseWork, work_of_phases
 from megatron_rl.observe.where import Resource, Where, where
 from megatron_rl.processes import piped
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    traces = sorted(str(path) for path in given.run.glob("traces/step_*.json"))
+    traces = [str(path) for path in traces_of(given.run)]
     work = work_of_phases(json.loads(Path(traces[-1]).read_text(encoding="utf-8"))) if traces else []
     if given.json:
         phases = [dataclasses.asdict(one) for one in work]

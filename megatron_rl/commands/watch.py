@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.observe.records import METRICS
+from megatron_rl.observe.records import CONFIG, METRICS
 from megatron_rl.observe.report import data_version, live_data, run_page
 from megatron_rl.processes import piped
 
@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.run.is_dir():
         return _refuse(f"{options.run} is no folder; give the folder of a run, which has its metrics.jsonl")
-    if not any((options.run / name).exists() for name in ("config.json", METRICS)):
-        return _refuse(f"{options.run} has no config.json and no {METRICS}, so it is no run's folder")
+    if not any((options.run / name).exists() for name in (CONFIG, METRICS)):
+        return _refuse(f"{options.run} has no {CONFIG} and no {METRICS}, so it is no run's folder")
     try:
         server = ReportServer(options.run, options.host, options.port)
     except OSError as error:

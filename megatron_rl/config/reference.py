@@ -35,6 +35,27 @@ BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length
 NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
 NAMES |= {Any: "any value", JsonValue: "any value"}
 
+ADVANCED = {
+    f"{section}.{key}"
+    for section, keys in {
+        "algorithm.correction.reject": "only_negative policy",
+        "algorithm.entropy.coefficient": "delta initial maximum",
+        "algorithm.kl": "cap straight_through",
+        "algorithm.kl.coefficient": "horizon initial",
+        "algorithm.loss": "cov_high cov_low",
+        "balance": "groups",
+        "balance.cost": "seconds_per_squared_token seconds_per_token",
+        "bridge": "bucket_mib timeout_s verify",
+        "cluster": "calibration collective_timeout_s restarts_per_hour start_timeout_s step_timeout_s verifier_workers",
+        "critic.loss": "huber_delta",
+        "data": "easy_first_epochs",
+        "policy.optimizer": "nesterov num_iterations scale",
+        "rollout.prefix_values": "column floor idle_below idle_cost positive_only scale several",
+    }.items()
+    for key in keys.split()
+}
+"""Keys, without kinds, that no recipe sets. The site describes them on a page of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -49,6 +70,10 @@ class Key:
     default: str | None
     """The default as YAML writes it; None means that the key is required."""
     meaning: str
+
+    @property
+    def is_advanced(self) -> bool:
+        return plain(self.path) in ADVANCED
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from rich.text import Text
 from megatron_rl.algorithms.advantages import why_untrained
 from megatron_rl.explain.search import FoundSpan
 from megatron_rl.explain.step import LOGGED, STORED, ExplainedAnswer, ExplainedStep
+from megatron_rl.observe.records import explained_file
 from megatron_rl.types import Gradient, Tokenizer
 
 NUM_ANSWERS, NUM_TOKENS, NUM_CONTEXT = 5, 5, 6
@@ -166,7 +167,7 @@ def _sample(answer: ExplainedAnswer) -> dict[str, Any]:
 
 def write(told: Explanation, folder: Path) -> Path:
     """Write the explanation into the run's folder, where the report finds it."""
-    path = folder / "explained" / f"step_{told.step.number:06d}.json"
+    path = explained_file(folder, told.step.number)
     path.parent.mkdir(exist_ok=True)
     if told.metric != "grad_norm" and path.exists():  # it has the same numbers of tokens, and what the search found
         return path

@@ -28,14 +28,9 @@ from megatron_rl.loop.budgets import ThoughtBudgets
 from megatron_rl.loop.checkpoints import due, find_checkpoints
 from megatron_rl.loop.evaluation import describe_heldout, right_answers
 from megatron_rl.loop.generation_metrics import NUM_HELD, GenerationMetrics
+from megatron_rl.loop.health.answers import StepWarnings, describe_unscored
 from megatron_rl.loop.pass_rates import PassRates
-from megatron_rl.loop.rollouts import (
-    StepWarnings,
-    describe_unscored,
-    describe_verified,
-    rewards_of,
-    verdicts_of,
-)
+from megatron_rl.loop.rollouts import describe_verified, rewards_of, verdicts_of
 from megatron_rl.loop.stopping import Stopping
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, GroupRequest, Metrics, Prompt, Rollouts

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_rl.algorithms.utilities import settle_probes
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.loop.passages import describe_passages
+from megatron_rl.loop.rollouts import describe_passages
 from megatron_rl.loop.shares import deal
 from megatron_rl.ports import Policy
 from megatron_rl.types import Credit, Group, ModelShape, Rollouts, StepBatch

@@ -1,29 +1,23 @@
-"""Answers with their verdicts, and their metrics: lengths, cuts, abstentions."""
+"""The metrics of a step's answers and of their verdicts: lengths, cuts, rewards, abstentions."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
 import numpy as np
 
-from megatron_rl.algorithms.advantages import why_untrained
 from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
-from megatron_rl.loop.passages import UnsplitThoughts, describe_passages
-from megatron_rl.ports import Sink
-from megatron_rl.types import Group, Metrics, Rollouts, StepBatch, Verdict
+from megatron_rl.types import UTILITY, Group, Metrics, Verdict
 from megatron_rl.types.step import numbers
 
 MAX_DATASETS = 16
 """The number of data sets that have metrics of their own in a step."""
 DUPLICATE_TOKENS = 64
 """Shorter answers may be equal by chance."""
-UNSCORED_PROMPTS = 8
-"""A run ends after this number of prompts in a row without a scored answer."""
 
 
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
@@ -107,6 +101,21 @@ def describe_thoughts(groups: Sequence[Group]) -> Metrics:
     return metrics
 
 
+def describe_passages(groups: Sequence[Group]) -> Metrics:
+    """`passages/mean` is the number of rewarded passages of an answer, `passages/single` the share of answers with at
+    most one, which adds no information to the reward of the whole answer. `passages/utility_mean` is the mean reward of
+    a passage, and `passages/helpful` the share of passages with a reward above 0."""
+    rewards = [[r.value for r in s.token_rewards if r.kind == UTILITY] for group in groups for s in group.rollouts]
+    metrics = {
+        "passages/mean": fmean(map(len, rewards)),
+        "passages/single": fmean(len(own) <= 1 for own in rewards),
+    }
+    flat = [value for own in rewards for value in own]
+    if flat:
+        metrics |= {"passages/utility_mean": fmean(flat), "passages/helpful": fmean(value > 0 for value in flat)}
+    return metrics
+
+
 def describe_episodes(groups: Sequence[Group]) -> Metrics:
     """The metrics of answers of several turns; none if there are none: the model's turns in an answer, the calls of
     tools and their errors in an answer, the calls of agents that nobody waited for any more, the share of answers whose
@@ -151,181 +160,9 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
     return metrics
 
 
-class SilentRewards:
-    """Counts, for each reward, the consecutive steps when it scored none of the answers that it should, when it failed,
-    and when it gave all of them 0. The sum of the rewards would hide it if another reward gives scores."""
-
-    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
-        self._rewards = rewards
-        self._silent_steps, self._zero_steps = [0] * len(rewards), [0] * len(rewards)
-        self._failed_steps = [0] * len(rewards)
-        self._told: set[str] = set()
-
-    def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
-        """Count a step, and warn.
-
-        Args:
-            metrics: the metrics that the verifier returned.
-
-        Raises:
-            ValueError: a reward has been silent for its `max_silent_steps`.
-        """
-        for i, reward in enumerate(self._rewards):
-            failed = metrics.get(f"reward/{reward.label}/failed", 0.0)
-            if failed and reward.label not in self._told:
-                self._told.add(reward.label)
-                sink.warn(
-                    f"reward {reward.label} could not score {failed:.0%} of the answers; logs/rewards.log says why",
-                    "silent_reward",
-                )
-            own = verdicts_of([group for group in groups if reward.scores(group.prompt.columns)])
-            if not own:
-                continue
-            scores = {verdict.parts[i] for verdict in own} - {None}
-            self._zero_steps[i] = self._zero_steps[i] + 1 if scores == {0.0} else 0
-            if self._zero_steps[i] == 2 and len(self._rewards) > 1:
-                told = common_reason(own)
-                sink.warn(f"reward {reward.label} gave 0 to all answers of two steps in a row{told}", "silent_reward")
-            if scores:
-                self._silent_steps[i] = self._failed_steps[i] = 0
-                continue
-            self._silent_steps[i] += 1
-            self._failed_steps[i] = self._failed_steps[i] + 1 if failed else 0
-            seen = f"reward {reward.label} scored none of {len(own)} answers"
-            why = "logs/rewards.log says why" if failed else "it abstained from all of them"
-            for key, bound, steps in (
-                ("max_silent_steps", reward.max_silent_steps, self._silent_steps[i]),
-                ("max_failed_steps", reward.max_failed_steps, self._failed_steps[i]),
-            ):
-                if bound is not None and steps >= bound:
-                    raise ValueError(f"{seen} in {steps} steps in a row; {why}. Correct the reward, or raise its {key}")
-            if not self._silent_steps[i] & (self._silent_steps[i] - 1):  # after 1, 2, 4, ... steps
-                sink.warn(f"{seen}; {why}", "silent_reward")
-
-
-class ScorelessSteps:
-    """Counts the consecutive steps without an answer that scores above 0. Something may keep every answer from a score,
-    such as a delimiter that the model never writes, and the mean reward alone would not say so. Penalties that differ
-    and have no reason are what a reward of the user's own may give."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def count(self, groups: Sequence[Group], sink: Sink) -> None:
-        """Count a step. The warning, with the most frequent reason, comes after the first such step, and then after 2,
-        4, 8, ... in a row."""
-        verdicts = [verdict for verdict in verdicts_of(groups) if verdict.score is not None]
-        scores = {verdict.score for verdict in verdicts if verdict.score is not None}
-        if not scores or max(scores) > 0:
-            self._in_a_row = 0
-            return
-        self._in_a_row += 1
-        told = common_reason(verdicts)
-        if (told or len(scores) == 1) and not self._in_a_row & (self._in_a_row - 1):
-            so_far = f", for {self._in_a_row} steps in a row" if self._in_a_row > 1 else ""
-            sink.warn(f"none of {len(verdicts)} answers scores above 0{so_far}{told}", "no_score")
-
-
-def common_reason(verdicts: Sequence[Verdict]) -> str:
-    """The most frequent reason of some verdicts as the end of a message; empty if most have none."""
-    [(reason, count)] = Counter(verdict.reason for verdict in verdicts).most_common(1)
-    return f"; the most frequent reason ({count / len(verdicts):.0%}) is: {reason}" if reason else ""
-
-
-class StepWarnings:
-    """Warns about the answers of each step: rewards that score nothing, reasons that all answers share, thoughts that
-    are not divided."""
-
-    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
-        self._silent, self._unscored, self._unsplit = SilentRewards(rewards), UnscoredPrompts(), UnsplitThoughts()
-        self._scoreless = ScorelessSteps()
-
-    def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
-        """Count a step.
-
-        Raises:
-            ValueError: see `SilentRewards` and `UnscoredPrompts`.
-        """
-        self._unscored.count(groups, sink)
-        self._silent.count(groups, metrics, sink)
-        self._unsplit.count(metrics, sink)
-        self._scoreless.count(groups, sink)
-
-
-class UntrainedSteps:
-    """Counts the consecutive steps that could not train, because no answer had a gradient."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def count(self, is_trained: bool, planned: Metrics, groups: Sequence[Group], sink: Sink) -> None:
-        """Count a step. The warning comes after two such steps, and then after 4, 8, 16, ...
-
-        Args:
-            planned: the metrics of the step's plan.
-        """
-        self._in_a_row = 0 if is_trained else self._in_a_row + 1
-        if self._in_a_row < 2 or self._in_a_row & (self._in_a_row - 1):
-            return
-        rewards = [verdict.reward for verdict in verdicts_of(groups)]
-        counted = Counter("none" if reward is None else f"{reward:g}" for reward in rewards).most_common(5)
-        seen = ", ".join(f"{reward}: {count / len(rewards):.0%}" for reward, count in counted)
-        sink.warn(
-            f"nothing was trained in {self._in_a_row} steps in a row. In the last one {why_untrained(planned)}. Its "
-            f"rewards are {seen}. Look at some answers (samples.jsonl), {self._advice(planned)}",
-            "no_signal",
-        )
-
-    @staticmethod
-    def _advice(planned: Metrics) -> str:
-        if planned.get("samples/overlong"):
-            return "raise rollout.max_response_tokens, or train on cut answers too"
-        return "choose prompts of another difficulty, or raise rollout.samples_per_prompt"
-
-
-class UnscoredPrompts:
-    """Counts the consecutive prompts to which no answer has a score. With a few prompts in a step, such a step may be
-    chance: each reward may abstain on rows of another kind."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def count(self, groups: Sequence[Group], sink: Sink) -> None:
-        """Count a step.
-
-        Raises:
-            ValueError: there were UNSCORED_PROMPTS of them.
-        """
-        unscored = describe_unscored(groups)
-        self._in_a_row = self._in_a_row + len(groups) if unscored else 0
-        if self._in_a_row >= UNSCORED_PROMPTS:
-            raise ValueError(f"{self._in_a_row} prompts in a row have no answer with a score: {unscored}")
-        if unscored:
-            sink.warn(f"{unscored}; the step trains nothing", "silent_reward")
-
-
-def describe_unscored(groups: Sequence[Group]) -> str:
-    """The reasons if every verdict is an abstention; else empty."""
-    verdicts = verdicts_of(groups)
-    reasons = Counter(verdict.reason for verdict in verdicts if verdict.score is None)
-    if sum(reasons.values()) < len(verdicts):
-        return ""
-    reason, count = reasons.most_common(1)[0]
-    return (
-        f"every one of {len(verdicts)} answers was left without a score; the most frequent reason ({count} times) "
-        f"is: {reason}"
-    )
-
-
 def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:
     """The verdicts of groups, one for each rollout."""
     return [rollout.verdict for group in groups for rollout in group.rollouts]
-
-
-def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBatch:
-    """The batch of a step."""
-    weights = np.array([reward.weight for reward in config.rewards])
-    return StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:

@@ -21,6 +21,7 @@ from megatron_rl.types import (
     Metrics,
     MicrobatchPlan,
     ModelShape,
+    Rollouts,
     Share,
     Shares,
     StepBatch,
@@ -56,6 +57,12 @@ def plan_step(config: GrpoRunConfig, shape: ModelShape, batch: StepBatch) -> tup
         num_updates = own.updates_per_step or algorithm.updates_per_step
         critic, _ = dealt(own.parallel, own.model or config.model, "token-mean", num_updates)
     return Shares(policy, critic), {**metrics, **planned}
+
+
+def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBatch:
+    """The batch of a step."""
+    weights = np.array([reward.weight for reward in config.rewards])
+    return StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
 
 
 def with_values(shares: Sequence[Share], values: TokenNumbers) -> list[Share]:

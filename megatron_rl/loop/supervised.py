@@ -13,13 +13,13 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
-from megatron_rl.loop.health import Health
+from megatron_rl.loop.health.rules import Health
+from megatron_rl.loop.health.stragglers import Stragglers
 from megatron_rl.loop.heldout import heldout_loss
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
-from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Policy, Sink
 from megatron_rl.types import Credit, Metrics, ModelShape, Shares, StepBatch, Tokens
 

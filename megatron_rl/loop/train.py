@@ -18,12 +18,11 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState
 from megatron_rl.loop.engine_source import EngineSource
+from megatron_rl.loop.health.run import RunHealth
 from megatron_rl.loop.probes import with_utilities
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
-from megatron_rl.loop.rollouts import batch_of
-from megatron_rl.loop.run_health import RunHealth
-from megatron_rl.loop.shares import plan_step
+from megatron_rl.loop.shares import batch_of, plan_step
 from megatron_rl.loop.source import RolloutSource, Through
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.updates import Updates

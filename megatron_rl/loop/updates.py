@@ -11,9 +11,9 @@ from statistics import fmean
 
 from megatron_rl.algorithms import Coefficients, disagreement
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.loop.health.answers import UntrainedSteps
+from megatron_rl.loop.health.stragglers import Stragglers
 from megatron_rl.loop.performance import performance
-from megatron_rl.loop.rollouts import UntrainedSteps
-from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Policy, Sink
 from megatron_rl.types import Group, Metrics, Shares
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import BaseConfig
+from megatron_rl.observe.records import CONFIG
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 PACKAGES = (
@@ -29,8 +30,6 @@ PACKAGES = (
     "transformers",
     "numpy",
 )
-
-CONFIG = "config.json"
 FOREIGN = ("hf", "critic_hf", "exports", "*.safetensors", "*.distcp", "manifest.json", "adapter_config.json")
 """What a folder without a run's CONFIG may not have: the folders that a run replaces, and the files of models."""
 

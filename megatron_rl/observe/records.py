@@ -1,4 +1,5 @@
-"""The two files of a run, `metrics.jsonl` and `samples.jsonl`. Each line is a JSON object with a `step`.
+"""The files of a run's folder, which every view of a run reads here: `metrics.jsonl` and `samples.jsonl`, whose lines
+are JSON objects with a `step`, `config.json`, the warnings and the traces.
 
 Invariants: a number that is not finite is written as null, and read as missing. Cutting a file at a step leaves exactly
 the lines of earlier steps, and removes a last line that a crash left incomplete.
@@ -15,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.json"
+TRACES, EXPLAINED = "traces", "explained"
 WARNINGS = Path("logs", "warnings.log")
 """The file of warnings in the run folder, with lines like `step 12: what is wrong`."""
 _STEP = re.compile(rb'\{"step": (\d+),')
@@ -110,6 +112,42 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
             if value is not None:
                 merged[name] = merged.get(name, 0.0) + value if name.startswith("time/") else value
     return [steps[step] for step in sorted(steps)]
+
+
+def read_run(run_folder: Path) -> tuple[list[dict[str, float]], dict[str, Any] | None]:
+    """The metrics of a run, and the content of its config.json, which is None if there is no such file.
+
+    Raises:
+        ValueError: a file is not JSON.
+    """
+    metrics = read_metrics(run_folder)
+    path = run_folder / CONFIG
+    try:
+        return metrics, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); remove it to get a report without it") from error
+
+
+def read_warnings(run_folder: Path) -> list[dict[str, Any]]:
+    """The warnings of a run, each with its `step` and its `text`. A line without a step has the step of the line before
+    it."""
+    path = run_folder / WARNINGS
+    messages: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        begin = re.match(r"step (\d+): ", line)
+        step = int(begin[1]) if begin else messages[-1]["step"] if messages else 0
+        messages.append({"step": step, "text": line[begin.end() :] if begin else line})
+    return messages
+
+
+def traces_of(run_folder: Path) -> list[Path]:
+    """The traces of a run's steps, in the order of the steps."""
+    return sorted((run_folder / TRACES).glob("step_*.json"))
+
+
+def explained_file(run_folder: Path, step: int) -> Path:
+    """The file in which `megatron-rl explain` keeps the numbers of a step."""
+    return run_folder / EXPLAINED / f"step_{step:06d}.json"
 
 
 def series(metrics: Sequence[Mapping[str, float]], name: str) -> tuple[list[int], list[float]]:

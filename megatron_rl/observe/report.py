@@ -8,7 +8,6 @@ run that crashed, or that is still running, contains what is in its files.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,14 +17,17 @@ from jinja2 import Environment, FileSystemLoader
 
 from megatron_rl.observe.curves import draw_comparison, draw_curves
 from megatron_rl.observe.panels import Panel, Records, colour_of, comparison_panels, experiments_of, run_panels
-from megatron_rl.observe.provenance import CONFIG, flat
+from megatron_rl.observe.provenance import flat
 from megatron_rl.observe.records import (
+    CONFIG,
+    EXPLAINED,
     METRICS,
     SAMPLES,
     WARNINGS,
     heldout,
     pace,
-    read_metrics,
+    read_run,
+    read_warnings,
     reward_names,
     series,
     time_split,
@@ -90,7 +92,7 @@ def live_data(run_folder: Path) -> str:
 
 def data_version(run_folder: Path) -> str:
     """A text that changes when the files of the page change."""
-    paths = [run_folder / name for name in (METRICS, SAMPLES, WARNINGS, CONFIG, "explained")]
+    paths = [run_folder / name for name in (METRICS, SAMPLES, WARNINGS, CONFIG, EXPLAINED)]
     return " ".join(f"{path.stat().st_mtime_ns}:{path.stat().st_size}" if path.exists() else "-" for path in paths)
 
 
@@ -117,7 +119,7 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
     if "reward" in known and "loss" in known:  # a policy loss says little about learning
         known.remove("loss")
     messages = [
-        message | {"text": f"{name}: {message['text']}"} for name in names for message in warnings_of(folders[name])
+        message | {"text": f"{name}: {message['text']}"} for name in names for message in read_warnings(folders[name])
     ]
     out.mkdir(parents=True, exist_ok=True)
     draw_comparison(experiments).savefig(out / "comparison.png", dpi=160)
@@ -156,32 +158,6 @@ def differences(leaves: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     return {key.removeprefix("config."): row for key, row in rows.items() if len(set(row)) > 1}
 
 
-def read_run(run_folder: Path) -> tuple[Records, dict[str, Any] | None]:
-    """The metrics of a run, and the content of its config.json, which is None if there is no such file.
-
-    Raises:
-        ValueError: a file is not JSON.
-    """
-    metrics = read_metrics(run_folder)
-    path = run_folder / CONFIG
-    try:
-        return metrics, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}); remove it to get a report without it") from error
-
-
-def warnings_of(run_folder: Path) -> list[dict[str, Any]]:
-    """The warnings of a run, each with its `step` and its `text`. A line without a step has the step of the line before
-    it."""
-    path = run_folder / WARNINGS
-    messages: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        begin = re.match(r"step (\d+): ", line)
-        step = int(begin[1]) if begin else messages[-1]["step"] if messages else 0
-        messages.append({"step": step, "text": line[begin.end() :] if begin else line})
-    return messages
-
-
 def as_json(data: Mapping[str, Any]) -> str:
     """JSON that may stand inside an HTML element: `<`, which could end the element, is written as an escape."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -195,7 +171,7 @@ def _run_data(run_folder: Path, metrics: Records, made_of: Mapping[str, Any] | N
     samples, left_out = shown_samples(run_folder / SAMPLES)
     add_explained(samples, run_folder)
     rewards = (made_of or {}).get("config", {}).get("rewards", [])
-    curves = _curve_data(run_panels(metrics), warnings_of(run_folder), (made_of or {}).get("resumed_at", []))
+    curves = _curve_data(run_panels(metrics), read_warnings(run_folder), (made_of or {}).get("resumed_at", []))
     return curves | {
         "samples": samples,
         "left_out": left_out,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_rl.observe.records import lines, read_line, step_of
+from megatron_rl.observe.records import explained_file, lines, read_line, step_of
 
 MOST_SAMPLES = 5000
 MOST_BYTES = 20 * 2**20
@@ -80,7 +80,7 @@ def add_explained(samples: Sequence[dict[str, Any]], run_folder: Path) -> None:
     (`slope`)."""
     with_tokens = [sample for sample in samples if sample.get("tokens")]
     for step in {sample["step"] for sample in with_tokens}:
-        path = run_folder / "explained" / f"step_{step:06d}.json"
+        path = explained_file(run_folder, step)
         if not path.is_file():
             continue
         explained = json.loads(path.read_text(encoding="utf-8"))["samples"]

@@ -19,7 +19,7 @@ IDLE = 0.3
 SMALL = 0.1
 """A phase below this share of the step holds nobody up."""
 SLOW = 1.5
-"""A rank that takes this many times as long as the median rank holds the others up (loop/stragglers.py warns)."""
+"""A rank that takes this many times as long as the median rank holds the others up."""
 HALF_FILLED = 0.5
 """Micro-batches with less of the cap than this are too small."""
 

@@ -29,7 +29,7 @@ from megatron_rl.loop.checkpoints import Resume, find_checkpoints, read_extra
 from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
-from megatron_rl.verifiers.compose import fault_of_row, required_columns
+from megatron_rl.verifiers.columns import fault_of_row, required_columns
 from megatron_rl.verifiers.sandbox.code import idle
 from megatron_rl.verifiers.sandbox.process import SandboxError, isolation
 

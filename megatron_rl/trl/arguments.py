@@ -86,7 +86,7 @@ ARGUMENTS: Mapping[str, Argument] = {
         max_tool_calling_iterations=None,
     ),
     **_all("mapped", "rollout.gpu_memory_utilization, with use_vllm", vllm_gpu_memory_utilization=0.3),
-    **_all("mapped", "rollout.tensor, with use_vllm", vllm_tensor_parallel_size=1),
+    **_all("mapped", "rollout.parallel.tensor, with use_vllm", vllm_tensor_parallel_size=1),
     **_all("mapped", "algorithm.kl, with the estimator k3", beta=0.0),
     **_all(
         "mapped",

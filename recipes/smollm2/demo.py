@@ -18,7 +18,8 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_rl.commands.launch import console, quiet_environment
+from megatron_rl.commands.launch import quiet_environment
+from megatron_rl.commands.screen import console
 
 quiet_environment()
 

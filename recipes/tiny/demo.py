@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.commands.launch import console, entry, quiet_environment
+from megatron_rl.commands.launch import entry, quiet_environment
+from megatron_rl.commands.screen import console
 
 quiet_environment()
 # The numbers of RECORD.md were seen with one thread.

@@ -12,7 +12,7 @@ import pytest
 from patience import deadline
 
 from megatron_rl.recipes.tiny.gsm8k import write_model
-from megatron_rl.tools.bench.gpu_loop import LOOP_PARTS, LOOP_SIZES
+from megatron_rl.tools.bench.gpu_day.loop import LOOP_PARTS, LOOP_SIZES
 
 pytestmark = [pytest.mark.deep, pytest.mark.deadline(900)]
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def day(model: Path, out: Path, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "megatron_rl.tools.bench.gpu_day", "--loop", str(model), "--out", str(out)]
+    command = [sys.executable, "-m", "megatron_rl.tools.bench.gpu_day.command", "--loop", str(model), "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [*command, "--device", "cpu", *more], capture_output=True, text=True, env=environment, timeout=deadline(850)

@@ -1,4 +1,4 @@
-"""The parts of tools/bench/gpu_day.py on a GPU, and what needs two GPUs. Not run yet.
+"""The parts of tools/bench/gpu_day/command.py on a GPU, and what needs two GPUs. Not run yet.
 
 The measured numbers are printed: `pytest -s tests/gpu`.
 """
@@ -10,9 +10,9 @@ from threading import Event
 import pytest
 import torch
 
-from megatron_rl.tools.bench.gpu_day import environment_of, job_of, run_job
-from megatron_rl.tools.bench.gpu_parts import PARTS, push_between
-from megatron_rl.tools.bench.gpu_sizes import SIZES
+from megatron_rl.tools.bench.gpu_day.command import environment_of, job_of, run_job
+from megatron_rl.tools.bench.gpu_day.parts import PARTS, push_between
+from megatron_rl.tools.bench.gpu_day.sizes import SIZES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

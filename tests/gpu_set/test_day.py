@@ -6,8 +6,8 @@ from threading import Event
 
 import pytest
 
-from megatron_rl.tools.bench.gpu_day import environment_of, job_of, run_job
-from megatron_rl.tools.bench.gpu_parts import PARTS
+from megatron_rl.tools.bench.gpu_day.command import environment_of, job_of, run_job
+from megatron_rl.tools.bench.gpu_day.parts import PARTS
 
 
 @pytest.mark.parametrize("name", PARTS)

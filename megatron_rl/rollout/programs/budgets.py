@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.program import NativeBudget, OneCall, Program, ThoughtAlone, TwoCallBudget
+from megatron_rl.rollout.program import Program
 from megatron_rl.rollout.programs.beams import BeamSearch
+from megatron_rl.rollout.programs.thinking import NativeBudget, OneCall, ThoughtAlone, TwoCallBudget
 from megatron_rl.rollout.vocabulary import load_tokenizer, native_fault, thinking_faults, token_ids
 from megatron_rl.types import Prompt
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.tools.bench.gpu_parts import cut
-from megatron_rl.tools.bench.gpu_sizes import hf_weights
+from megatron_rl.tools.bench.gpu_day.parts import cut
+from megatron_rl.tools.bench.gpu_day.sizes import hf_weights
 from megatron_rl.types import Experts, LatentAttention, ModelShape
 
 __all__ = ["SHAPES", "cut", "hf_weights"]

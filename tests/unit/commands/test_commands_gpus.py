@@ -19,7 +19,7 @@ from megatron_rl.commands.gpus import (
     total_bytes,
     why_no_gpu,
 )
-from megatron_rl.tools.bench import gpu_day
+from megatron_rl.tools.bench.gpu_day import command as gpu_day
 
 FREE = "GPU-aa, 0, 81559, 81020"
 TAKEN = "GPU-aa, 0, 81559, 12000"

@@ -15,7 +15,7 @@ from megatron_rl.config.rewards import ReasoningGymReward
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.forms import Reading
 from megatron_rl.data.prompts import question_of
-from megatron_rl.verifiers.compose import fault_of_row
+from megatron_rl.verifiers.columns import fault_of_row
 from megatron_rl.verifiers.reasoning_gym import verify
 
 

@@ -16,7 +16,8 @@ import cover
 import pytest
 from rich.console import Console
 
-from megatron_rl.commands.launch import Interrupt, entry, full
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import entry, full
 from megatron_rl.commands.screen import Output, waiting
 from megatron_rl.processes import piped
 
@@ -137,7 +138,9 @@ def test_a_hang_up_is_told_from_the_start_and_ends_nothing(caplog):
 STARTS = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from megatron_rl.commands.launch import Interrupt, console, log_to_file
+from megatron_rl.commands.interrupt import Interrupt
+from megatron_rl.commands.launch import log_to_file
+from megatron_rl.commands.screen import console
 with Interrupt().listening():
     os.kill(os.getpid(), signal.SIGHUP)
     console.print("to nobody")

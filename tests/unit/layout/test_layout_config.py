@@ -15,7 +15,7 @@ import pytest
 from leaks import lasting
 
 from megatron_rl.layout import FAMILIES, critic_config, read_shape
-from megatron_rl.layout.proposal import HARMLESS
+from megatron_rl.tools.bench.family.proposal import HARMLESS
 from megatron_rl.types import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 
 QWEN3 = {

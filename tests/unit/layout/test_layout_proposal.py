@@ -12,7 +12,7 @@ from megatron_rl.layout import FAMILIES
 from megatron_rl.layout.config import shape_of
 from megatron_rl.layout.families import module_of
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.proposal import Proposal, propose
+from megatron_rl.tools.bench.family.proposal import Proposal, propose
 
 DEEPSEEK = PUBLISHED | {"num_hidden_layers": 5, "n_routed_experts": 16, "n_group": 4, "topk_group": 2}
 GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {

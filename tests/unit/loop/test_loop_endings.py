@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from small_ports import PROMPTS, StopAfter, World, config, open_checkpoints, run
 
-from megatron_rl.loop import rollouts
 from megatron_rl.loop.changes import compare
+from megatron_rl.loop.health import answers
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import PolicyLost, TooManyRestarts
 from megatron_rl.types import Verdict
@@ -82,7 +82,7 @@ def test_a_checkpoint_that_fails_at_the_end_is_told_beside_the_cause(tmp_path, m
 
     world.save = full
     world.score_of = lambda group, i: None if world.updates else float(i)
-    monkeypatch.setattr(rollouts, "UNSCORED_PROMPTS", 2)
+    monkeypatch.setattr(answers, "UNSCORED_PROMPTS", 2)
     with pytest.raises(ValueError, match="left without a score") as caught:
         run(world, tmp_path / "c", config(checkpoint=RARELY))
     assert caught.value.__notes__ == ["No checkpoint could be written after this error: the disk is full"]

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.health import MEANINGS
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.loop.health import RULES, Health
+from megatron_rl.loop.health.rules import RULES, Health
 
 HEALTHY = {
     "grad_norm": 0.6,

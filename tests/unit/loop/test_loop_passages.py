@@ -6,8 +6,8 @@ import pytest
 from small_ports import PROMPTS, World, config
 
 from megatron_rl.algorithms.utilities import settle_branches
-from megatron_rl.loop.passages import UnsplitThoughts, describe_passages
-from megatron_rl.loop.rollouts import describe_verified
+from megatron_rl.loop.health.answers import UnsplitThoughts
+from megatron_rl.loop.rollouts import describe_passages, describe_verified
 from megatron_rl.types import Branch, Group, Prompt, Rollout, TokenReward
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from small_ports import SHAPE, config
 
 from megatron_rl.loop.probes import with_utilities
-from megatron_rl.loop.rollouts import batch_of
+from megatron_rl.loop.shares import batch_of
 from megatron_rl.types import (
     FROM_PROMPT,
     NOT_JUDGED,

@@ -8,16 +8,14 @@ import pytest
 from small_ports import World, config
 
 from megatron_rl.loop.evaluation import right_answers
-from megatron_rl.loop.rollouts import (
-    MAX_DATASETS,
+from megatron_rl.loop.health.answers import (
     UNSCORED_PROMPTS,
     ScorelessSteps,
     SilentRewards,
     UnscoredPrompts,
     UntrainedSteps,
-    describe_datasets,
-    describe_rewards,
 )
+from megatron_rl.loop.rollouts import MAX_DATASETS, describe_datasets, describe_rewards
 from megatron_rl.types import Group, Prompt, Rollout, Verdict
 
 CONFIG = config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from small_ports import World
 
-from megatron_rl.loop.stragglers import NUM_STEPS, RATIO, Stragglers
+from megatron_rl.loop.health.stragglers import NUM_STEPS, RATIO, Stragglers
 
 
 def test_a_rank_is_named_after_some_steps_in_a_row():

@@ -239,7 +239,7 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     # half of 32 GPUs are of engines; an engine of 16 is TP8 x PP2
     (
         ("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=16", "algorithm.filter_groups.enable=True"),
-        "rollout.pipeline",
+        "rollout.parallel.pipeline",
         2,
     ),
     (

@@ -14,8 +14,8 @@ from megatron_rl.config.schema import BalanceConfig, RunConfig, SftConfig, SftRu
 from megatron_rl.observe import print_summary, write_provenance, write_report
 from megatron_rl.observe.curves import draw_curves
 from megatron_rl.observe.provenance import git_state
-from megatron_rl.observe.records import read_metrics
-from megatron_rl.observe.report import distinct_names, run_page, warnings_of
+from megatron_rl.observe.records import read_metrics, read_warnings
+from megatron_rl.observe.report import distinct_names, run_page
 
 CONFIG = SftRunConfig(
     run=RunConfig(name="demo", steps=2),
@@ -90,9 +90,9 @@ def test_what_json_has_no_word_for_is_read_by_the_page(tmp_path):
 def test_warnings_keep_their_steps(tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "warnings.log").write_text("step 3: slow: step 4: x\nno step\nstep 12: y\n")
-    told = [(message["step"], message["text"]) for message in warnings_of(tmp_path)]
+    told = [(message["step"], message["text"]) for message in read_warnings(tmp_path)]
     assert told == [(3, "slow: step 4: x"), (3, "no step"), (12, "y")]
-    assert warnings_of(tmp_path / "logs") == []
+    assert read_warnings(tmp_path / "logs") == []
 
 
 @pytest.mark.parametrize(

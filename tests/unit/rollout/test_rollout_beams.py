@@ -13,19 +13,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.program import (
-    Call,
-    Completion,
-    Done,
-    Force,
-    ThoughtAlone,
-    Transcript,
-    next_call,
-    replay,
-)
+from megatron_rl.rollout.program import Call, Completion, Done, Force, Transcript, next_call, replay
 from megatron_rl.rollout.programs.beams import Beam, BeamSearch, as_rollouts, best
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.programs.catalogue import Catalogue
+from megatron_rl.rollout.programs.thinking import ThoughtAlone
 from megatron_rl.types import Prompt
 
 EOS = 9

@@ -11,17 +11,8 @@ from pathlib import Path
 import pytest
 from budget_cases import CASES, EOS, MODES, D, M, N, O, check, x, y
 
-from megatron_rl.rollout.program import (
-    Call,
-    Completion,
-    NativeBudget,
-    Program,
-    Transcript,
-    TwoCallBudget,
-    as_rollout,
-    next_call,
-    replay,
-)
+from megatron_rl.rollout.program import Call, Completion, Program, Transcript, as_rollout, next_call, replay
+from megatron_rl.rollout.programs.thinking import NativeBudget, TwoCallBudget
 from megatron_rl.types import Rollout, Tokens
 
 PROMPT = [5, 6, O, 9]

@@ -12,14 +12,13 @@ from megatron_rl.rollout.program import (
     Completion,
     Done,
     Force,
-    OneCall,
     Transcript,
-    TwoCallBudget,
     as_rollout,
     find_delimiter,
     next_call,
     replay,
 )
+from megatron_rl.rollout.programs.thinking import OneCall, TwoCallBudget
 from megatron_rl.types import NOT_JUDGED
 
 EOS = 9

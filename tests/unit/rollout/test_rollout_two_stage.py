@@ -14,8 +14,8 @@ from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import one_rank
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.loop.rollouts import batch_of, describe
-from megatron_rl.loop.shares import plan_step
+from megatron_rl.loop.rollouts import describe
+from megatron_rl.loop.shares import batch_of, plan_step
 from megatron_rl.rollout.program import Completion, Transcript
 from megatron_rl.rollout.programs.beams import Beam, as_rollouts
 from megatron_rl.types import Group, ModelShape, Prompt, Rollouts, Verdict

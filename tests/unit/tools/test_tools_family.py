@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from megatron_rl.tools.bench.family import main, read, tiny_config
+from megatron_rl.tools.bench.family.command import main, read, tiny_config
 
 SIZES = dict(
     hidden_size=32,

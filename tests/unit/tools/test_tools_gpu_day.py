@@ -23,19 +23,19 @@ from megatron_rl.config.policy import ModelConfig, PolicyConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.planning.rates import Rates
 from megatron_rl.planning.trainer import trainer_memory
-from megatron_rl.tools.bench import gpu_day
 from megatron_rl.tools.bench.compare_layouts import Difference
-from megatron_rl.tools.bench.gpu_day import PartJob, Record, run_jobs
-from megatron_rl.tools.bench.gpu_parts import BOUNDS, PARTS, judged
-from megatron_rl.tools.bench.gpu_sizes import SIZES, write_config
-from megatron_rl.tools.bench.gpu_training import lengths_that_fit
-from megatron_rl.tools.bench.node_parts import numbers_of, problems_of
+from megatron_rl.tools.bench.gpu_day import command as gpu_day
+from megatron_rl.tools.bench.gpu_day.command import PartJob, Record, run_jobs
+from megatron_rl.tools.bench.gpu_day.node import numbers_of, problems_of
+from megatron_rl.tools.bench.gpu_day.parts import BOUNDS, PARTS, judged
+from megatron_rl.tools.bench.gpu_day.sizes import SIZES, write_config
+from megatron_rl.tools.bench.gpu_day.training import lengths_that_fit
 
 RECORD = Record("cpu", "gpu_day --out X", "c0ffee", "today")
 
 
 def command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "megatron_rl.tools.bench.gpu_day", "--device", "cpu", "--out", str(folder)]
+    return [sys.executable, "-m", "megatron_rl.tools.bench.gpu_day.command", "--device", "cpu", "--out", str(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +212,16 @@ def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
     code = (
         "import os\n"
         "from pathlib import Path\n"
-        "from megatron_rl.tools.bench import gpu_day, gpu_parts, gpu_sizes\n"
+        "from megatron_rl.tools.bench.gpu_day import command, parts, sizes\n"
         "written, standard_error = os.pipe()\n"
         "os.dup2(standard_error, 2)\n"
         "def wait_for_stacks(device):\n"
         "    text = b''\n"
         "    while b'in wait_for_stacks' not in text:\n"
         "        text += os.read(written, 1000)\n"
-        "    return gpu_sizes.Found({})\n"
-        "gpu_parts.PARTS['hangs'] = gpu_parts.GpuPart('hangs', wait_for_stacks, 0.1)\n"
-        f"gpu_day.measure('hangs', 'cuda', gpu_day.DayKind(), Path({str(tmp_path / 'found.json')!r}))\n"
+        "    return sizes.Found({})\n"
+        "parts.PARTS['hangs'] = parts.GpuPart('hangs', wait_for_stacks, 0.1)\n"
+        f"command.measure('hangs', 'cuda', command.DayKind(), Path({str(tmp_path / 'found.json')!r}))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=deadline(60))
     assert json.loads((tmp_path / "found.json").read_text()) == {"numbers": {}, "problems": [], "rates": {}}

@@ -11,9 +11,10 @@ import pytest
 from megatron_rl.config.rollout import ExpectedTokens
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.step import step_seconds
-from megatron_rl.tools.bench import gpu_day, gpu_loop
-from megatron_rl.tools.bench.gpu_answers import EngineAnswers, differing, numbers_of, problems_of
-from megatron_rl.tools.bench.gpu_loop import (
+from megatron_rl.tools.bench.gpu_day import command as gpu_day
+from megatron_rl.tools.bench.gpu_day import loop as gpu_loop
+from megatron_rl.tools.bench.gpu_day.answers import EngineAnswers, differing, numbers_of, problems_of
+from megatron_rl.tools.bench.gpu_day.loop import (
     LOOP_PARTS,
     LoopPlace,
     differences,

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.config.rewards import ExactAnswerReward, FunctionReward
 from megatron_rl.types import Prompt, Rollout, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState, answers_of, weighted_sum
-from megatron_rl.verifiers.compose import required_columns
+from megatron_rl.verifiers.columns import required_columns
 from megatron_rl.verifiers.failures import FailureLog
 from megatron_rl.verifiers.metrics import merged
 

@@ -13,7 +13,7 @@ from megatron_rl.config.rewards import CodeReward, ExactAnswerReward, Instructio
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.compose import required_columns
+from megatron_rl.verifiers.columns import required_columns
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, Judge, fault_of_ground_truth
 
 

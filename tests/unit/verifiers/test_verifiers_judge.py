@@ -19,7 +19,7 @@ from megatron_rl.config.rewards import Criterion, ExactAnswerReward, JudgeReward
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState, service
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.compose import fault_of_row
+from megatron_rl.verifiers.columns import fault_of_row
 
 
 class Letters:

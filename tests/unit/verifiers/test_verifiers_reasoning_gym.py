@@ -22,7 +22,7 @@ from megatron_rl.config.rewards import ReasoningGymReward
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers import reasoning_gym
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.compose import fault_of_row
+from megatron_rl.verifiers.columns import fault_of_row
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, Judge
 from megatron_rl.verifiers.reasoning_gym import REFUSED, final_answer, library, verify
 
@@ -136,7 +136,7 @@ def test_the_library_is_not_imported_to_check_rows():
     code = (
         "import sys\n"
         "from megatron_rl.config.rewards import ReasoningGymReward\n"
-        "from megatron_rl.verifiers.compose import fault_of_row\n"
+        "from megatron_rl.verifiers.columns import fault_of_row\n"
         "from megatron_rl.verifiers.reasoning_gym import missing_package\n"
         f"assert fault_of_row(ReasoningGymReward(), {{'ground_truth': {truth('leg_counting', '26')!r}}}) is None\n"
         "assert missing_package() is None\n"

@@ -15,7 +15,7 @@ from megatron_rl.config.rewards import ExactAnswerReward, FormatReward, LengthRe
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.compose import fault_of_row, required_columns
+from megatron_rl.verifiers.columns import fault_of_row, required_columns
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
 from megatron_rl.verifiers.text import f1, form_of, verify
 

@@ -1,5 +1,5 @@
-"""Check on one GPU what a CPU cannot show, in one command of less than fifteen minutes (tools/bench/gpu_parts.py), or
-on all GPUs of a node (tools/bench/node_parts.py), or the whole loop on one GPU (tools/bench/gpu_loop.py).
+"""Check on one GPU what a CPU cannot show, in one command of less than fifteen minutes (parts.py), or
+on all GPUs of a node (node.py), or the whole loop on one GPU (loop.py).
 
 The parts compare loss and gradient with a CPU's, log-probs in chunks with log-probs of whole logits, and kernels of
 attention with padded calls in fp32; they push weights between two processes through CUDA IPC, resume a checkpoint,
@@ -10,11 +10,11 @@ part, the log of each part, and calibration.json, the measured rates for `cluste
 the part that runs, and the record says what was not run. The exit status is 0 if all parts have passed, and 130 after
 Ctrl-C.
 
-    python tools/bench/gpu_day.py --out runs/gpu_day
-    python tools/bench/gpu_day.py --out runs/gpu_day --device cpu
-    python tools/bench/gpu_day.py --out runs/gpu_day --parts rates "ragged rows"
-    python tools/bench/gpu_day.py --node models/Qwen3-0.6B --out runs/gpu_node
-    python tools/bench/gpu_day.py --loop models/SmolLM2-135M-Instruct --out runs/gpu_loop
+    megatron-rl gpu-day --out runs/gpu_day
+    megatron-rl gpu-day --out runs/gpu_day --device cpu
+    megatron-rl gpu-day --out runs/gpu_day --parts rates "ragged rows"
+    megatron-rl gpu-day --node models/Qwen3-0.6B --out runs/gpu_node
+    megatron-rl gpu-day --loop models/SmolLM2-135M-Instruct --out runs/gpu_loop
 
 Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core. The
 parts for a node then train the real model for two steps, and the parts of the loop for three.
@@ -35,7 +35,7 @@ platform in this command:
 and on the GPU machine, in the clone, with the folder `wheels` in it:
 
     pip install --no-index --no-deps --target gpu_packages wheels/*.whl
-    PYTHONPATH=$PWD:$PWD/gpu_packages python tools/bench/gpu_day.py --out runs/gpu_day
+    PYTHONPATH=$PWD:$PWD/gpu_packages python -m megatron_rl.tools.bench.gpu_day.command --out runs/gpu_day
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ import torch
 
 from megatron_rl.commands.gpus import fault_of_memory, fault_of_torch, visible_ids
 from megatron_rl.config.machine import count_gpus
-from megatron_rl.tools.bench.gpu_loop import LOOP_PARTS, LoopPart, measure_loop
-from megatron_rl.tools.bench.gpu_parts import PARTS, GpuPart
-from megatron_rl.tools.bench.gpu_sizes import Found
-from megatron_rl.tools.bench.node_parts import NODE_PARTS, NodePart
+from megatron_rl.tools.bench.gpu_day.loop import LOOP_PARTS, LoopPart, measure_loop
+from megatron_rl.tools.bench.gpu_day.node import NODE_PARTS, NodePart
+from megatron_rl.tools.bench.gpu_day.parts import PARTS, GpuPart
+from megatron_rl.tools.bench.gpu_day.sizes import Found
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CPU_PATIENCE = 10
 """A part may take this many times as long on a CPU, because other processes may use it too."""
 FREED_S = 20.0
@@ -332,7 +332,7 @@ def refusal(kind: DayKind, device: str, out: Path, parts: Sequence[str]) -> str:
 def job_of(name: str, device: str, folder: Path, kind: DayKind = DayKind()) -> PartJob:
     """A part as a job of `run_job` in the folder `folder / name`."""
     found = str(folder / name / "found.json")
-    module = "megatron_rl.tools.bench.gpu_day"
+    module = "megatron_rl.tools.bench.gpu_day.command"
     command = [sys.executable, "-m", module, "--part", name, "--device", device, "--out", found]
     command += [kind.option, str(kind.model)] if kind.option else []
     return PartJob(name, command, limit_s(kind.parts[name].limit_s, device))

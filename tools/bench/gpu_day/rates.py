@@ -1,4 +1,4 @@
-"""Two parts of tools/bench/gpu_day.py: rates of one GPU for the planner (planning/rates.py), and small checks.
+"""Two parts of `megatron-rl gpu-day`: rates of one GPU for the planner (planning/rates.py), and small checks.
 
 Shares are of an H100's data sheet (balance/hardware.py). On a CPU the numbers mean nothing.
 """
@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_rl.balance.hardware import PEAK_FLOPS
 from megatron_rl.bridge.checksum import checksum
-from megatron_rl.tools.bench.gpu_kernels import seconds_of, synchronize
-from megatron_rl.tools.bench.gpu_sizes import Found, Number
+from megatron_rl.tools.bench.gpu_day.kernels import seconds_of, synchronize
+from megatron_rl.tools.bench.gpu_day.sizes import Found, Number
 
 PRODUCTS = {
     "Qwen3-32B TP4, q, k and v": (2560, 5120),

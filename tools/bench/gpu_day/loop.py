@@ -1,4 +1,4 @@
-"""What `tools/bench/gpu_day.py --loop` measures: the whole loop, trainer and engine on one GPU in turns, or on CPUs
+"""What `megatron-rl gpu-day --loop` measures: the whole loop, trainer and engine on one GPU in turns, or on CPUs
 through the same code.
 
 Each part that trains is a run of `megatron-rl grpo` in a process of its own. Its folder in the record keeps metrics and
@@ -35,9 +35,9 @@ from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.step import expected_tokens, step_seconds
 from megatron_rl.recipes.smollm2.task import write_rows
 from megatron_rl.tools.bench.chaos import check, numbers
-from megatron_rl.tools.bench.gpu_answers import EAGER, GRAPHS, NUM_PROMPTS, same_answers
-from megatron_rl.tools.bench.gpu_sizes import Found, Number, write_model
-from megatron_rl.tools.bench.node_parts import problems_of
+from megatron_rl.tools.bench.gpu_day.answers import EAGER, GRAPHS, NUM_PROMPTS, same_answers
+from megatron_rl.tools.bench.gpu_day.node import problems_of
+from megatron_rl.tools.bench.gpu_day.sizes import Found, Number, write_model
 from megatron_rl.tools.bench.run_process import (
     IS_STEP,
     ROOT,
@@ -242,7 +242,7 @@ def stopped_and_resumed(place: LoopPlace) -> Found:
 
 
 def answers(place: LoopPlace) -> Found:
-    """Tokens at temperature 0 with and without CUDA graphs (gpu_answers.py)."""
+    """Tokens at temperature 0 with and without CUDA graphs (answers.py)."""
     from megatron_rl.commands.grpo import read_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
 

@@ -1,6 +1,6 @@
-"""What `tools/bench/gpu_day.py --node` measures on all GPUs of a node, part by part, or on CPUs over gloo.
+"""What `megatron-rl gpu-day --node` measures on all GPUs of a node, part by part, or on CPUs over gloo.
 
-The first parts need what `gpu_parts.py` needs. The last two start Ray, vLLM and, where it is installed, a trainer with
+The first parts need what `parts.py` needs. The last two start Ray, vLLM and, where it is installed, a trainer with
 Transformer Engine's layers, on the weights of a real model.
 """
 
@@ -20,8 +20,8 @@ import torch
 
 from megatron_rl.layout import Engines, read_shape
 from megatron_rl.tools.bench.compare_layouts import compare, random_rows, too_far
-from megatron_rl.tools.bench.gpu_parts import push_between
-from megatron_rl.tools.bench.gpu_sizes import QWEN3_30B_A3B, QWEN3_32B, SIZES, Found, Number, write_model
+from megatron_rl.tools.bench.gpu_day.parts import push_between
+from megatron_rl.tools.bench.gpu_day.sizes import QWEN3_30B_A3B, QWEN3_32B, SIZES, Found, Number, write_model
 from megatron_rl.types import Mesh
 
 LAYOUTS = {

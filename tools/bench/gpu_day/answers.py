@@ -1,4 +1,4 @@
-"""The part "same answers" of `tools/bench/gpu_day.py --loop`: tokens with and without CUDA graphs, before and after a
+"""The part "same answers" of `megatron-rl gpu-day --loop`: tokens with and without CUDA graphs, before and after a
 push.
 
 The engine is the run's own, and the trainer is a process that holds the model's weights under their Hugging Face names
@@ -28,7 +28,7 @@ from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines, read_shape
 from megatron_rl.rollout.program import Samples
-from megatron_rl.tools.bench.gpu_sizes import Found, Number, all_at_once
+from megatron_rl.tools.bench.gpu_day.sizes import Found, Number, all_at_once
 from megatron_rl.tools.bench.own_trainer import table_of
 from megatron_rl.types import GroupRequest, Mesh, Prompt
 

@@ -1,4 +1,4 @@
-"""What tools/bench/gpu_day.py measures, part by part. Each part runs in a process of its own, on a GPU or on a CPU.
+"""What `megatron-rl gpu-day` measures, part by part. Each part runs in a process of its own, on a GPU or on a CPU.
 
 The numbers of a part are always written down. A part fails if a result is wrong: `Found.problems` says what
 was expected, and why. Times, memory and rates are never judged.
@@ -35,9 +35,9 @@ from megatron_rl.tools.bench.compare_layouts import (
     run_layout,
     train_once,
 )
-from megatron_rl.tools.bench.gpu_kernels import attention, delta_rule, masks, ragged
-from megatron_rl.tools.bench.gpu_rates import rates, small_checks
-from megatron_rl.tools.bench.gpu_sizes import (
+from megatron_rl.tools.bench.gpu_day.kernels import attention, delta_rule, masks, ragged
+from megatron_rl.tools.bench.gpu_day.rates import rates, small_checks
+from megatron_rl.tools.bench.gpu_day.sizes import (
     NUM_COMMUNICATORS,
     NUM_PUSHES,
     SIZES,
@@ -49,7 +49,7 @@ from megatron_rl.tools.bench.gpu_sizes import (
     write_config,
     write_model,
 )
-from megatron_rl.tools.bench.gpu_training import layers, offload, resume
+from megatron_rl.tools.bench.gpu_day.training import layers, offload, resume
 from megatron_rl.tools.bench.logprobs import compare as compare_logprobs
 from megatron_rl.tools.bench.logprobs import memory
 from megatron_rl.types import Mesh

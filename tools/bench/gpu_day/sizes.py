@@ -1,4 +1,4 @@
-"""What the parts of tools/bench/gpu_day.py have in common: their results, sizes, models and processes."""
+"""What the parts of `megatron-rl gpu-day` have in common: their results, sizes, models and processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rules about a run's metrics that a person would want to be told of, each as a sentence with what to try.
 
 A rule that stays broken is told once. When it has held for REARMED steps, it may be told again. The rules about single
-answers are where these are at hand (rollouts.py, stragglers.py); their names are in config/health.py with the others.
+answers and ranks are in answers.py and stragglers.py; their names are in config/health.py with the others.
 
 Invariant (tests/unit/loop/test_loop_health.py): each rule speaks for a run that it is meant for, and keeps silent for a
 healthy one.
@@ -57,7 +57,7 @@ class Health:
         """Look at the metrics of the newest step, and warn.
 
         Args:
-            tell: is called with a rule that is told, and what to say, and returns what to say.
+            tell: is called with a rule and its message, and returns the message to print.
 
         Raises:
             ValueError: a rule of `run.stop_on` is broken.
@@ -303,4 +303,4 @@ RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "memory": memory,
     "jump": jump,
 }
-"""What finds each rule of the metrics broken, and says so; empty if it is not."""
+"""One check per rule: it returns a message, or "" if the rule holds."""

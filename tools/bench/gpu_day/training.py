@@ -1,4 +1,4 @@
-"""The parts of tools/bench/gpu_day.py that train on one GPU: layers of Qwen3-32B's shape, a resumed checkpoint, an
+"""The parts of `megatron-rl gpu-day` that train on one GPU: layers of Qwen3-32B's shape, a resumed checkpoint, an
 offloaded optimizer state."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_rl.planning.activations import layer_bytes
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.planning.trainer import trainer_memory
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows, rows_of_lengths
-from megatron_rl.tools.bench.gpu_sizes import (
+from megatron_rl.tools.bench.gpu_day.sizes import (
     NUM_STEPS,
     NUM_UPDATES,
     SIZES,

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import keep_step, path_of
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.loop.checkpoints import Checkpoints
-from megatron_rl.loop.health import Health
+from megatron_rl.loop.health.rules import Health
 from megatron_rl.loop.replay import dump
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Metrics, Rollouts

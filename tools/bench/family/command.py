@@ -29,9 +29,9 @@ from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.layout.composite import COMPOSITES
 from megatron_rl.layout.hub import read_header, weight_files
-from megatron_rl.layout.proposal import Proposal, propose
 from megatron_rl.processes import piped
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
+from megatron_rl.tools.bench.family.proposal import Proposal, propose
 from megatron_rl.types import Mesh
 
 TOLERANCE, NOISE = 1e-4, 3

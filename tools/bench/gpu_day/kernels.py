@@ -1,4 +1,4 @@
-"""The parts of tools/bench/gpu_day.py that compare and time the kernels of attention and linear attention.
+"""The parts of `megatron-rl gpu-day` that compare and time the kernels of attention and linear attention.
 
 On a CPU, which has neither FlashAttention's nor flash-linear-attention's kernels, other code takes their places, so
 that all of the rest is rehearsed.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_rl.tools.bench.gpu_sizes import Found, Number
+from megatron_rl.tools.bench.gpu_day.sizes import Found, Number
 
 if TYPE_CHECKING:
     from megatron_rl.actor.attention import AttentionPlan
