@@ -42,7 +42,7 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 
 | | what differs |
 |---|---|
-| GPUs and layouts | `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})` takes every [key](configuration.md). `policy.parallel.data` counts as TRL's number of processes. |
+| GPUs and layouts | `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})` takes every [key](configuration/index.md). `policy.parallel.data` counts as TRL's number of processes. |
 | batches | Rows of an epoch that fill no batch of answers are left out, as in TRL. A `max_steps` that ends within a batch is refused. |
 | rows | A list, or a data set of the library `datasets` (`pip install datasets`). Several evaluation sets are a mapping by name. |
 | models | Folders, names in the hub's cache, or models of transformers. |

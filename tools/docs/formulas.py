@@ -14,6 +14,9 @@ from latex2mathml.converter import convert
 FORMULA = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
+FUNCTION = re.compile(r"\\(log|exp|min|max)(?![a-z])")
+BARE_FUNCTION = re.compile(r"(\\(?:log|exp|min|max))(?=\s*(?:[A-Z]|\\(?!big|left)|\s[a-z]))")
+"""The name of a function without a bracket after it."""
 UPRIGHT = re.compile(r"\\(?:mathrm|text)\{([A-Za-z][A-Za-z .-]*)\}")
 
 
@@ -29,6 +32,8 @@ def rendered(page: str) -> str:
 def _mathml(found: re.Match[str]) -> str:
     latex = html.unescape(found["latex"]).strip()
     latex = UPRIGHT.sub(lambda words: rf"\text{{{words[1]}}}", latex)
+    # Browsers put no space around these names.
+    latex = FUNCTION.sub(r"\\,\\\1", BARE_FUNCTION.sub(r"\1\\,", latex))
     try:
         mathml = convert(latex, display="block" if found["open"] == "[" else "inline")
     except Exception as error:

@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from megatron_rl.migrate.verl.keys import markdown as verl_keys
-from megatron_rl.tools.docs import commands, configuration, joined, recipes, tutorials
+from megatron_rl.tools.docs import commands, configuration, recipes, tutorials
 from megatron_rl.tools.docs.formulas import rendered
 from megatron_rl.tools.docs.links import SiteLinks
 from megatron_rl.tools.docs.numbers import differences
@@ -46,8 +46,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     aliases: dict[str, list[str]] = yaml.safe_load(ALIASES.read_text())
     config.extra["aliases"] = aliases
     config.edit_uri = "blob/main/docs/" if config.repo_url else None
-    made = {path for path, _, _ in made_pages()}
-    config.nav = joined.present(config.nav, made)
     return config
 
 
@@ -59,6 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, path, content=text))
         if source:
             sources[source] = path
+    if unknown := [page for page in config.extra["aliases"] if files.get_file_from_path(page) is None]:
+        raise PluginError(f"{ALIASES.name} has words for pages that are not there: {', '.join(unknown)}")
     repository = f"{config.repo_url.rstrip('/')}/blob/main" if config.repo_url else ""
     config.extra["links"] = SiteLinks(sources, repository)
     return files
@@ -69,12 +69,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if words:
         page.meta["tags"] = words
     links: SiteLinks = config.extra["links"]
-    return joined.without_missing(links.rewritten(markdown, page.file.src_uri), page.file.src_uri, files)
+    return links.rewritten(markdown, page.file.src_uri)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     try:
-        return _wide_tables(rendered(html))
+        return _fitted(rendered(html))
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
 
@@ -86,8 +86,10 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
     return context
 
 
-def _wide_tables(html: str) -> str:
-    """Cells with one word that is a name of a file may be broken at its hyphens and underscores."""
+def _fitted(html: str) -> str:
+    """Names of files in cells may be broken at their hyphens and underscores, and drawings can be moved on a narrow
+    screen, where their letters would be too small."""
+    html = re.sub(r'<p>(<img [^>]*src="[^"]*\.svg"[^>]*>)</p>', r'<div class="wide">\1</div>', html)
     return re.sub(r"(<td[^>]*><a [^>]*>)([\w-]{24,})(</a>)", _breakable, html)
 
 

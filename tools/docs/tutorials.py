@@ -89,8 +89,16 @@ def _script(text: str, where: str) -> str:
     for (first, last), end in zip(steps, starts[1:], strict=True):
         words = " ".join(line.lstrip("# ") for line in lines[first - 1 : last])
         number, _, words = words.partition(". ")
-        shown += [f"## Step {number}\n\n{words}", _fenced("\n".join(lines[last : end - 1]), "python")]
+        shown += [_titled(number, words), _fenced("\n".join(lines[last : end - 1]), "python")]
     return "\n\n".join(part for part in shown if part)
+
+
+def _titled(number: str, words: str) -> str:
+    """A heading, which is the first sentence if it is short, and the text below."""
+    sentence, end, rest = re.match(r"(.*?)([.?])(?: |$)(.*)", words, re.DOTALL).groups()  # type: ignore[union-attr]
+    if len(sentence) > 50:
+        return f"## Step {number}\n\n{words}"
+    return f"## {number}. {sentence}{end.strip('.')}\n\n{rest}"
 
 
 def _numbered_comments(text: str) -> list[tuple[int, int]]:
