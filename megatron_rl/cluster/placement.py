@@ -129,9 +129,7 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         block=lcm(mesh.tensor, mesh.expert_ways, shared),  # tensor-parallel groups are consecutive ranks
         cpus=cluster.cpus_per_trainer,
         gpus=cluster.gpus_per_trainer,
-        advice=(
-            "lower policy.parallel (or rollout.parallel.tensor), cluster.cpus_per_trainer or cluster.gpus_per_trainer"
-        ),
+        advice="lower policy.parallel (or rollout.parallel.tensor), cluster.cpus_per_trainer or gpus_per_trainer",
         pool=cluster.pools.get("trainer"),
     )
     trainers = [trainer]
