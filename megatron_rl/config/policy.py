@@ -134,9 +134,9 @@ class LoraConfig(Section):
     """A folder of adapters in PEFT's form that the run begins with. null: B is zero and A random."""
     base: Literal["unquantised", "fp8"] = "unquantised"
     """How trainers hold the frozen weights of linear layers. `unquantised`: in `model.dtype`. `fp8`: one byte a number
-    and a scale for each block of 128 x 128, as DeepSeek-V3 is published, made of a checkpoint of any form; each product
-    dequantises its weight. Log-probs, reference policy and the exported model are the rounded weights', so engines
-    need `rollout.lora: merged`. The output layer, embedding, norms and routers stay as they are."""
+    and a scale for each block of 128 x 128, made from any checkpoint; each product dequantises its weight. Log-probs,
+    reference policy and the exported model are the rounded weights', so engines need `rollout.lora: merged`. The output
+    layer, embedding, norms and routers stay as they are."""
 
     @field_validator("targets")
     @classmethod
@@ -159,32 +159,30 @@ class PolicyConfig(Section):
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights. null: the weights are trained."""
     router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,
-    and lowers the bias of the other experts (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose
-    routers have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts,
-    so it changes the policy without a gradient, and also where no reward asked for it."""
+    """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average
+    and lowers the others' (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001), for models that have such a bias.
+    0 keeps the bias, because a bias that moves changes the policy without a gradient."""
     routing_replay: bool = False
-    """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370); the
-    experts' weights are the trainer's own. The choices need one byte for each token, layer and active expert, or two
-    with more than 256 experts, in addition to the other 13 bytes of a token. false: the trainer chooses; in bf16 some
-    of its choices differ from the engine's, which shows in the mismatch."""
+    """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370), with the
+    trainer's own weights for them. The choices need one byte for each token, layer and active expert (two with more
+    than 256 experts), besides the 13 bytes of a token. false: the trainer chooses; in bf16 some choices differ, which
+    shows in the mismatch."""
     load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts
-    times the sum over the experts of their share of the choices times their mean score. Shares and means are over all
-    tokens of a mini-batch, prompts included and padding left out, so the loss is the same in every layout. The shares
-    must be known before the first gradient, so each mini-batch needs one more forward pass. 0 means no such loss."""
+    times the sum over them of their share of the choices times their mean score, over all tokens of a mini-batch
+    without padding, so it is the same in every layout. Each mini-batch needs one more forward pass for it. 0 means no
+    such loss."""
     router_z_loss: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
     mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
     loss."""
 
     multi_token: Literal["drop", "keep", "train"] = "drop"
-    """What becomes of the model's multi-token head, the layers that predict tokens after the next one (DeepSeek-V3,
-    GLM-4.5, Qwen3-Next, Qwen3.5) and draft for an engine. `keep`: checkpoints and exports have it as `model.path` has
-    it. It was not trained, so it drafts for the policy that the run began with, and fewer of its tokens are accepted.
-    `train`: every update also trains the head, by the cross-entropy of the token after the next one in the sampled
-    answers (DeepSeek-V3 and GLM-4.5). The policy gets no gradient from it, and the head's gradient is clipped by its
-    own norm. `drop`: they have none, and their config.json says so."""
+    """What becomes of the multi-token head, the layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5,
+    Qwen3-Next, Qwen3.5) and draft for an engine. `drop`: checkpoints and exports have none. `keep`: they have the head
+    of `model.path`, which drafts for the policy that the run began with. `train` (DeepSeek-V3 and GLM-4.5): every
+    update also trains it, by the cross-entropy of the token after the next one in the sampled answers. The policy gets
+    no gradient from it, and its gradient is clipped by its own norm."""
 
     @property
     def adapters(self) -> Adapters | None:

@@ -22,9 +22,9 @@ class PrefixValues(Section):
 
     rollouts: PositiveInt | None = None
     """The number of Monte Carlo answers (VinePPO, Kazemnejad et al. 2024, arXiv:2410.01679): the value of a prefix is
-    the mean reward of this number of answers that continue it, and the value of the prompt is the mean reward of its
-    group. This needs no right answer in the rows and has no bias, but the engine generates this number of extra
-    answers for each passage. null: the log-prob of the right answer."""
+    the mean reward of this number of answers that continue it, and the prompt's is the mean reward of its group. This
+    needs no right answer in the rows and has no bias, but the engine generates these extra answers for each passage.
+    null: the log-prob of the right answer."""
 
     by: Literal["engine", "trainer"] = "engine"
     """Who computes the log-probs: the engine while it generates other answers, or the trainer before the step's update,

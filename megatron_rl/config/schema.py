@@ -50,9 +50,9 @@ class SftConfig(Section):
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"
-    """The turns of the assistant that are trained in a row of chat turns, each with its stop token. `all` needs a chat
-    template that writes an earlier turn as it was written when it was the last; a template that leaves out earlier
-    thoughts does not, and such a row is bad. `last` trains the last turn alone."""
+    """The assistant's turns that are trained in a row of chat turns, each with its stop token. `all` needs a chat
+    template that writes an earlier turn as it was written when it was the last; a row whose template leaves out earlier
+    reasoning is bad. `last` trains only the last turn."""
     max_tokens: PositiveInt = 4096
     """The largest length of a row in tokens, prompt and completion together. If it is not given, at most the model's
     positions."""
