@@ -127,16 +127,16 @@ class ClusterConfig(Section):
     the next one the run ends and reports their causes. 0 means that the first loss ends the run."""
     mirror: bool = False
     """true: the host memory of the trainer's node and of another node holds a copy of its state of the last two steps,
-    so a restart of the trainer loses no finished step. The state is copied while the engines generate. false: a restart
-    of the trainer continues from the newest checkpoint."""
+    copied while the engines generate, so a restart of the trainer loses no finished step. false: a restart continues
+    from the newest checkpoint."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
     """The place of trainers and engines if `gpus_per_trainer` and `gpus_per_engine_rank` do not say it. `gpu`: one GPU
-    for each trainer rank and each engine rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine,
-    or a node of the Ray that the run joins, has GPUs."""
+    for each rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine, or a node of the Ray that the
+    run joins, has GPUs."""
     node_memory_gb: PositiveFloat | None = None
-    """The memory of a node in GB that a run on GPUs may use for mirrors, offloaded and lent states and copies for
-    checkpoints: what Ray, data and the page cache need is not counted. A dry run refuses a plan that needs more. It
-    needs `gpus_per_node`. null means that it is not checked."""
+    """The memory of a node in GB for mirrors, offloaded and lent states and copies for checkpoints, without what Ray,
+    data and the page cache need. A dry run of a run on GPUs refuses a plan that needs more. It needs `gpus_per_node`.
+    null: it is not checked."""
     collective_timeout_s: PositiveFloat | None = None
     """The longest time, in seconds, that a trainer rank waits for others in a collective. It may not be below
     `start_timeout_s`: ranks that have loaded the model wait for the slowest one. null means `start_timeout_s`, and at

@@ -32,9 +32,9 @@ class ParallelConfig(Section):
     the pipeline fills and drains in less time, but communicates more. The number of micro-batches is then rounded up to
     a multiple of `pipeline`."""
     layers: tuple[PositiveInt, ...] | Literal["auto"] | None = None
-    """The number of layers of each pipeline stage, from the first layer of the model to the last; with virtual stages,
-    of each of the `pipeline` x `virtual` parts. `auto` balances the FLOPs of the stages, so that the last one, which
-    has the output layer, gets fewer layers. null means that all have the same number."""
+    """The number of layers of each pipeline stage, from the first layer to the last; with virtual stages, of each of
+    the `pipeline` x `virtual` parts. `auto` balances the FLOPs of the stages, so that the last one, with the output
+    layer, gets fewer layers. null: all have the same number."""
     context: PositiveInt = 1
     """Context parallelism (CP): the number of ranks over which the tokens of each sequence are split."""
     data: PositiveInt = 1
@@ -87,9 +87,9 @@ class ModelConfig(Section):
     `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16
     takes much longer."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
-    """The trainer's layers. `transformer_engine`: the fused layers of that library, on GPUs. `local`: Megatron's own
-    linear layers with this project's attention and norms, which run everywhere. `auto`: Transformer Engine's if it is
-    installed, `dtype` is bfloat16 and its layers can express the model, otherwise the local ones."""
+    """The trainer's layers. `transformer_engine`: that library's fused layers, on GPUs. `local`: Megatron's linear
+    layers with this project's attention and norms, everywhere. `auto`: Transformer Engine's if it is installed, `dtype`
+    is bfloat16 and its layers can express the model, otherwise the local ones."""
     recompute: Literal["none", "full"] = "none"
     """`full` keeps only each layer's input and computes the other activations again in the backward pass, which saves
     memory; `none` keeps all activations."""
@@ -126,8 +126,8 @@ class LoraConfig(Section):
     """The numerator of the product's scale."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """The layers that have adapters, by the last part of their names in the checkpoint, such as `[q_proj, v_proj]`;
-    `all-linear`: all linear layers of attention and MLPs, and of every expert. The output layer, `lm_head`, has an
-    adapter only if it is named, as in PEFT; it must not be the embedding, and needs `rollout.lora: merged`."""
+    `all-linear`: all linear layers of attention, MLPs and experts. As in PEFT `lm_head` has one only if it is named; it
+    must not be the embedding, and needs `rollout.lora: merged`."""
     rank_stabilised: bool = False
     """Whether the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: Path | None = None

@@ -27,9 +27,9 @@ class PrefixValues(Section):
     null: the log-prob of the right answer."""
 
     by: Literal["engine", "trainer"] = "engine"
-    """Who computes the log-probs: the engine while it generates other answers, or the trainer before the step's update,
-    in a separate forward pass. The trainer uses the weights that are trained, also if the engine is quantised.
-    `trainer` needs a synchronous run, without `rollout.max_lag` and `rollout.active_sampling`."""
+    """Who computes the log-probs: the engine while it generates other answers, or the trainer before the update, in a
+    separate forward pass, with the weights that are trained, also if the engine is quantised. `trainer` needs a
+    synchronous run, without `rollout.max_lag` and `rollout.active_sampling`."""
     force: str = "\n</think>\n\nThe answer is "
     """The text between a prefix of the thought and the answer. It closes the thought."""
     column: str = "ground_truth"

@@ -84,9 +84,9 @@ class EngineParallel(Section):
     tensor: PositiveInt = 1
     """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
     pipeline: PositiveInt = 1
-    """Pipeline parallelism (PP): the number of stages into which the layers are split. The stages work on different
-    batches of answers at the same time. Only the ranks within a stage exchange much data, so an engine can span nodes:
-    each stage is in one node, and the stages may be in several."""
+    """Pipeline parallelism (PP): the number of stages into which the layers are split, which work on different batches
+    of answers at the same time. Only the ranks of a stage exchange much data: each stage is in one node, and the stages
+    may be in several."""
     expert: PositiveInt = 1
     """Expert parallelism (EP): the number of ranks over which whole experts are distributed, which is the number of
     tensor ranks. 1: each expert is split over all tensor ranks."""
@@ -163,9 +163,9 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool | LastSteps = False
-    """Whether the verified rollouts of each step are written into the run's folder, as `rollouts/step_000000.groups`
-    and so on. The driver then fetches the tokens. `{last: 20}` keeps the last 20 steps; with `checkpoint.every: 20`
-    `megatron-rl explain` can then compute any of them again exactly. A run that replays writes none with it."""
+    """Whether the verified rollouts of each step are written as `rollouts/step_000000.groups` and so on, for which the
+    driver fetches the tokens. `{last: 20}` keeps the last 20 steps; with `checkpoint.every: 20` `megatron-rl explain`
+    can then compute any of them again exactly. A run that replays writes none."""
     replay: Path | None = None
     """The folder with the rollouts that another run has written (`dump`). The run trains on them and starts no engine
     and no verifier, so it evaluates nothing. null means that engines generate."""

@@ -168,9 +168,9 @@ class ThinkingBudget(Section):
     answer that does not keep its budget ends the run. `truncate`: the sample ends there and counts as cut;
     `algorithm.overlong_filter` keeps or removes it."""
     thought_tokens: ThoughtTokens
-    """The largest number of sampled tokens in a thought: one number for all, or a section that says how the budget of
-    an answer is chosen. A delimiter that the model samples itself must be complete within them. Evaluations and greedy
-    answers have the budget of their row with `column`, and otherwise the largest one."""
+    """The largest number of sampled tokens of the reasoning, its own delimiter included: one number for all, or a
+    section that says how the budget of an answer is chosen. Evaluations and greedy answers have the budget of their row
+    with `column`, and otherwise the largest one."""
     response_tokens: PositiveInt
     """The largest number of answer tokens, counted after the delimiter."""
     closing: str | None = None
