@@ -40,8 +40,8 @@ from megatron_rl.convert.head import head_tensors, open_head
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import Piece
 from megatron_rl.convert.source import open_checkpoint
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import check_frame
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import Shard
 from megatron_rl.layout.hub import HEAD

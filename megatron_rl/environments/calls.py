@@ -17,7 +17,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from megatron_rl.config.raised import place, said
+from megatron_rl.config.exception_text import place, said
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from megatron_rl.trl.telling import tell
+from megatron_rl.trl.notices import tell
 
 DEFAULTS = {"r": 8, "lora_alpha": 8, "target_modules": None, "use_rslora": False}
 """PEFT's."""

@@ -1,4 +1,4 @@
-"""The messages between a program and its tests. Only the standard library is used, as in confined.py.
+"""The messages between a program and its tests. Only the standard library is used, as in script.py.
 
 Invariants: a message is a line of JSON, so nothing in it can run; `decode` makes only values of builtin types, of
 namedtuples, and of the types in STANDARD and VIEWS, so their operators are Python's own.

@@ -1,5 +1,5 @@
-"""What the tests can ask of an object of the program, in the program's process (`tested.py`). Only the standard library
-is used, as in confined.py."""
+"""What the tests can ask of an object of the program, in the program's process (`program_tests.py`). Only the standard
+library is used, as in script.py."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeVar
 
-from megatron_rl.verifiers.sandbox.confined import compiled
 from megatron_rl.verifiers.sandbox.messages import reason_of
+from megatron_rl.verifiers.sandbox.script import compiled
 
 Node = TypeVar("Node", bound=ast.AST)
 

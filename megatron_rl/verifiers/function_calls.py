@@ -19,8 +19,8 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
-from megatron_rl.config.raised import place, said
 from megatron_rl.config.rewards import ImportedReward
 from megatron_rl.types import LARGEST_SCORE, Verdict
 
