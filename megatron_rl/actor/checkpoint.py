@@ -84,7 +84,7 @@ class Identity(NamedTuple):
 
 
 class State(NamedTuple):
-    """What belongs to no parameter."""
+    """The state that belongs to no parameter."""
 
     num_updates: int
     random: dict[str, Any] | None
@@ -314,7 +314,7 @@ def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: d
 def load(
     folder: Path, identity: Identity, targets: Sequence[Target], shards: Iterable[Shard], agreement: Agreement
 ) -> State:
-    """Fill the targets with what a checkpoint holds of them. Padding rows become zeros.
+    """Load a checkpoint's tensors into the targets. Padding rows that it lacks become zeros.
 
     Args:
         shards: the shards of the rank's parameters.

@@ -102,7 +102,7 @@ class SlotParameters(Parameters):
         """
         Args:
             shards: what this rank holds.
-            side: what errors call this rank.
+            side: the name of this rank in error messages.
         """
         self._adapters, self._side, self._slots = adapters, side, slot_tensors(adapters)
         sizes = local_extents(shards)  # vLLM's slots may have more rows, for a larger rank

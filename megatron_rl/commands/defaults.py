@@ -58,10 +58,10 @@ def read_config(
 
 
 def _with_steps(given: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """The configuration of a supervised run with the number of steps of its epochs.
+    """The configuration of a supervised run, with `run.steps` computed from `sft.epochs`.
 
     Raises:
-        ValueError: it gives the number of steps, too, or is refused, or its rows cannot be read.
+        ValueError: both keys are given, the configuration is refused, or its rows cannot be read.
     """
     if _key(given, "run", "steps") is not None:
         raise ValueError("sft.epochs and run.steps are both given, and each says how long the run is; set one to null")

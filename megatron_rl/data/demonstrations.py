@@ -55,7 +55,8 @@ class Demonstration(NamedTuple):
 
 
 def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstration:
-    """
+    """The parts of a row that are trained, and the parts before them.
+
     Raises:
         BadRow: the row is bad for a reason that `load_supervised` lists.
     """

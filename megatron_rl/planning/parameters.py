@@ -175,7 +175,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
 
 
 def trains(shape: ModelShape, name: str) -> bool:
-    """Whether a weight is trained: all are, or with adapters these and a value head.
+    """Whether a weight is trained. With LoRA only the adapters and a value head are.
 
     Args:
         name: of a Hugging Face tensor, or the local name of a trainer's parameter.

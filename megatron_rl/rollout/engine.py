@@ -336,7 +336,7 @@ class VllmEngine:
         pinned = self.weights.pinned(request.answer)
         adapter = served_adapter(self._spec.adapters, pinned)
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params), lora_request=adapter)
-        # Nobody reads tokens of an answer with an environment, and what is sampled after a beam is no token of one.
+        # No progress is kept for environments (nobody reads it) nor beams (their calls sample candidates, not answers).
         is_read = self._episodes is None and not call.num_candidates and pinned is None
         if self._progress is not None and request.answer is not None and is_read:
             self._progress.begin(internal_name, *request.answer)

@@ -108,7 +108,7 @@ def _table_of_peft() -> Mapping[str, Any]:
 
 
 def _defaults(peft_config: Any) -> dict[str, Any]:
-    """The values that the fields of a configuration have if a script does not set them."""
+    """The default values of a configuration's fields."""
     found: dict[str, Any] = {}
     for one in fields(peft_config) if is_dataclass(peft_config) else ():
         if one.default is not MISSING:

@@ -55,4 +55,5 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "aiter": aiter,
     "anext": lambda values: awaited(anext(values)),
 }
-"""An operation -> what does it. `operate` has the name of a function of the module `operator`, or of a builtin one."""
+"""The name of an operation -> its implementation. `operate` has the name of a function of the module `operator`, or of
+a builtin one."""

@@ -289,7 +289,7 @@ class _Process:
         """Why the process ended; empty if it has not ended, or with the exit status 0.
 
         Raises:
-            SandboxError: it was killed, and not for what it did.
+            SandboxError: it was killed from outside, and not by one of its own limits.
         """
         code = self._process.returncode
         if code is None or code >= 0:

@@ -208,7 +208,7 @@ class TestedProgram:
         return dict(values) if sets_globals(code) else values
 
     def data_of(self, names: set[str]) -> dict[str, Any]:
-        """What the program says of its names."""
+        """Ask the program for the plain data that these names are bound to."""
         self._send("names", sorted(names))
         match self._receive():
             case ["names", dict(answer)]:

@@ -183,7 +183,7 @@ def comparison_of(name: str) -> Callable[..., Any]:
 
 
 def conversion_of(name: str) -> Callable[..., Any]:
-    """It has no operand that could tell what is expected."""
+    """Conversions take no operand, so they cannot reveal the expected value."""
     return lambda self, *options: self._program.ask("operate", name, self, *options)
 
 
