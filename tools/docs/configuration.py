@@ -1,5 +1,5 @@
 """The configuration as pages, one for each section: what `megatron-rl config --markdown` prints, with everything that
-is the same in several places printed once.
+is the same in several places printed once. Keys that no recipe sets are on one page for all sections.
 
 Invariant (tests/house/test_site.py): every key of every section is on a page, or a page says where its twin is.
 """
@@ -7,11 +7,12 @@ Invariant (tests/house/test_site.py): every key of every section is on a page, o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.reference import Heading, Key, parts, plain
 
+ADVANCED = "advanced"
 FORMULA = re.compile(r" Formula: .*?(?=( Aggregation: [\w-]+\.)?$)")
 """It is on the page of the algorithms, as mathematics."""
 NAMED = re.compile(r"(?<!\[)`([a-z_]+(?:\.[a-z_]+)+)`")
@@ -35,27 +36,26 @@ def twin(key: Key) -> Twin:
 
 def sections() -> list[str]:
     """The names of the sections, in the order of the reference."""
-    return list(dict.fromkeys(part.path.partition(".")[0].partition("[")[0] for part in parts()))
+    return list(dict.fromkeys(_first_name(part.path) for part in parts()))
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by the name of its file. If keys are marked as advanced, `advanced.md` has
-    them."""
-    named = {key.path for part in parts() for key in part.keys}
-    written = {name: _page(name, list(_common_first(_of(name))), named) for name in sections()}
-    advanced = [Heading(part.path, "", keys) for part in parts() if (keys := tuple(filter(is_advanced, part.keys)))]
-    if advanced:
-        written["advanced"] = _page("advanced", advanced, named)
+    """The text of each page by the name of its file."""
+    places = {key.path: ADVANCED if key.is_advanced else _first_name(key.path) for part in parts() for key in part.keys}
+    written = {name: _page(name, list(_common_first(_of(name))), places) for name in sections()}
+    advanced = [
+        Heading(part.path, "", keys) for part in parts() if (keys := tuple(key for key in part.keys if key.is_advanced))
+    ]
+    written[ADVANCED] = _page(ADVANCED, advanced, places)
     return {f"{name}.md": text for name, text in written.items()}
 
 
-def is_advanced(key: Key) -> bool:
-    return bool(getattr(key, "advanced", False))
+def _first_name(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
 
 
 def _of(section: str) -> list[Heading]:
-    found = [part for part in parts() if re.match(rf"{section}(\.|\[|$)", part.path)]
-    return [replace(part, keys=tuple(key for key in part.keys if not is_advanced(key))) for part in found]
+    return [part for part in parts() if _first_name(part.path) == section]
 
 
 def _common_first(shown: Sequence[Heading]) -> Iterator[Heading]:
@@ -80,13 +80,13 @@ def _shared(group: Sequence[Heading]) -> tuple[Key, ...]:
     )
 
 
-def _page(section: str, shown: Sequence[Heading], named: Iterable[str]) -> str:
+def _page(section: str, shown: Sequence[Heading], places: Mapping[str, str]) -> str:
     """
     Args:
-        named: the paths of all keys; a key that a text names in backticks becomes a link.
+        places: the page of each key; a key that a text names in backticks becomes a link.
     """
     seen: dict[Twin, str] = {}
-    blocks = [f"# {section.capitalize()}" if section == "advanced" else f"# `{section}`"]
+    blocks = ["# Advanced keys\n\nNo recipe sets these keys." if section == ADVANCED else f"# `{section}`"]
     if section in LINKED:
         blocks.append(LINKED[section])
     copies = [part for part in shown if part.same_as]
@@ -96,17 +96,20 @@ def _page(section: str, shown: Sequence[Heading], named: Iterable[str]) -> str:
     if copies:
         lines = [f"- `{part.path}`: {_anchor_link(section, part.same_as)}" for part in copies]
         blocks.append("\n\n".join(["## The same keys as elsewhere", "\n".join(lines)]))
-    return _linked("\n\n".join(blocks), section, frozenset(named)) + "\n"
+    return _linked("\n\n".join(blocks), section, places) + "\n"
 
 
 def _blocks(section: str, part: Heading, seen: dict[Twin, str]) -> Iterator[str]:
     if part.path != section:
-        yield f"## `{part.path}` {{ #{part.path.replace('[', '-').rstrip(']')} }}"
+        yield f"## `{part.path}` {{ #{_anchor(part.path)} }}"
     if meaning := FORMULA.sub("", part.meaning):
         yield meaning
     lines, again = [], dict[str, list[str]]()
+    elsewhere = [key for key in part.keys if key.is_advanced and section != ADVANCED]
     for key in part.keys:
         same = twin(key)
+        if key in elsewhere:
+            continue
         if place := seen.get(same):
             again.setdefault(place, []).append(f"`{same.name}`")
         else:
@@ -116,29 +119,44 @@ def _blocks(section: str, part: Heading, seen: dict[Twin, str]) -> Iterator[str]
     for place, names in again.items():
         if place != common:
             lines.append(f"- {', '.join(names)}: as in {_anchor_link(section, place)}.")
+    if elsewhere:
+        links = ", ".join(f"[`{twin(key).name}`]({ADVANCED}.md#{_anchor(part.path)})" for key in elsewhere)
+        lines.append(f"- Advanced: {links}.")
     if lines:
         yield "\n".join(lines)
 
 
 def _line(key: Key) -> str:
-    default = "required" if key.default is None else f"`{key.default}`"
-    target = key.path.replace("[", "-").replace("]", "")
-    return f"- **`{key.path.rpartition('.')[2]}`**{{ #{target} }} ({key.type}; {default}). {key.meaning}".rstrip()
+    name = key.path.rpartition(".")[2]
+    return f"- **`{name}`**{{ #{_anchor(key.path)} }} ({_told(key)}). {key.meaning}".rstrip()
+
+
+def _told(key: Key) -> str:
+    """The type and the default. A key that is null if it is left out is optional."""
+    kind = key.type.replace("` or `", "`, `")
+    if key.default is None:
+        return f"{kind}; required"
+    if key.default == "null" and kind.endswith(" or null"):
+        return f"{kind.removesuffix(' or null')}; optional"
+    return "section" if kind == "section" and key.default == "{}" else f"{kind}; `{key.default}`"
+
+
+def _anchor(path: str) -> str:
+    return path.replace("[", "-").replace("]", "")
 
 
 def _anchor_link(section: str, path: str) -> str:
-    page = path.partition(".")[0].partition("[")[0]
-    anchor = "" if page == path else f"#{path.replace('[', '-').rstrip(']')}"
+    page = _first_name(path)
+    anchor = "" if page == path else f"#{_anchor(path)}"
     return f"[`{path}`]({anchor if page == section and anchor else f'{page}.md{anchor}'})"
 
 
-def _linked(text: str, section: str, named: frozenset[str]) -> str:
+def _linked(text: str, section: str, places: Mapping[str, str]) -> str:
     def key(found: re.Match[str]) -> str:
-        path = found[1]
-        page = path.partition(".")[0]
-        if path not in named:
+        page = places.get(found[1])
+        if page is None:
             return found[0]
-        return f"[`{path}`]({'' if page == section else f'{page}.md'}#{path})"
+        return f"[`{found[1]}`]({'' if page == section else f'{page}.md'}#{_anchor(found[1])})"
 
     lines = [line if line.startswith("#") else NAMED.sub(key, line) for line in text.splitlines()]
     return DOCUMENT.sub(r"[\1](../\1.md)", "\n".join(lines))

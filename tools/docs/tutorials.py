@@ -61,7 +61,9 @@ def run(source: Path) -> str:
         )
     if done.returncode:
         raise RuntimeError(f"{source.name} has failed:\n{done.stdout}\n{done.stderr}")
-    printed = CONTROL.sub("", done.stdout).replace(f"{folder}/", "")
+    printed = CONTROL.sub("", done.stdout)
+    for place in (folder, ROOT, sys.prefix):
+        printed = printed.replace(f"{place}/", "")
     return printed.splitlines()[-1] + "\n" if source.suffix == ".ipynb" else printed
 
 
