@@ -25,8 +25,8 @@ import yaml
 from rich.console import Console
 
 from megatron_rl.commands.defaults import with_defaults
-from megatron_rl.config.by_value import Functions
 from megatron_rl.config.function import VALUES
+from megatron_rl.config.function_copies import Functions
 from megatron_rl.config.given_rows import GivenRows, Rows
 from megatron_rl.config.load import merge, read_yaml, validate
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, PpoRunConfig, SftRunConfig

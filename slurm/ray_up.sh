@@ -144,7 +144,7 @@ run_when_ready() { # READY-FILE READY-SECONDS NODES COMMAND ...
     prepare_node
     local file=$1 seconds=$2 names=$3
     # shellcheck disable=SC2086  # the names of nodes hold no spaces
-    python -m megatron_rl.cluster.joined "$seconds" $names || exit 69
+    python -m megatron_rl.cluster.wait_for_nodes "$seconds" $names || exit 69
     : >"$file"
     shift 3
     exec "$@"

@@ -22,7 +22,7 @@ from megatron_rl.actor.credit import require_finite_rewards, with_credit
 from megatron_rl.actor.packing import by_sample, column_of
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
-from megatron_rl.actor.untrained import row_norms, untrained_rows
+from megatron_rl.actor.untrained_tokens import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
 from megatron_rl.layout import Box
 from megatron_rl.layout.adapters import B, is_adapter
@@ -183,8 +183,8 @@ class MegatronActor(MegatronTrainer):
         return self.agreement.reduce(reports)
 
     def find_untrained(self) -> list[int]:
-        """The tokens whose embeddings no training had moved at the first call, in ascending order (untrained.py).
-        Collective: every rank must call it."""
+        """The tokens whose embeddings no training had moved at the first call, in ascending order
+        (untrained_tokens.py). Collective: every rank must call it."""
         if self._untrained is not None:
             return self._untrained
         own = np.zeros(0, np.float32)

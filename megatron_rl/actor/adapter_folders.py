@@ -13,7 +13,7 @@ import torch
 from megatron_rl.actor.folders import atomic_folder, write_text
 from megatron_rl.actor.weights import HubTensor, find_holders, gather, write_tensors
 from megatron_rl.convert.adapters import finite
-from megatron_rl.convert.stored import Maps, read_safetensors
+from megatron_rl.convert.tensor_files import Maps, read_safetensors
 from megatron_rl.layout import slices
 from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.peft import (

@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from megatron_rl.actor.copied import copied_to_all_ranks
+from megatron_rl.actor.gradient_sum import copied_to_all_ranks
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.algorithms.logprobs import LowRank
 from megatron_rl.convert.adapters import write_merged

@@ -41,8 +41,8 @@ from megatron_rl.convert.head import head_tensors, open_head
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import Piece
 from megatron_rl.convert.source import open_checkpoint
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import check_frame
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import Shard
 from megatron_rl.layout.hub import HEAD
@@ -85,7 +85,7 @@ class Identity(NamedTuple):
 
 
 class State(NamedTuple):
-    """What belongs to no parameter."""
+    """The state that belongs to no parameter."""
 
     num_updates: int
     random: dict[str, Any] | None
@@ -315,7 +315,7 @@ def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: d
 def load(
     folder: Path, identity: Identity, targets: Sequence[Target], shards: Iterable[Shard], agreement: Agreement
 ) -> State:
-    """Fill the targets with what a checkpoint holds of them. Padding rows become zeros.
+    """Load a checkpoint's tensors into the targets. Padding rows that it lacks become zeros.
 
     Args:
         shards: the shards of the rank's parameters.

@@ -95,7 +95,7 @@ class ChunkPair:
 @dataclass(frozen=True, slots=True)
 class RingPlan:
     turns: tuple[tuple[ChunkPair, ...], ...]
-    """What the rank computes in each turn."""
+    """The pairs of chunks whose attention the rank computes in each turn of the ring."""
     context: ContextRank
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.convert import spans
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetTensor, safetensors_file
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import sync
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2

@@ -27,9 +27,9 @@ from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert.fp8 import quantised
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import Region, Source
-from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.layout import Box, Shard, slices
-from megatron_rl.layout.quantised import FROZEN_BLOCKS as BLOCKS
+from megatron_rl.layout.quantisation import FROZEN_BLOCKS as BLOCKS
 from megatron_rl.layout.shards import extents, translate
 
 aten = torch.ops.aten

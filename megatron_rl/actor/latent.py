@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl.actor.attention import PackedSequences, attend, rotate
-from megatron_rl.actor.copied import copied_to_all_ranks
+from megatron_rl.actor.gradient_sum import copied_to_all_ranks
 
 
 class LatentSelfAttention(MLASelfAttention):

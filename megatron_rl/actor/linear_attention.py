@@ -34,8 +34,8 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedSequences
-from megatron_rl.actor.copied import copied_to_all_ranks
 from megatron_rl.actor.delta_net import causal_convolution, gated_delta_rule, require_kernels
+from megatron_rl.actor.gradient_sum import copied_to_all_ranks
 from megatron_rl.actor.norm import rms_norm
 from megatron_rl.types import DeltaNet
 

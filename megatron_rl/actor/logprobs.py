@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from megatron_rl.actor.copied import copied_to_all_ranks
+from megatron_rl.actor.gradient_sum import copied_to_all_ranks
 from megatron_rl.algorithms.logprobs import LowRank, VocabularyShard
 
 

@@ -34,12 +34,12 @@ from megatron_rl.actor.fp8_weights import linear_layers_in_fp8
 from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
 from megatron_rl.actor.linear_attention import DeltaAttention, keep_rates_in_float32
 from megatron_rl.actor.logprobs import OutputLayer
+from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.moe.experts import ExpertOutput, sigmoid_unit
 from megatron_rl.actor.moe.replay import replay_routes
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32
 from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
-from megatron_rl.actor.switches import build
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary

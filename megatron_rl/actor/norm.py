@@ -26,7 +26,7 @@ from megatron_rl.actor import platform
 Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 """(output and its bias, residual, dropout) -> the sum."""
 GetAdd = Callable[[bool, bool], Add]
-"""(training, fused) -> what adds."""
+"""(training, fused) -> the function that adds."""
 
 
 class Norm(torch.nn.Module):

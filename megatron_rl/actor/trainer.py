@@ -92,7 +92,7 @@ class MegatronTrainer:
         """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
         stage has them."""
         self._saving: Saving | None = None
-        """The checkpoint that is being written."""
+        """The checkpoint that is being written; None if there is none."""
 
         adapters = spec.shape.adapters
         self.adapting = Adapting(adapters, self.shards, spec.seed) if adapters else None

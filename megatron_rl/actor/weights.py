@@ -27,8 +27,8 @@ from megatron_rl.convert.head import head_groups, open_head
 from megatron_rl.convert.hub import MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import open_checkpoint
-from megatron_rl.convert.stored import Maps, rectangle
 from megatron_rl.convert.target import TargetTensor
+from megatron_rl.convert.tensor_files import Maps, rectangle
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
 from megatron_rl.layout.adapters import A, B, is_adapter

@@ -45,8 +45,8 @@ from megatron_rl.config.advantages import (
     TwoStageAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
-from megatron_rl.config.raised import place, said
 from megatron_rl.config.section import Method
 from megatron_rl.types import Credit, Metrics, StepBatch, TokenRewards
 

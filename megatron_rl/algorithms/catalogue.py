@@ -9,7 +9,7 @@ from pydantic_core import PydanticUndefined
 
 from megatron_rl.config import advantages, algorithm, correction, losses
 from megatron_rl.config.section import Method
-from megatron_rl.config.value import ValueLossConfig
+from megatron_rl.config.value_loss import ValueLossConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Rollout, Toke
 
 
 def prefix_value(logps: Sequence[float], lengths: Sequence[int], cfg: PrefixValues) -> float:
-    """The value of a beginning of a thought.
+    """The value of a thought's prefix: how probable the right answers are after it.
 
     Args:
-        logps: the log-prob of each right answer after it, in nats.
+        logps: the log-prob of each right answer after the prefix, in nats.
         lengths: the number of tokens of each.
 
     Example: the log-probs -2 of one token and -2 of two give -1, and with the scale `probability` exp(-2) = 0.135.

@@ -15,7 +15,7 @@ from megatron_rl.algorithms.needs import Needs
 from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
 from megatron_rl.algorithms.value_loss import explained_variance, value_loss
 from megatron_rl.algorithms.whitening import SumOverRanks, moments
-from megatron_rl.config.value import ValueLossConfig
+from megatron_rl.config.value_loss import ValueLossConfig
 from megatron_rl.types import Denominators, Metrics
 
 

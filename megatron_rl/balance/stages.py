@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Load(NamedTuple):
-    """What a layer, or what stands before or after all layers, costs the part that holds it."""
+    """The cost of a layer, the embedding or the head for the pipeline part that holds it."""
 
     flops: float
     parameters: float

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megatron_rl.bridge.intake import Parameters
 from megatron_rl.bridge.messages import Message
-from megatron_rl.bridge.recording import CopyRecorder
 from megatron_rl.bridge.verification import Arrived, Sums, changed, element_sums, read, short
+from megatron_rl.bridge.vllm_loaders import CopyRecorder
 from megatron_rl.layout import FAMILIES, Recording, Shard, slices
 from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID, A, B, is_adapter
 from megatron_rl.layout.shards import local_extents
@@ -102,7 +102,7 @@ class SlotParameters(Parameters):
         """
         Args:
             shards: what this rank holds.
-            side: what errors call this rank.
+            side: the name of this rank in error messages.
         """
         self._adapters, self._side, self._slots = adapters, side, slot_tensors(adapters)
         sizes = local_extents(shards)  # vLLM's slots may have more rows, for a larger rank

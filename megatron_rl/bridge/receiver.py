@@ -22,9 +22,9 @@ from vllm.distributed.weight_transfer.base import (
 from megatron_rl.bridge.adapter_slot import SlotParameters, open_slots, pin, record_adapters
 from megatron_rl.bridge.intake import Intake
 from megatron_rl.bridge.model_parameters import ModelParameters, repacked_layers
-from megatron_rl.bridge.recording import record_loading
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.bridge.unpacking import unpack
+from megatron_rl.bridge.vllm_loaders import record_loading
 from megatron_rl.layout import Engines, Recording
 from megatron_rl.types import ModelShape
 

@@ -43,9 +43,8 @@ class BridgeSender:
         Args:
             rank: the global trainer rank, as `Mesh.coordinates` counts it.
             parameters: the rank's own shards, by the local names of its shards (`BridgeSetup.trainer_shards`).
-            made: for each parameter that is not sent as it is, what writes a rectangle of what is sent. Its message is
-                made in the buffer that it is sent from, in every push again. Ranks that hold the same rectangle must
-                make the same bits of each part of it, because the plan cuts it anywhere.
+            made: a writer for each derived parameter: it fills the send buffer with one rectangle, in every push. Ranks
+                that hold the same rectangle must write the same bits, because the plan may cut it anywhere.
 
         Raises:
             ValueError: a parameter that the plan does not know, one that is missing or of another shape; or

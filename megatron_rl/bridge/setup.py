@@ -62,7 +62,7 @@ class BridgeSetup:
     """What each trainer rank holds, for a trainer that is not Megatron. If it is empty, the family's table says what
     Megatron's ranks hold. The mesh then only says how many ranks there are."""
     recorded: tuple[Recording, ...] = field(default=(), repr=False)
-    """What each rank of an engine holds, as vLLM's loaders showed it (`recording.py`). If it is empty, the family's
+    """What each rank of an engine holds, as vLLM's loaders showed it (`vllm_loaders.py`). If it is empty, the family's
     table says so."""
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ class Colocation:
         self._engines.wait()
 
     def enter(self, phase: Phase) -> None:
-        """Bring all sides into a phase."""
+        """Switch trainers and engines to a phase."""
         if phase == self._phase:
             return
         log.info("phase %s", phase)

@@ -25,8 +25,8 @@ from megatron_rl.cluster.environments import RemoteSessions
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch, objects_of
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.process_trace import TracedProcess
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.traced import TracedProcess
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.function import load_function

@@ -139,7 +139,7 @@ def fetch(payloads: Iterable[Any], timeout_s: float | None = None, with_routes: 
 
 
 def _items(payload: Any, with_routes: bool) -> list[ObjectItem]:
-    """What to fetch of a payload; nothing if its tokens are at hand."""
+    """The objects to fetch for a payload; empty if its tokens are here already."""
     if not isinstance(payload, StoredTokens):
         return []
     return [payload.tokens, payload.routes] if with_routes and payload.routes else [payload.tokens]

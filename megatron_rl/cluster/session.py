@@ -54,8 +54,8 @@ ATTEMPTS = 3
 """How often a Ray that was too slow is started."""
 
 UNNEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""What starts the processes of a local Ray that nobody needs: the autoscaler of a cluster of one node, the reader of
-logs that are ours, and the server of the dashboard, which `ray.init` waits for. Each costs a second of CPU time."""
+"""The methods of Ray's node that start processes which a local run does not need: the autoscaler, the log monitor, and
+the dashboard's server, which `ray.init` waits for. Each costs a second of CPU time."""
 
 VITAL = ("gcs_server", "raylet")
 """The names of the processes of a local Ray without which no call is answered."""

@@ -28,7 +28,9 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_rl.algorithms.utilities import settle_branches
-from megatron_rl.cluster.asked import (
+from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
+from megatron_rl.cluster.payloads import num_objects
+from megatron_rl.cluster.running_groups import (
     Answered,
     AskedGroup,
     AskedPart,
@@ -39,8 +41,6 @@ from megatron_rl.cluster.asked import (
     deal,
     largest_part,
 )
-from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
-from megatron_rl.cluster.payloads import num_objects
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.prefix_values import PrefixValues

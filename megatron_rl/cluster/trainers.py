@@ -26,7 +26,7 @@ from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_s
 from megatron_rl.cluster.network import find_interface
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
-from megatron_rl.cluster.traced import TracedProcess
+from megatron_rl.cluster.process_trace import TracedProcess
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.cluster import ALLOCATOR_VARIABLES, ClusterConfig
 from megatron_rl.ports import PolicyLost

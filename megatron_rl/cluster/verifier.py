@@ -22,9 +22,9 @@ from megatron_rl.algorithms.shaping import repeated_share, repetition_sizes, sha
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import StoredTokens, fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.process_trace import TracedProcess
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.scoring import Piece, added_up, in_order, results
-from megatron_rl.cluster.traced import TracedProcess
 from megatron_rl.cluster.waiting import ProcessLost, gather, in_thread, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig

@@ -51,7 +51,7 @@ class NodeNeeds:
     modules: tuple[str, ...]
     """The top-level modules of the functions that the configuration names."""
     files: tuple[Path, ...]
-    """The files of the reward functions that are named by a file, and the catalogue of `rollout.beams`."""
+    """The files with reward functions (`folder/file.py:name`), and the catalogue of `rollout.beams`."""
 
 
 def check_nodes(config: BaseConfig, placement: Placement) -> None:

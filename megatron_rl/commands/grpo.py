@@ -60,13 +60,13 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.colocation import Colocation, shared_links
     from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.nodes import RayPlacement
-    from megatron_rl.cluster.observing import observe_run
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.stream import RayStream
     from megatron_rl.cluster.verifier import VerifierGroup
     from megatron_rl.cluster.visibility import check_nodes
+    from megatron_rl.cluster.watchers import observe_run
     from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.loop.train import train
     from megatron_rl.observe import RunSink, open_trackers, write_provenance

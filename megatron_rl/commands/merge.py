@@ -24,7 +24,7 @@ from megatron_rl.convert.adapters import finite, write_merged
 from megatron_rl.convert.command import num_cores, run
 from megatron_rl.convert.fp8 import rounded
 from megatron_rl.convert.source import Source
-from megatron_rl.convert.stored import Maps, read_safetensors, rectangle
+from megatron_rl.convert.tensor_files import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
 from megatron_rl.layout import FAMILIES, is_linear_weight, slices
 from megatron_rl.layout.adapters import A, B

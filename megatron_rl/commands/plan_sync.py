@@ -38,8 +38,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.bridge.replay import Costs, all_stretches, most_incomplete_bytes, replay
-from megatron_rl.config.shipped import PACKAGE, find_shipped
+from megatron_rl.bridge.push_simulation import Costs, all_stretches, most_incomplete_bytes, replay
+from megatron_rl.config.package_files import PACKAGE, find_shipped
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic

@@ -50,8 +50,8 @@ from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.convert import Source, open_checkpoint
 from megatron_rl.convert.forms import open_chunks
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetTensor, blocks
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.layout import Engines
 from megatron_rl.processes import piped
 from megatron_rl.types import Mesh, Metrics

@@ -48,11 +48,11 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.cluster.nodes import RayPlacement
-    from megatron_rl.cluster.observing import observe_run
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.visibility import check_nodes
+    from megatron_rl.cluster.watchers import observe_run
     from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.observe.records import METRICS, read_metrics, traces_of
+from megatron_rl.observe.step_times import Resource, Where, where
 from megatron_rl.observe.trace_path import PhaseWork, work_of_phases
-from megatron_rl.observe.where import Resource, Where, where
 from megatron_rl.processes import piped
 
 

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt
 from megatron_rl.config.optimizer import AdamConfig, AnyOptimizerConfig
 from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.section import Section
-from megatron_rl.config.value import ValueLossConfig
+from megatron_rl.config.value_loss import ValueLossConfig
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import GrpoRunConfig

@@ -20,8 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_rl.config.package_files import find_shipped
 from megatron_rl.config.section import Section
-from megatron_rl.config.shipped import find_shipped
 
 HUB = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]+)(?:/(?P<configuration>[^/:\s]+))?(?::(?P<split>\S+))?")
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator
 
-from megatron_rl.config.raised import place, said
-from megatron_rl.config.shipped import find_shipped
+from megatron_rl.config.exception_text import place, said
+from megatron_rl.config.package_files import find_shipped
 from megatron_rl.ports import StopRequested
 
 VALUES = ".pickle"

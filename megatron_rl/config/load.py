@@ -16,10 +16,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.config.features import FORMER, KEYS
+from megatron_rl.config.key_hints import FORMER, KEYS
 from megatron_rl.config.machine import count_gpus, with_data_types, with_device
+from megatron_rl.config.package_files import find_shipped
 from megatron_rl.config.schema import BaseConfig
-from megatron_rl.config.shipped import find_shipped
 
 Config = TypeVar("Config", bound=BaseConfig)
 DEMANDS = {

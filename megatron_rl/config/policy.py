@@ -101,8 +101,8 @@ Switch = bool | int | float | str | tuple[str, ...] | None
 
 class MegatronConfig(Section):
     """Fields of Megatron-Core's configuration classes that have no key here. When a run starts, unknown names are
-    refused. Fields that the project sets itself and the fields in `actor/switches.py` are refused too, each with its
-    reason.
+    refused. Fields that the project sets itself and the fields in `actor/megatron_settings.py` are refused too, each
+    with its reason.
 
     On GPUs `overlap_grad_reduce` and `overlap_param_gather` are on where the optimizer's state is split, and with
     Transformer Engine's layers so are `moe_permute_fusion` and `gradient_accumulation_fusion`; false turns them off."""

@@ -14,8 +14,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megatron_rl.convert.source import Source
-from megatron_rl.convert.stored import Maps, Stored
 from megatron_rl.convert.target import naming
+from megatron_rl.convert.tensor_files import Maps, Stored
 from megatron_rl.layout import slices
 from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, metadata_for, tensors_of
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_rl.convert.stored import dequantised
-from megatron_rl.layout.quantised import FROZEN_BLOCKS as BLOCKS
+from megatron_rl.convert.tensor_files import dequantised
+from megatron_rl.layout.quantisation import FROZEN_BLOCKS as BLOCKS
 
 LARGEST = 448.0
 """The largest number of float8_e4m3fn."""

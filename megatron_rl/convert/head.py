@@ -18,8 +18,8 @@ import torch
 
 from megatron_rl.convert import forms
 from megatron_rl.convert.hub import MAX_FILE_BYTES
-from megatron_rl.convert.stored import Stored, read_safetensors
 from megatron_rl.convert.target import StoredPart, TargetTensor, keeps_dtype
+from megatron_rl.convert.tensor_files import Stored, read_safetensors
 from megatron_rl.layout.hub import find_head
 from megatron_rl.types import ModelShape
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_rl.convert.checksum import joined
-from megatron_rl.convert.stored import Maps, Stored
 from megatron_rl.convert.target import (
     BLOCK_BYTES,
     ByteRun,
@@ -31,6 +30,7 @@ from megatron_rl.convert.target import (
     naming,
     runs,
 )
+from megatron_rl.convert.tensor_files import Maps, Stored
 
 
 class Piece(NamedTuple):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.stored import Maps, Stored, damaged, rectangle, safetensors_header
+from megatron_rl.convert.tensor_files import Maps, Stored, damaged, rectangle, safetensors_header
 from megatron_rl.layout import Box, slices, volume
 from megatron_rl.layout.shards import intersect, is_vocabulary, translate
 from megatron_rl.layout.view import View

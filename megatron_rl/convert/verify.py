@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron_rl.convert import forms
 from megatron_rl.convert.head import head_tensors
 from megatron_rl.convert.source import Source, bits, check_copies, open_checkpoint, same_bits
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetTensor, Tick, blocks, check_file
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import Report, Workers
 
 

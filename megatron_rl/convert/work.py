@@ -38,8 +38,8 @@ from megatron_rl.convert import manifest
 from megatron_rl.convert.conversion import Conversion
 from megatron_rl.convert.source import check_copies
 from megatron_rl.convert.spans import Span, Written, cut, entry, whole_sources, write
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetFile, check_file, naming
+from megatron_rl.convert.tensor_files import Maps
 
 Report = Callable[[int], None]
 """Called a few times a second with the number of bytes done so far."""

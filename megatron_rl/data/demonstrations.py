@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import CALLS, BadRow, Row, Turns, text_of, turns_of
-from megatron_rl.data.written import TAG, THOUGHTS, Turn, has_thought, require_answer, require_turns
+from megatron_rl.data.template_coverage import TAG, THOUGHTS, Turn, has_thought, require_answer, require_turns
 
 TrainedTurns = Literal["all", "last"]
 READING = Reading(is_supervised=True)
@@ -55,7 +55,8 @@ class Demonstration(NamedTuple):
 
 
 def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstration:
-    """
+    """The parts of a row that are trained, and the parts before them.
+
     Raises:
         BadRow: the row is bad for a reason that `load_supervised` lists.
     """

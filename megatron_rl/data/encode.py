@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, UndefinedError
 
 from megatron_rl.data.rows import BadRow
-from megatron_rl.data.written import require_turns
+from megatron_rl.data.template_coverage import require_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,7 +17,7 @@ from functools import partial
 from threading import Thread
 from typing import Any
 
-from megatron_rl.config.raised import place, said
+from megatron_rl.config.exception_text import place, said
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Calls:
 
         Raises:
             OutOfTime: the limit was exceeded. A coroutine is cancelled; a thread is left alone.
-            Exception: what the function raised; a RuntimeError in the place of what is no Exception.
+            Exception: the function's error; a BaseException, such as SystemExit, becomes a RuntimeError.
         """
         whole = partial(function, *arguments, **named)
         if inspect.iscoroutinefunction(function):

@@ -14,8 +14,8 @@ from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.config.environment import ClassEnvironment
+from megatron_rl.config.exception_text import place, printable, said
 from megatron_rl.config.function import short_path
-from megatron_rl.config.raised import place, printable, said
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.types import LARGEST_SCORE
 

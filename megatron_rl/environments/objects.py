@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import validate_call
 
 from megatron_rl.config.environment import CHOOSES, ToolsEnvironment
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
-from megatron_rl.config.raised import place, said
 from megatron_rl.environments.calls import Calls
 from megatron_rl.environments.environment import Closing, UserCode, fault_of_reward
 from megatron_rl.environments.tools import Tool, tool_of

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_rl.config.environment import ToolsEnvironment
-from megatron_rl.config.raised import said
+from megatron_rl.config.exception_text import said
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.environments.environment import Closing, Reaction
 from megatron_rl.environments.hermes import AskedCall, calls_of

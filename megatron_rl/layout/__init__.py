@@ -15,11 +15,11 @@ from megatron_rl.layout.hub import HubIndex, check_model, check_startable, scan
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.matrices import is_matrix
 from megatron_rl.layout.placement import engine_layers
-from megatron_rl.layout.recorded import Recording, box_of_view
+from megatron_rl.layout.recording import Recording, box_of_view
+from megatron_rl.layout.route_order import Turn
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
 from megatron_rl.layout.transfer import TransferPlan, plan_weights
-from megatron_rl.layout.turns import Turn
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.layout.checked import flag, kinds_of_layers, number, size
 from megatron_rl.layout.composite import COMPOSITES, text_of
+from megatron_rl.layout.config_values import flag, kinds_of_layers, number, size
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.families.windows import FULL, SCALED, SLIDING
 from megatron_rl.layout.family import Family

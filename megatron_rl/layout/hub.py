@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from megatron_rl.layout.composite import Composite, check_text_alone, composite_of, with_stacked_experts
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.quantised import FP8, Blocks, Form, Int4, Packed, check_unquantised, read_blocks
+from megatron_rl.layout.quantisation import FP8, Blocks, Form, Int4, Packed, check_unquantised, read_blocks
 from megatron_rl.types import Mesh, ModelShape
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.layout import FAMILIES, linear_layers
 from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.checked import flag, number, size
+from megatron_rl.layout.config_values import flag, number, size
 from megatron_rl.layout.hub import FLOATS, MANIFEST, metadata_of, read_header
 from megatron_rl.types import Adapters, ModelShape
 

@@ -61,7 +61,7 @@ def place_row(
     local_name: str,
     experts: tuple[int, int] | None = None,
 ) -> Placement:
-    """The placement of one row on one rank.
+    """The placement of one row of the table on one rank.
 
     Args:
         where: (the number of ranks that share the row, this rank's number among them).

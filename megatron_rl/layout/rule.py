@@ -82,7 +82,7 @@ class Rule:
     """Megatron's name. `{}` stands for the expert, counted from 0 on each rank."""
     vllm: str | tuple[str, ...] | None = None
     """vLLM's name, if it differs from the HF tensor's. A row of experts without `{}` is one parameter that stacks the
-    experts of the rank along a new first dim. Several names: one for each HF tensor (interleaved.py)."""
+    experts of the rank along a new first dim. Several names: one for each HF tensor (interleaving.py)."""
     fused: str | None = None
     """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
     it, and put the experts into one grouped layer."""

@@ -22,11 +22,11 @@ from megatron_rl.layout.copies import WIDTHS, Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.links import Links
-from megatron_rl.layout.recorded import Recording
+from megatron_rl.layout.recording import Recording
 from megatron_rl.layout.regions import Regions, Side, intersect_sides
 from megatron_rl.layout.replicas import Stream, group_segments, share_out
+from megatron_rl.layout.route_order import Turn, order_routes
 from megatron_rl.layout.shards import volume
-from megatron_rl.layout.turns import Turn, order_routes
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -23,7 +23,6 @@ from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream, prune_journal, read_journal
 from megatron_rl.loop.admission import Admission
-from megatron_rl.loop.aside import AsideGroups, Asked
 from megatron_rl.loop.budgets import ThoughtBudgets
 from megatron_rl.loop.checkpoints import due, find_checkpoints
 from megatron_rl.loop.evaluation import describe_heldout, right_answers
@@ -32,6 +31,7 @@ from megatron_rl.loop.health.answers import StepWarnings, describe_unscored
 from megatron_rl.loop.pass_rates import PassRates
 from megatron_rl.loop.rollouts import describe_verified, rewards_of, verdicts_of
 from megatron_rl.loop.stopping import Stopping
+from megatron_rl.loop.untrained_groups import AsideGroups, Asked
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, GroupRequest, Metrics, Prompt, Rollouts
 

@@ -117,9 +117,9 @@ def describe_passages(groups: Sequence[Group]) -> Metrics:
 
 
 def describe_episodes(groups: Sequence[Group]) -> Metrics:
-    """The metrics of answers of several turns; none if there are none: the model's turns in an answer, the calls of
-    tools and their errors in an answer, the calls of agents that nobody waited for any more, the share of answers whose
-    environment failed, and the seconds that a turn waited for the environment."""
+    """The metrics of answers with several turns; empty if there are none. They are the mean and largest number of the
+    model's turns, tool calls and tool errors per answer, abandoned calls of agents, the share of answers whose
+    environment failed, and the seconds that a turn waited for its environment."""
     episodes = [s.episode for group in groups for s in group.rollouts if s.episode is not None]
     if not episodes:
         return {}

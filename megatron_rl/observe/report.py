@@ -32,7 +32,7 @@ from megatron_rl.observe.records import (
     series,
     time_split,
 )
-from megatron_rl.observe.samples_shown import add_explained, shown_samples
+from megatron_rl.observe.sample_choice import add_explained, shown_samples
 from megatron_rl.processes import open_text
 
 NO_VALUE = "\N{EN DASH}"

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_rl.observe.step_times import SMALL
 from megatron_rl.observe.trace import OTHER, STEP
-from megatron_rl.observe.where import SMALL
 from megatron_rl.spans import PHASES
 
 WAIT = "wait"

@@ -21,6 +21,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Protocol
 
+from megatron_rl.config.exception_text import said
 from megatron_rl.config.observe import (
     MlflowTracker,
     PrometheusEndpoint,
@@ -28,7 +29,6 @@ from megatron_rl.config.observe import (
     TrackerConfig,
     WandbTracker,
 )
-from megatron_rl.config.raised import said
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.observe.prometheus import PrometheusTracker
 from megatron_rl.observe.provenance import flat, provenance

@@ -12,7 +12,7 @@ from megatron_rl.layout import FAMILIES, Engines, engine_layers
 from megatron_rl.layout.adapters import adapter_rules
 from megatron_rl.layout.family import VLLM_LAYER
 from megatron_rl.layout.placement import Placed, Placement, linear_experts, place_row
-from megatron_rl.layout.recorded import Recording
+from megatron_rl.layout.recording import Recording
 from megatron_rl.layout.rule import Rule, num_experts
 from megatron_rl.layout.shards import volume
 from megatron_rl.types import ModelShape

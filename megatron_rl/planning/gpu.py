@@ -20,7 +20,7 @@ class MemoryPart(NamedTuple):
 
 
 def always(num_bytes: float) -> Bytes:
-    """A part that is there in every phase."""
+    """The bytes of a part that has the same size in every phase."""
     return (num_bytes, num_bytes, num_bytes)
 
 

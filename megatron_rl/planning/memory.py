@@ -160,8 +160,8 @@ def _critic_memory(config: GrpoRunConfig) -> GpuMemory:
 
 
 def count_mirrors(config: BaseConfig, parallel: ParallelConfig) -> int:
-    """The states that a node keeps for each of its ranks: of two steps, of the rank and of a rank on another node
-    (`cluster/mirror.py`)."""
+    """The number of training states that a node keeps for each of its ranks (`cluster/mirror.py`): two steps of the
+    rank itself and, if the ranks span nodes, two steps of a rank on another node."""
     if not config.cluster.mirror:
         return 0
     return 4 if parallel.mesh.world_size > (config.cluster.gpus_per_node or math.inf) else 2

@@ -15,7 +15,7 @@ from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.layout import FAMILIES, is_linear_weight, is_matrix, padded_vocabulary, volume
 from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.multi_token import HEAD_EMBEDDING
-from megatron_rl.layout.quantised import FROZEN_BLOCKS
+from megatron_rl.layout.quantisation import FROZEN_BLOCKS
 from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
@@ -175,7 +175,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
 
 
 def trains(shape: ModelShape, name: str) -> bool:
-    """Whether a weight is trained: all are, or with adapters these and a value head.
+    """Whether a weight is trained. With LoRA only the adapters and a value head are.
 
     Args:
         name: of a Hugging Face tensor, or the local name of a trainer's parameter.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_rl.config.package_files import find_shipped
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.config.shipped import find_shipped
 from megatron_rl.layout import critic_shape, read_shape
 from megatron_rl.types import ModelShape
 

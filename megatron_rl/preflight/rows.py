@@ -23,7 +23,7 @@ from megatron_rl.data.prompts import check_columns, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.supervised import check_length as check_demonstration
 from megatron_rl.data.supervised import ids_of
-from megatron_rl.data.written import require_turns
+from megatron_rl.data.template_coverage import require_turns
 from megatron_rl.environments import object_columns
 from megatron_rl.loop.checkpoints import Resume, find_checkpoints, read_extra
 from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward

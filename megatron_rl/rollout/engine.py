@@ -1,8 +1,8 @@
 """The engine that generates answers: vLLM, with token ids as input and output.
 
 The calls of a batch start together and in their order. An answer's program goes on in the engine's thread
-(routine.py): its next request enters vLLM before the next step and waits for no other answer. Weights may arrive while
-requests run: they arrive between two steps, and the requests continue with them. Invariants (tests/unit/rollout):
+(coroutine.py): its next request enters vLLM before the next step and waits for no other answer. Weights may arrive
+while requests run: they arrive between two steps, and the requests continue with them. Invariants (tests/unit/rollout):
 - Each answer has a seed, and its noise belongs to (seed, position). So it does not depend on the engine or on other
   requests, up to the rounding of batches of other sizes. If the engine does nothing else, and no push arrives, the
   answers of a batch are the same to the bit, because an idle engine empties its prefix cache when a batch begins: a
@@ -39,6 +39,7 @@ from pydantic import ValidationError
 from megatron_rl.layout import read_shape
 from megatron_rl.rollout.answer import completion_of, prompt_logp, request_seed, sampled_before
 from megatron_rl.rollout.backend import EngineSpec
+from megatron_rl.rollout.coroutine import Coroutine, begin
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.program import Call, Completion, Program, Samples, as_rollout, next_call, replay
@@ -48,7 +49,6 @@ from megatron_rl.rollout.programs.episodes import EpisodeRequest
 from megatron_rl.rollout.programs.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
-from megatron_rl.rollout.routine import Routine, begin
 from megatron_rl.rollout.start import make_engine, served_adapter
 from megatron_rl.rollout.vocabulary import stop_ids
 from megatron_rl.types import GroupRequest, Prompt
@@ -195,21 +195,21 @@ class VllmEngine:
                     future.set_result(outcome)
         return await started
 
-    async def _carry_out(self, routine: Routine[Result]) -> Result:
-        """Carry out a routine in the engine's thread."""
-        return await asyncio.wrap_future(await self._thread.call(partial(begin, routine)))
+    async def _carry_out(self, coroutine: Coroutine[Result]) -> Result:
+        """Carry out a coroutine in the engine's thread."""
+        return await asyncio.wrap_future(await self._thread.call(partial(begin, coroutine)))
 
     def _group(
-        self, prompt: Prompt, answers: Sequence[Routine[Samples]], is_rewarded: bool
-    ) -> Routine[tuple[Samples, Samples]]:
+        self, prompt: Prompt, answers: Sequence[Coroutine[Samples]], is_rewarded: bool
+    ) -> Coroutine[tuple[Samples, Samples]]:
         """See `answer`."""
         return (yield from self._valued(prompt, (yield from self._side_by_side(answers)), is_rewarded))
 
-    def _side_by_side(self, answers: Sequence[Routine[Samples]]) -> Routine[Samples]:
+    def _side_by_side(self, answers: Sequence[Coroutine[Samples]]) -> Coroutine[Samples]:
         parts = yield [begin(answer) for answer in answers]
         return [sample for samples in parts for sample in samples]
 
-    def _valued(self, prompt: Prompt, samples: Samples, is_rewarded: bool) -> Routine[tuple[Samples, Samples]]:
+    def _valued(self, prompt: Prompt, samples: Samples, is_rewarded: bool) -> Coroutine[tuple[Samples, Samples]]:
         """The answers with the rewards of their passages, and their continuations, if they get any."""
         if self._valuer is None or not is_rewarded:
             return samples, []
@@ -223,7 +223,7 @@ class VllmEngine:
         seed: int,
         name: tuple[int, int] | None = None,
         is_greedy: bool = False,
-    ) -> Routine[Samples]:
+    ) -> Coroutine[Samples]:
         """Carry out the program of one answer, and search its beams if it has any.
 
         Args:
@@ -248,7 +248,7 @@ class VllmEngine:
             beams = search.extended(beams, [self._completion(output) for output in outputs])
         return as_rollouts(prompt.token_ids, transcript, delimiter, budget, beams)
 
-    def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> Routine[Samples]:
+    def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> Coroutine[Samples]:
         """See `prefix_values.GoOn`. The tokens of a beginning are all sampled."""
         answers = []
         for beginning in beginnings:
@@ -259,7 +259,7 @@ class VllmEngine:
             answers.append(self._answered(prompt, program, sampled, seed))
         return (yield from self._side_by_side(answers))
 
-    def _score(self, texts: Sequence[tuple[Sequence[int], int]]) -> Routine[list[Sequence[float]]]:
+    def _score(self, texts: Sequence[tuple[Sequence[int], int]]) -> Coroutine[list[Sequence[float]]]:
         """See `prefix_values.Score`."""
         found: dict[int, Sequence[float]] = {}
         for reads_cache in (True, False):  # again without the cache, if it held what is scored
@@ -336,7 +336,7 @@ class VllmEngine:
         pinned = self.weights.pinned(request.answer)
         adapter = served_adapter(self._spec.adapters, pinned)
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params), lora_request=adapter)
-        # Nobody reads tokens of an answer with an environment, and what is sampled after a beam is no token of one.
+        # No progress is kept for environments (nobody reads it) nor beams (their calls sample candidates, not answers).
         is_read = self._episodes is None and not call.num_candidates and pinned is None
         if self._progress is not None and request.answer is not None and is_read:
             self._progress.begin(internal_name, *request.answer)

@@ -25,8 +25,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megatron_rl import spans
+from megatron_rl.rollout.coroutine import resolve
 from megatron_rl.rollout.request_queue import RequestQueue
-from megatron_rl.rollout.routine import resolve
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -20,9 +20,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl import spans
+from megatron_rl.rollout.coroutine import resolve
 from megatron_rl.rollout.kv_budget import KvBudget
 from megatron_rl.rollout.program import Call
-from megatron_rl.rollout.routine import resolve
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

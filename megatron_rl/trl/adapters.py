@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from megatron_rl.trl.telling import tell
+from megatron_rl.trl.notices import tell
 
 DEFAULTS = {"r": 8, "lora_alpha": 8, "target_modules": None, "use_rslora": False}
 """PEFT's."""
@@ -108,7 +108,7 @@ def _table_of_peft() -> Mapping[str, Any]:
 
 
 def _defaults(peft_config: Any) -> dict[str, Any]:
-    """The values that the fields of a configuration have if a script does not set them."""
+    """The default values of a configuration's fields."""
     found: dict[str, Any] = {}
     for one in fields(peft_config) if is_dataclass(peft_config) else ():
         if one.default is not MISSING:

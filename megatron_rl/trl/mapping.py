@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from megatron_rl.trl.notices import tell
 from megatron_rl.trl.step_sizes import StepSizes
-from megatron_rl.trl.telling import tell
 
 TRACKERS = ("wandb", "tensorboard", "mlflow")
 OTHER_TRACKERS = (

@@ -84,10 +84,10 @@ class GivenModel:
 
     @property
     def tokenizer(self) -> Any:
-        """The given one, or the model's own.
+        """The tokenizer that the script gave, or the model's own.
 
         Raises:
-            ValueError: the model is an object whose own one cannot be found.
+            ValueError: the model is an object whose tokenizer cannot be found.
         """
         if self._tokenizer is None:
             from transformers import AutoTokenizer

@@ -16,7 +16,7 @@ from megatron_rl.trl.step_sizes import StepSizes
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the trainer of a script was given."""
+    """The arguments that a script gave to its trainer."""
 
     args: Any
     model: GivenModel

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.trl.telling import tell
+from megatron_rl.trl.notices import tell
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,18 @@ from transformers.trainer_utils import TrainOutput
 from megatron_rl.api import Inputs, Run, holds_run, start
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.trl.adapters import adapters_of
+from megatron_rl.trl.after_training import Accelerator, Finished
 from megatron_rl.trl.callbacks import Callbacks
 from megatron_rl.trl.configuration import GRPOConfig, as_arguments
 from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.evaluation import evaluated
-from megatron_rl.trl.finished import Accelerator, Finished
 from megatron_rl.trl.metrics import named
 from megatron_rl.trl.models import GivenModel
+from megatron_rl.trl.notices import tell
 from megatron_rl.trl.progress import RunProgress
 from megatron_rl.trl.rewards import GivenRewards
 from megatron_rl.trl.rows import joined
 from megatron_rl.trl.sections import Given
-from megatron_rl.trl.telling import tell
 
 T = TypeVar("T")
 REFUSED = {

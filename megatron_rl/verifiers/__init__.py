@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.verifiers.compose import RewardSet, Scored, answers_of, weighted_sum
-from megatron_rl.verifiers.imported import TrainerState
+from megatron_rl.verifiers.function_calls import TrainerState
+from megatron_rl.verifiers.reward_set import RewardSet, Scored, answers_of, weighted_sum
 
 __all__ = ["RewardSet", "Scored", "TrainerState", "answers_of", "weighted_sum"]

@@ -18,11 +18,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_rl.config.raised import printable, traced
+from megatron_rl.config.exception_text import printable, traced
 from megatron_rl.config.rewards import ComputeScoreReward
 from megatron_rl.types import Tokenizer, Verdict
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_json, as_number
+from megatron_rl.verifiers.function_calls import ImportedFunction, Logged, TrainerState, as_json, as_number
 from megatron_rl.verifiers.truth import is_missing
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from megatron_rl.verifiers.mathematics.plain_number import SCALES
 from megatron_rl.verifiers.truth import composed, texts_of
 
 MAX_CHARACTERS = 400
-"""The number of characters of an answer that are kept to count majorities."""
+"""Answers are cut to this number of characters before they are counted for majorities."""
 # A minus sign belongs to a number if no digit and no letter is before it (the last number of 7-3 is 3, and of COVID-19
 # 19), a comma or another sign if it separates thousands, and a full stop before the digits if no word or other full
 # stop ends there. The digits of units (km2, m^2) are no numbers. Unreadable are a decimal comma, which may as well

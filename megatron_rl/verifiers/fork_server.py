@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.raised import place, said
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.processes import STACKS
 from megatron_rl.types import Verdict
 

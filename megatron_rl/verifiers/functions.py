@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from megatron_rl.config.raised import traced
+from megatron_rl.config.exception_text import traced
 from megatron_rl.config.rewards import FunctionReward
 from megatron_rl.types import Tokenizer, Verdict
 from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_plain
+from megatron_rl.verifiers.function_calls import ImportedFunction, Logged, TrainerState, as_plain
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ValidationError
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.types import Tokenizer, Verdict
 from megatron_rl.verifiers.answer import Answer, judged_text
-from megatron_rl.verifiers.imported import Logged, TrainerState
+from megatron_rl.verifiers.function_calls import Logged, TrainerState
 
 BACKOFF_S = 0.5
 """The time before the second request for an answer. It doubles with each further one, up to LONGEST_BACKOFF_S, and a

@@ -14,14 +14,12 @@ learn that it is worth it. All files depend only on the seed. Training and held-
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3, write_task_of
+from megatron_rl.recipes.tiny.model import write_random_qwen3, write_rows, write_task_of
 
 TURNS = ["<user>", "<assistant>", "<tool>"]
 CALL = ["<tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
@@ -56,20 +54,14 @@ def write_task(folder: Path, seed: int = 0) -> None:
     """Write train.jsonl, eval.jsonl, demonstrations.jsonl and model/ (random weights) into the folder."""
     rng = random.Random(seed)
     pairs = rng.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], NUM_TRAIN + NUM_EVAL)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def write(name: str, rows: list[dict[str, Any]]) -> None:
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def question(a: int, b: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"{a}*{b}"}]
 
     questions = [{"messages": question(a, b), "ground_truth": str(a * b)} for a, b in pairs]
-    write("train.jsonl", questions[:NUM_TRAIN])
-    write("eval.jsonl", questions[NUM_TRAIN:])
     chosen = [rng.choice(pairs[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
     rows = [{"messages": question(a, b) + demonstration(a, b, rng), "tools": TOOLS} for a, b in chosen]
-    write("demonstrations.jsonl", rows)
+    write_rows(folder, questions[:NUM_TRAIN], questions[NUM_TRAIN:], rows)
     write_model(folder / "model", seed)
 
 

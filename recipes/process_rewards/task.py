@@ -15,13 +15,12 @@ and less after a wrong one. All files depend only on the seed. Training and held
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3, write_task_of
+from megatron_rl.recipes.tiny.model import write_model, write_rows, write_task_of
 
 VOCABULARY = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *"0123456789+=# "]
 DIGITS, SLIP = 5, 0.5
@@ -60,33 +59,11 @@ def write_task(folder: Path, seed: int = 0) -> None:
     first, last = 10 ** (DIGITS - 1), 10**DIGITS - 1
     drawn = dict.fromkeys((rng.randint(first, last), rng.randint(first, last)) for _ in range(2 * NUM_TRAIN))
     pairs = list(drawn)[: NUM_TRAIN + NUM_EVAL]
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def write(name: str, rows: list[dict[str, str]]) -> None:
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
     questions = [{"prompt": question(a, b), "ground_truth": str(a + b), "dataset": "addition"} for a, b in pairs]
-    write("train.jsonl", questions[:NUM_TRAIN])
-    write("eval.jsonl", questions[NUM_TRAIN:])
     chosen = [rng.choice(pairs[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
-    write(
-        "demonstrations.jsonl", [{"prompt": question(a, b), "completion": demonstration(a, b, rng)} for a, b in chosen]
-    )
-    write_model(folder / "model", seed)
-
-
-def write_model(folder: Path, seed: int) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")  # type: ignore[no-untyped-call]
-    # They are no special tokens, so that people and verifiers see them in the text.
-    fast.add_tokens(["<think>", "</think>"])
-    fast.save_pretrained(folder)
-    write_random_qwen3(folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=128)
+    demonstrations = [{"prompt": question(a, b), "completion": demonstration(a, b, rng)} for a, b in chosen]
+    write_rows(folder, questions[:NUM_TRAIN], questions[NUM_TRAIN:], demonstrations)
+    write_model(folder / "model", seed, VOCABULARY, ["<think>", "</think>"], num_positions=128)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

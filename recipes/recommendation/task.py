@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3, write_task_of
+from megatron_rl.recipes.tiny.model import write_model, write_rows, write_task_of
 
 CODES = 8
 """The number of codes of each level."""
@@ -95,33 +95,13 @@ def write_task(folder: Path, seed: int = 0) -> None:
     rng = random.Random(seed)
     every = [User(a, b) for a in CATALOGUE for b in CATALOGUE if a.genre != b.genre]
     users = rng.sample(every, NUM_TRAIN + NUM_EVAL)
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def write(name: str, rows: list[dict[str, object]]) -> None:
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    (folder / "items.json").write_text(json.dumps([item.tokens for item in CATALOGUE]))
-    rows: list[dict[str, object]] = [{"prompt": user.prompt, "items": user.items} for user in users]
-    write("train.jsonl", rows[:NUM_TRAIN])
-    write("eval.jsonl", rows[NUM_TRAIN:])
+    rows = [{"prompt": user.prompt, "items": user.items} for user in users]
     chosen = [rng.choice(users[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
-    write("demonstrations.jsonl", [{"prompt": u.prompt, "completion": demonstration(u, rng)} for u in chosen])
-    write_model(folder / "model", seed)
-
-
-def write_model(folder: Path, seed: int) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+    demonstrations = [{"prompt": user.prompt, "completion": demonstration(user, rng)} for user in chosen]
+    write_rows(folder, rows[:NUM_TRAIN], rows[NUM_TRAIN:], demonstrations)
+    (folder / "items.json").write_text(json.dumps([item.tokens for item in CATALOGUE]))
     own = [THINK, CLOSE, ITEM, *(f"<{level}_{code}>" for level in LEVELS for code in range(CODES))]
-    vocabulary = ["<pad>", "<eos>", "<unk>", *own]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")  # type: ignore[no-untyped-call]
-    fast.add_tokens(own)  # they are no special tokens, so that people and rewards see them in the text
-    fast.save_pretrained(folder)
-    write_random_qwen3(folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=64)
+    write_model(folder / "model", seed, ["<pad>", "<eos>", "<unk>", *own], own, num_positions=64)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,10 +1,15 @@
-"""The tiny Qwen3 of the CPU runs, with two layers and random weights. Each task has its own vocabulary."""
+"""The tiny Qwen3 of the CPU runs, with two layers and random weights, and what the tasks write for it. Each task has
+its own vocabulary."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 def write_random_qwen3(
@@ -39,6 +44,35 @@ def write_random_qwen3(
         max_position_embeddings=max_position_embeddings,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
+
+
+def write_model(folder: Path, seed: int, vocabulary: Sequence[str], added: Sequence[str], num_positions: int) -> None:
+    """Write such a model with a tokenizer whose tokens are single characters and the texts `added`.
+
+    Args:
+        added: they are no special tokens, so that people and rewards see them in the text.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.add_tokens(list(added))  # they are no special tokens, so that people and rewards see them in the text
+    fast.save_pretrained(folder)
+    write_random_qwen3(
+        folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=num_positions
+    )
+
+
+def write_rows(folder: Path, train: Rows, heldout: Rows, demonstrations: Rows) -> None:
+    """Write train.jsonl, eval.jsonl and demonstrations.jsonl."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in (("train", train), ("eval", heldout), ("demonstrations", demonstrations)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_task_of(doc: str | None, write_task: Callable[..., object], arguments: Sequence[str] | None) -> int:

@@ -226,7 +226,7 @@ def built(config: Any) -> Any:
 def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
     """The recordings of all ranks of an engine against the family's table."""
     from megatron_rl.bridge import receiver
-    from megatron_rl.bridge.recording import record_loading
+    from megatron_rl.bridge.vllm_loaders import record_loading
 
     folder = folder_of(name, MODELS[name], home)
     axes = {name: value for name, value in options.items() if name != "quantization"}

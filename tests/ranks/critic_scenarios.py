@@ -13,7 +13,7 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, load_weights
 from megatron_rl.algorithms.value_objective import ValueObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.config.value import ValueLossConfig
+from megatron_rl.config.value_loss import ValueLossConfig
 from megatron_rl.layout import critic_shape, read_shape
 
 

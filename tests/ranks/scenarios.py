@@ -27,7 +27,7 @@ from shares import TrainSample, share_of
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.adapter_folders import export_adapters, load_adapters
 from megatron_rl.actor.attention import packed_sequences
-from megatron_rl.actor.copied import copied_to_all_ranks
+from megatron_rl.actor.gradient_sum import copied_to_all_ranks
 from megatron_rl.actor.inspection import gradient_of, token_numbers
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import pack

@@ -49,5 +49,5 @@ def test_gradients_that_lie_in_columns_are_summed_over_the_ranks(trainers):
     mine = np.arange(6, dtype=np.float32).reshape(3, 2).T
     for rank, (ours, megatrons) in enumerate(trainers.run("gradient_in_columns", 2)):
         np.testing.assert_array_equal(ours, 2 * mine + 10)
-        # If this fails, Megatron sums them too, and actor/copied.py is not needed.
+        # If this fails, Megatron sums them too, and actor/gradient_sum.py is not needed.
         np.testing.assert_array_equal(megatrons, mine + 10 * rank)

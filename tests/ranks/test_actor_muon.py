@@ -22,7 +22,7 @@ from megatron_rl.config.policy import MegatronConfig
 from megatron_rl.convert import target
 from megatron_rl.convert.forms import hub_tensors
 from megatron_rl.convert.source import open_checkpoint
-from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.types import Mesh
 
 NUM_UPDATES = 3

@@ -22,11 +22,11 @@ from vllm.model_executor.models import registry
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names as absent_layers_by_id
 from vllm.v1.engine import llm_engine
 
-from megatron_rl.bridge.recording import record_loading
+from megatron_rl.bridge.vllm_loaders import record_loading
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording, read_shape
-from megatron_rl.layout.interleaved import are_zeros, described
+from megatron_rl.layout.interleaving import are_zeros, described
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.types import ModelShape

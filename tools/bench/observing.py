@@ -131,7 +131,7 @@ def measured(folder: Path, number: int, modes: Sequence[str], given: Sequence[st
 
 def run(mode: str, folder: Path, steps: int, settings: Sequence[str]) -> int:
     """The demo in this process, in one mode."""
-    from megatron_rl.cluster import observing
+    from megatron_rl.cluster import watchers
     from megatron_rl.commands import grpo
     from megatron_rl.recipes.tiny.demo import WARM_START
     from megatron_rl.recipes.tiny.task import write_task
@@ -139,7 +139,7 @@ def run(mode: str, folder: Path, steps: int, settings: Sequence[str]) -> int:
     write_task(folder / "task")
     observe = "[]"
     if mode == "off":
-        observing.observe_run = lambda config, sink, groups: None
+        watchers.observe_run = lambda config, sink, groups: None
     elif mode == "all":
         traced = ", ".join(map(str, range(steps)))
         observe = f"[{{kind: prometheus, port: {PORT}, engines: true}}, {{kind: trace, steps: [{traced}]}}]"

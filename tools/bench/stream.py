@@ -1,9 +1,7 @@
 """Measure what the driver costs, with stubs in place of vLLM and of the trainer. Everything else is the same as in a
-run: Ray, admission, the verifiers' process, the journal, the plan of a step, the store of tokens, the bridge's joining.
+run: Ray, the verifiers' process, the plan of a step, the store of tokens, the bridge's joining.
 
     rate          groups of 8 short answers come at a steady rate: the cores that driver and verifier use
-    hour          as many answers as come in an hour at 1,000 a second, as fast as they can: the driver's memory
-    in flight     100,000 requests under way at once: the time to ask for them, and until a step has the first batch
     step          one step of 1,024 GPUs, half of them engines: the driver's seconds, and what the trainer's ranks fetch
     joining       all ranks of 1,024 GPUs join the bridge, as threads of one process, until they agree
 
@@ -18,7 +16,6 @@ names of its clients: if no name server answers, `RES_OPTIONS="timeout:1 attempt
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import logging
 import os
@@ -52,19 +49,15 @@ from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.load import validate
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.data import ShuffledStream
 from megatron_rl.layout import Engines
-from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.shares import deal
-from megatron_rl.loop.stopping import NEVER
-from megatron_rl.ports import Ports
 from megatron_rl.recipes.tiny.task import write_task
 from megatron_rl.rollout.backend import EngineSpec
-from megatron_rl.tools.bench.rollout import Quiet, cpu_seconds
+from megatron_rl.tools.bench.rollout import cpu_seconds
 from megatron_rl.types import Credit, GroupRequest, ModelShape, Phase, Prompt, Rollout, Share, StepBatch, Tokens
 
 SAMPLES, SHORT = 8, {"ground_truth": "1", "median": 20, "sigma": 0.0}
-"""The number of answers to a prompt, and the columns of its row in the first three modes. Answers have a lognormal
+"""The number of answers to a prompt, and the columns of its row at a steady rate. Answers have a lognormal
 number of tokens."""
 STEP_SAMPLES, LONG, LONGEST = 16, {"ground_truth": "1", "median": 4096, "sigma": 0.9}, 16_384
 """The same of a step, and the largest number of tokens."""
@@ -74,14 +67,12 @@ NUM_ENGINES, NUM_RANK_PROCESSES = 8, 16
 TENSOR, PIPELINE, ENGINE_TENSOR = 4, 4, 8
 SHAPE = ModelShape("qwen3", 64, 5120, 64, 8, 128, 25600, 151936, 1e6, 1e-6, 40960, False)
 """Qwen3-32B and its layout."""
-HELD = "held"
-"""While the model's folder has this file, engines do not answer."""
-MODES = ("rate", "hour", "in flight", "step", "joining")
+MODES = ("rate", "step", "joining")
 
 
 class StubEngine:
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec, self.weights, self.alive = spec, self, True
+        self.weights, self.alive = self, True
 
     async def start(self) -> None:
         pass
@@ -92,8 +83,6 @@ class StubEngine:
     async def answer(
         self, ticket: int, asked: GroupRequest, samples: range, *others: object
     ) -> tuple[list[tuple[Rollout, Tokens]], list[tuple[Rollout, Tokens]]]:
-        while (Path(self._spec.model.path) / HELD).exists():
-            await asyncio.sleep(0.05)
         num_prompt, wanted = len(asked.prompt.token_ids), asked.prompt.columns
         rng = np.random.default_rng(asked.number)
         drawn = rng.lognormal(np.log(wanted["median"]), wanted["sigma"], asked.num_samples)
@@ -119,9 +108,9 @@ class StubTrainer:
         return sum(len(tokens.ids) for tokens in fetch(share.tokens, with_routes=True))
 
 
-def configuration(folder: Path, name: str, prompts: int, max_lag: int, num_steps: int, **more: int) -> GrpoRunConfig:
+def configuration(folder: Path, prompts: int, samples: int, max_lag: int) -> GrpoRunConfig:
     values = {
-        "run": {"name": name, "folder": str(folder), "steps": num_steps},
+        "run": {"name": "run", "folder": str(folder), "steps": 1},
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "data": {"train": "none"},
         "balance": {"max_tokens_per_microbatch": 2 * LONGEST},
@@ -129,39 +118,35 @@ def configuration(folder: Path, name: str, prompts: int, max_lag: int, num_steps
         "rollout": {
             "backend": "megatron_rl.tools.bench.stream:StubEngine",
             "prompts_per_step": prompts,
-            "samples_per_prompt": SAMPLES,
+            "samples_per_prompt": samples,
             "num_engines": NUM_ENGINES,
             "max_prompt_tokens": 8,
             "max_response_tokens": LONGEST,
             "max_lag": max_lag,
             "delimiter": "",
-            **more,
         },
     }
     return validate(GrpoRunConfig, values)
 
 
 def measure(
-    folder: Path, modes: Collection[str], rate: float, seconds: float, answers: int, in_flight: int, gpus: int
+    folder: Path, modes: Collection[str], rate: float, seconds: float, gpus: int
 ) -> dict[str, dict[str, float]]:
     """What `--help` describes, but for joining. Ray runs.
 
     Args:
         folder: has the demo's model; the runs write into it.
     """
-    config = configuration(folder, "hour", 128, 1, -(-answers // (128 * SAMPLES)))
+    config = configuration(folder, 128, SAMPLES, 1)
     logs, placement, restarts = folder / "logs", RayPlacement(config), Restarts(0)
     engines = EngineGroup(config, logs, placement, restarts, loads_weights=True)
     verifiers = VerifierGroup(config, logs, placement, restarts)
     engines.wait()
     verifiers.wait()
     stream = RayStream(config, engines, verifiers)
-    many_config = configuration(folder, "many", in_flight // SAMPLES // 4, 3, 4)
-    step_config = configuration(folder, "step", gpus // 2, 0, 1, samples_per_prompt=STEP_SAMPLES)
+    step_config = configuration(folder, gpus // 2, STEP_SAMPLES, 0)
     works: dict[str, Callable[[], dict[str, float]]] = {
         "rate": lambda: at_a_rate(stream, verifiers, rate / SAMPLES, seconds),
-        "hour": lambda: an_hour(config, stream),
-        "in flight": lambda: many(many_config, stream),
         "step": lambda: a_step(step_config, RayStream(step_config, engines, verifiers), gpus // 2),
     }
     results = {mode: work() for mode, work in works.items() if mode in modes}
@@ -187,43 +172,6 @@ def at_a_rate(stream: RayStream, verifiers: VerifierGroup, rate: float, seconds:
         done += len(stream.collect(0).groups)
     cores = {f"{name}_cores": (after[name] - before[name]) / now for name in processes}
     return {"answers_per_s": SAMPLES * asked / now, **cores}
-
-
-def an_hour(config: GrpoRunConfig, stream: RayStream) -> dict[str, float]:
-    source, driver = source_of(config, stream), psutil.Process()
-    memory: list[float] = []
-    start = time.perf_counter()
-    for step in range(config.run.steps):
-        source.pushed(step)
-        source.next(step)
-        memory.append(driver.memory_info().rss / 2**20)
-        if step % 50 == 0:  # the journal of older versions is removed when there is a checkpoint
-            (config.run_folder / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
-    seconds = time.perf_counter() - start
-    return {
-        "answers": config.run.steps * 128 * SAMPLES,
-        "answers_per_s": config.run.steps * 128 * SAMPLES / seconds,
-        "mib_after_a_tenth": memory[len(memory) // 10],
-        "mib_at_the_end": memory[-1],
-    }
-
-
-def many(config: GrpoRunConfig, stream: RayStream) -> dict[str, float]:
-    """All groups of four batches are under way at once; no engine answers before all have been asked for."""
-    source, held = source_of(config, stream), Path(config.model.path) / HELD
-    held.touch()
-    start = time.perf_counter()
-    source.pushed(0)
-    asked_s = time.perf_counter() - start
-    held.unlink()
-    start = time.perf_counter()
-    source.next(0)
-    answers = config.rollout.prompts_per_step * SAMPLES
-    return {
-        "requests": 4.0 * answers,
-        "ask_ms_a_request": 1e3 * asked_s / (4 * answers),
-        "take_ms_an_answer": 1e3 * (time.perf_counter() - start) / answers,
-    }
 
 
 def a_step(config: GrpoRunConfig, stream: RayStream, num_ranks: int) -> dict[str, float]:
@@ -292,12 +240,6 @@ def join(gpus: int) -> dict[str, float]:
     return {"ranks": float(setup.world_size), "plan_s": planned - start, "join_s": seconds}
 
 
-def source_of(config: GrpoRunConfig, stream: RayStream) -> EngineSource:
-    prompts = ShuffledStream(rows(1000, SHORT), config.rollout.prompts_per_step, seed=0)
-    ports = Ports(None, None, stream)  # type: ignore[arg-type]
-    return EngineSource(config, ports, prompts, [], Quiet(), NEVER)  # type: ignore[arg-type]
-
-
 def rows(count: int, columns: Mapping[str, Any]) -> list[Prompt]:
     return [Prompt(f"row {i}", (5, 6, 7), "", columns) for i in range(count)]
 
@@ -306,8 +248,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=1000.0, help="answers a second of the steady rate")
     parser.add_argument("--seconds", type=float, default=30.0, help="how long they come at this rate")
-    parser.add_argument("--answers", type=int, default=3_600_000, help="the number of answers of the hour")
-    parser.add_argument("--in-flight", type=int, default=100_000, help="the number of requests under way at once")
     parser.add_argument("--gpus", type=int, default=1024, help="the GPUs of the step and of the joining, 32 x N")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -319,8 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.OBJECT_STORE_BYTES = STORE_BYTES
         with tempfile.TemporaryDirectory() as name, session.ray_session(ClusterConfig(), 1, Path(name, "logs")):
             write_task(Path(name))
-            sizes = (args.rate, args.seconds, args.answers, args.in_flight, args.gpus)
-            results |= measure(Path(name), args.modes, *sizes)
+            results |= measure(Path(name), args.modes, args.rate, args.seconds, args.gpus)
     if "joining" in args.modes:
         results["joining"] = join(args.gpus)
     if args.json:

@@ -9,12 +9,12 @@ layout the following ways run in turns, and the best turn of each counts:
     memcpy         each engine rank copies as many bytes as it receives
     shared memory  the push through memory that both sides map
 
-`replayed` is what bridge/replay.py predicts for a push, with parameters that are measured in the same run: the rate of
-a link comes from the plain way (the bytes of the fullest link divided by the time); a message takes at each end the
-additional CPU seconds of a push over the plain way, times the number of ranks that share a core; and an answer is timed
-between two ranks. The tool fails if the bridge leaves different bits in an engine. Peak memory is the largest memory of
-a rank (VmHWM) from before joining until the end of the first push, minus its memory before joining, and without the
-buffers of other ranks that an engine rank maps.
+`replayed` is what bridge/push_simulation.py predicts for a push, with parameters that are measured in the same run: the
+rate of a link comes from the plain way (the bytes of the fullest link divided by the time); a message takes at each end
+the additional CPU seconds of a push over the plain way, times the number of ranks that share a core; and an answer is
+timed between two ranks. The tool fails if the bridge leaves different bits in an engine. Peak memory is the largest
+memory of a rank (VmHWM) from before joining until the end of the first push, minus its memory before joining, and
+without the buffers of other ranks that an engine rank maps.
 
 With --links every rank has a node of its own: network namespaces whose cables have a known rate in both directions. The
 push is then compared with its bound, the bytes of the fullest link at this rate. This needs root, ip and tc.
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.bridge.line import SLOTS
-from megatron_rl.bridge.replay import Costs, StretchSize, all_stretches, replay
+from megatron_rl.bridge.push_simulation import Costs, StretchSize, all_stretches, replay
 from megatron_rl.bridge.setup import BUCKET_BYTES, BridgeSetup
 from megatron_rl.layout import Engines, Links, TransferPlan, read_shape
 from megatron_rl.layout.traffic import traffic

@@ -32,7 +32,7 @@ from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.line import MessageGroup
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.config.shipped import PACKAGE
+from megatron_rl.config.package_files import PACKAGE
 from megatron_rl.layout import TransferPlan, megatron_shards, vllm_shards
 from megatron_rl.layout.shards import local_extents
 

@@ -41,8 +41,8 @@ class Replay:
         self._layer = layer
         self._routes: Routes | None = None
         self.counts = torch.zeros(2, dtype=torch.int64, device=platform.device())
-        """The number of this rank's choices that were replayed in passes with gradients, and of those among them that
-        the router would not have made."""
+        """Two numbers over the passes with gradients: the choices of experts that this rank replayed, and how many of
+        them its router would not have made."""
 
     def take_routes(self, layer: torch.nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Take the choices of the micro-batch that the layer is about to compute."""

@@ -26,10 +26,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from megatron_rl import spans
+from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.optimizer.intervals import COPY, Interval, IntervalState, intervals
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, Norms, belongs_to_head, gradient_square
 from megatron_rl.actor.state import named_parameters
-from megatron_rl.actor.switches import build
 from megatron_rl.config.policy import PolicyConfig
 
 

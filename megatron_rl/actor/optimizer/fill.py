@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.convert.pieces import interval_boxes, interval_view
 from megatron_rl.convert.source import Source
-from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.layout import Shard
 from megatron_rl.layout.shards import intersect, translate
 

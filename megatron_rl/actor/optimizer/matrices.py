@@ -152,7 +152,7 @@ def _exchange(
     wholes: Mapping[int, Tensor],
     to_workers: bool,
 ) -> None:
-    """Send intervals to the workers, or back."""
+    """Send the owners' intervals to the worker of each matrix, or the results back to the owners."""
     operations: dict[dist.ProcessGroup, list[dist.P2POp]] = {}
     for number, split in shared.items():
         worker = split.worker.rank

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.losses import FunctionLoss
-from megatron_rl.config.raised import place, said
 
 
 def function_loss(cfg: FunctionLoss) -> TokenLoss:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.layout.checked import flag, number, size
+from megatron_rl.layout.config_values import flag, number, size
 from megatron_rl.layout.families.rows import mixture_rows
 from megatron_rl.layout.multi_token import MultiTokenHead, head_rows
 from megatron_rl.layout.rule import HfTensor, Rule

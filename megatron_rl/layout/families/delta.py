@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.checked import kinds_of_layers, number, size, whole_numbers
+from megatron_rl.layout.config_values import kinds_of_layers, number, size, whole_numbers
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, HEAD_NORMS, INPUT_NORM, QKV_WEIGHT
 from megatron_rl.layout.families.windows import FULL
 from megatron_rl.layout.family import DESCRIBED

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.layout.checked import flag
+from megatron_rl.layout.config_values import flag
 from megatron_rl.layout.families.biased_mixture import (
     BIASED_MIXTURE,
     TOKEN_AFTER_NEXT,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.layout.checked import size
+from megatron_rl.layout.config_values import size
 from megatron_rl.layout.families.rows import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -25,7 +25,7 @@ from megatron_rl.layout.families.rows import (
 )
 from megatron_rl.layout.families.windows import window
 from megatron_rl.layout.family import ALL_ENDS, DESCRIBED, Family
-from megatron_rl.layout.interleaved import every
+from megatron_rl.layout.interleaving import every
 from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, HEADS, ONCE, REPLICATED, ROWS
 from megatron_rl.layout.view import InFile

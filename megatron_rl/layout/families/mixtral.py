@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.checked import size
+from megatron_rl.layout.config_values import size
 from megatron_rl.layout.families.rows import ENDS, LLAMA_ATTENTION, mixture_rows
 from megatron_rl.layout.families.windows import all_layers
 from megatron_rl.layout.family import ALL_ENDS, Family

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.checked import size
+from megatron_rl.layout.config_values import size
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
     DESCRIBED_DELTA,

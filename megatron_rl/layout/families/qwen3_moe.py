@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.checked import flag, size, whole_numbers
+from megatron_rl.layout.config_values import flag, size, whole_numbers
 from megatron_rl.layout.families.qwen3 import QWEN3
 from megatron_rl.layout.families.rows import ENDS, mixture_rows
 from megatron_rl.layout.families.windows import all_layers_if_switched_on

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_rl.layout.checked import flag, size
+from megatron_rl.layout.config_values import flag, size
 from megatron_rl.layout.families.delta import (
     DELTA_ROWS,
     DESCRIBED_DELTA,

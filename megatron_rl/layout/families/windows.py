@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.checked import flag, kinds_of_layers, size
+from megatron_rl.layout.config_values import flag, kinds_of_layers, size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The entries of `layer_types` for layers without a window and with it."""

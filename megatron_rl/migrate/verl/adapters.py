@@ -105,7 +105,7 @@ def _of_section(settings: Settings, prefix: str, section: str, ours: str, value:
 
 
 def _values(settings: Settings, prefix: str, targets: Any) -> tuple[dict[str, Any], str]:
-    """The section's values, and what differs.
+    """The values of the section `lora`, and how they differ from verl's.
 
     Raises:
         ValueError: the folder of adapters cannot be used.

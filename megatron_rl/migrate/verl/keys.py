@@ -107,7 +107,7 @@ def old_name(key: str) -> str:
 
 
 def row_of(key: str) -> TableRow | None:
-    """The row of a key: its own, or of the nearest section that it is in; None if verl has no such key."""
+    """The table's row for a key: its own row, or its nearest section's; None if verl has no such key."""
     if key in BY_KEY:
         return BY_KEY[key]
     if "@" in key:

@@ -192,7 +192,7 @@ def _nearest(layouts: list[Layout], config: GrpoRunConfig, settings: Settings) -
 
 
 def _follow(found: Converted) -> None:
-    """Let the rows say what the configuration has after its layout has changed."""
+    """Update the report's rows to the values that the configuration has now, after its layout was changed to fit."""
     for rows in (found.rows, found.defaults):
         for number, row in enumerate(rows):
             present = {target: value for target in row.to if (value := _value(found, target)) is not None}

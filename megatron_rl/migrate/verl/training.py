@@ -149,7 +149,7 @@ def dtype(settings: Settings, key: str, value: Any) -> Meaning:
 
 
 def trained_in(settings: Settings) -> str:
-    """The type of the numbers that verl's trainer computes with, by our names."""
+    """The compute dtype of verl's trainer, by our names."""
     value = settings[f"{ACTOR}.{DTYPE_OF[settings.engine]}"] if settings.engine in DTYPE_OF else None
     return DTYPES.get(value or "bfloat16", str(value))
 

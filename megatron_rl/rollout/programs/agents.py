@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.environment import AgentEnvironment
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
-from megatron_rl.config.raised import place, said
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import fault_of_reward
 from megatron_rl.environments.calls import Calls, OutOfTime

@@ -97,8 +97,8 @@ class BeamSearch:
         return cls(catalogue, beams.width, prefix, min(beams.candidates, read_shape(folder).vocab_size))
 
     def begin(self, transcript: Transcript, delimiter: Sequence[int]) -> list[Beam]:
-        """Force the prefix after a thought. Returns the first beam, which is empty; none if the model has ended its
-        answer within the thought."""
+        """Force the prefix after a thought. Returns one empty beam, or no beam if the model ended its answer within the
+        thought."""
         if find_delimiter(transcript.ids, delimiter) is None:
             return []
         transcript.force(self.prefix)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config.raised import said
+from megatron_rl.config.exception_text import said
 from megatron_rl.rollout.program import Completion, Transcript
 
 if TYPE_CHECKING:

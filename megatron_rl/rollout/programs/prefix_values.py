@@ -25,13 +25,13 @@ import numpy as np
 
 from megatron_rl.algorithms.utilities import prefix_value, utilities
 from megatron_rl.config.prefix_values import PrefixValues
+from megatron_rl.rollout.coroutine import Coroutine
 from megatron_rl.rollout.program import Samples, find_delimiter
 from megatron_rl.rollout.programs.passages import chapters, split, token_texts
-from megatron_rl.rollout.routine import Routine
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Prompt, Rollout, TokenReward, Tokens
 
-Score = Callable[[Sequence[tuple[Sequence[int], int]]], Routine[list[Sequence[float]]]]
+Score = Callable[[Sequence[tuple[Sequence[int], int]]], Coroutine[list[Sequence[float]]]]
 """Tokens and a number n -> the log-probs of the last n tokens, each given the tokens before it."""
 
 
@@ -48,7 +48,7 @@ class Beginning:
     """The number of the new answer among those from this beginning."""
 
 
-GoOn = Callable[[Prompt, Sequence[Beginning]], Routine[Samples]]
+GoOn = Callable[[Prompt, Sequence[Beginning]], Coroutine[Samples]]
 """A prompt and beginnings of answers to it -> one answer for each."""
 
 
@@ -112,7 +112,7 @@ class PrefixValuer:
         found = split(token_texts(self._tokenizer, thought), cfg.markers, cfg.min_tokens, cfg.max_tokens)
         return [range(start + passage.start, start + passage.stop) for passage in found]
 
-    def rewarded(self, prompt: Prompt, samples: Samples) -> Routine[tuple[Samples, Samples]]:
+    def rewarded(self, prompt: Prompt, samples: Samples) -> Coroutine[tuple[Samples, Samples]]:
         """The answers to a prompt with the rewards of their passages, and no continuations. With `rollouts` or `by:
         trainer` the rewards are still 0, and the continuations will tell them.
 
@@ -154,7 +154,7 @@ class PrefixValuer:
                 probes += [probe(prefix, Branch(i, k), answer) for answer in wanted]
         return probes
 
-    def _branches(self, prompt: Prompt, samples: Samples, passages: Sequence[Sequence[range]]) -> Routine[Samples]:
+    def _branches(self, prompt: Prompt, samples: Samples, passages: Sequence[Sequence[range]]) -> Coroutine[Samples]:
         branches, beginnings = [], []
         for i, ((_, tokens), own) in enumerate(zip(samples, passages, strict=True)):
             for k, passage in enumerate(own):
@@ -167,7 +167,7 @@ class PrefixValuer:
             for branch, (rollout, tokens) in zip(branches, others, strict=True)
         ]
 
-    def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted]) -> Routine[list[float]]:
+    def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted]) -> Coroutine[list[float]]:
         """The value of each prefix."""
         texts = [((*prefix, *answer.before, *answer.ids), len(answer.ids)) for prefix in prefixes for answer in wanted]
         different = list(dict.fromkeys(texts))  # the thoughts of a group may begin alike

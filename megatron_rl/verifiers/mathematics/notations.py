@@ -89,7 +89,7 @@ class TimeOfDay:
     """The seconds since midnight: of two times if only the halves of the day tell them apart."""
     is_marked: bool
     is_sure: bool
-    """Whether it is no ratio: marked with a half of the day, or not in lowest terms."""
+    """Whether it cannot be a ratio, because it has am or pm or is not in lowest terms."""
 
     def is_same(self, other: TimeOfDay) -> bool:
         """The half of the day may be left out, like any other unit."""

@@ -1,8 +1,9 @@
 """Scores a Python program by the unit tests of its row.
 
-Invariants: the program is judged only by values that it returns or prints, outside its process (`tested.py`); each
-test has the full limits for itself, as long as the time of the whole answer lasts, and what has not run by then counts
-as not passed; a row whose tests are broken, and a sandbox that does not work, give an abstention and never the score 0.
+Invariants: the program is judged only by values that it returns or prints, outside its process (`program_tests.py`);
+each test has the full limits for itself, as long as the time of the whole answer lasts, and what has not run by then
+counts as not passed; a row whose tests are broken, and a sandbox that does not work, give an abstention and never the
+score 0.
 
 A program can still guess, because it sees the arguments of a test. Beyond that it can only profit from a weak test. A
 test that compares two objects of the program's own classes asks the program's `__eq__`. A test that computes the

@@ -1,5 +1,5 @@
-"""What a process does to itself before it runs a program that nobody trusts. Only the standard library is used, because
-the process is a bare interpreter that cannot import this package.
+"""Confines the current process before it runs untrusted code. Only the standard library is used, because the process is
+a bare interpreter that cannot import this package.
 
 Invariants: after `confine` the process and its threads cannot start another process, send a signal, gain a privilege,
 raise a limit, change the limit of their CPU time, or see a file that is not listed, and they can write only into their

@@ -1,13 +1,13 @@
 """Runs tests without a program, inside the sandbox: what passes then can hardly judge one. Only the standard library is
-used, as in confined.py."""
+used, as in script.py."""
 
 from __future__ import annotations
 
 import json
 import os
 
-from megatron_rl.verifiers.sandbox.confined import compiled
-from megatron_rl.verifiers.sandbox.tested import passes_with
+from megatron_rl.verifiers.sandbox.program_tests import passes_with
+from megatron_rl.verifiers.sandbox.script import compiled
 
 TYPE_CHECKING = False  # the module typing needs 5 ms for its import
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The messages between a program and its tests. Only the standard library is used, as in confined.py.
+"""The messages between a program and its tests. Only the standard library is used, as in script.py.
 
 Invariants: a message is a line of JSON, so nothing in it can run; `decode` makes only values of builtin types, of
 namedtuples, and of the types in STANDARD and VIEWS, so their operators are Python's own.
@@ -218,8 +218,8 @@ def line_of(error: BaseException) -> int:
 
 
 def sent_error(error: BaseException) -> list[str]:
-    """An error of the tests as JSON: the name of its nearest builtin class, and its text. What an assert says is kept
-    from the program, which could learn from it."""
+    """An error of the tests as JSON: the name of its nearest builtin class, and its text. Messages of assertions are
+    withheld, because the program could read the expected value."""
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     return [name, "" if isinstance(error, AssertionError) else str(error)]
 
@@ -254,7 +254,7 @@ def sent_exception(error: BaseException) -> list[Any]:
 
 
 def exception_class(module: Any, name: Any, named: set[str]) -> Any:
-    """The class of an exception that the tests can mean; None if there is none.
+    """The exception class with this name that a test may expect; None if there is none.
 
     Args:
         named: the names that the test uses. Another class of the standard library would only serve the program: with

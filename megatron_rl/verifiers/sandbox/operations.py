@@ -1,5 +1,5 @@
-"""What the tests can ask of an object of the program, in the program's process (`tested.py`). Only the standard library
-is used, as in confined.py."""
+"""What the tests can ask of an object of the program, in the program's process (`program_tests.py`). Only the standard
+library is used, as in script.py."""
 
 from __future__ import annotations
 
@@ -55,4 +55,5 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "aiter": aiter,
     "anext": lambda values: awaited(anext(values)),
 }
-"""An operation -> what does it. `operate` has the name of a function of the module `operator`, or of a builtin one."""
+"""The name of an operation -> its implementation. `operate` has the name of a function of the module `operator`, or of
+a builtin one."""

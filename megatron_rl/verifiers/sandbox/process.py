@@ -1,9 +1,9 @@
 """Runs a program that nobody trusts in a process of its own, under limits that the kernel enforces.
 
 Each run starts new processes of a bare Python (`-I -S`: the standard library alone), which confine themselves before
-they run anything (`confinement.py`); what they then do is in `confined.py` and `tested.py`. bubblewrap and nsjail are
-not used, even where they are installed: they make the same namespaces with the same permission of the kernel, and the
-processes that they would kill as a tree cannot exist here.
+they run anything (`confinement.py`); what they then do is in `script.py` and `program_tests.py`. bubblewrap and nsjail
+are not used, even where they are installed: they make the same namespaces with the same permission of the kernel, and
+the processes that they would kill as a tree cannot exist here.
 
 Invariants: a program's process ends with its run, and leaves no process, file, shared memory or socket; the functions
 may be called from any thread and from many processes at once; a sandbox that does not work raises SandboxError. A
@@ -179,7 +179,7 @@ def _run_script(means: Isolation, program: str, text: str, limits: Limits) -> En
         stdin = stack.enter_context(file_of(text.encode(errors="replace")))
         output, stdout = stack.enter_context(pipe())
         errors, stderr = stack.enter_context(pipe())
-        confined = _confined(means, limits, "confined.run_script", program, stdin=stdin, stdout=stdout, stderr=stderr)
+        confined = _confined(means, limits, "script.run_script", program, stdin=stdin, stdout=stdout, stderr=stderr)
         process = stack.enter_context(confined)
         stdout.close()
         stderr.close()
@@ -200,7 +200,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits, imports: bool 
 
     Args:
         tests: Python texts, which call the functions of the program and judge the results with `assert`.
-        imports: whether the program may use `confined.IMPORTED` without an import.
+        imports: whether the program may use `script.IMPORTED` without an import.
 
     Raises:
         SandboxError: the program or its tests could not be run.
@@ -211,9 +211,9 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits, imports: bool 
         replies, reply = stack.enter_context(pipe())
         report, results = stack.enter_context(pipe())
         texts = [[test, sorted(classes_of(test))] for test in tests]
-        role, text = f"tested.serve_{'solution' if imports else 'program'}", json.dumps(texts)
+        role, text = f"program_tests.serve_{'solution' if imports else 'program'}", json.dumps(texts)
         runner = stack.enter_context(_confined(means, limits, role, program, requests, reply))
-        judge = stack.enter_context(_confined(means, limits, "tested.run_tests", text, replies, ask, results))
+        judge = stack.enter_context(_confined(means, limits, "program_tests.run_tests", text, replies, ask, results))
         for end in (requests, ask, replies, reply, results):
             end.close()
         runner.wait_until_ready()
@@ -289,7 +289,7 @@ class _Process:
         """Why the process ended; empty if it has not ended, or with the exit status 0.
 
         Raises:
-            SandboxError: it was killed, and not for what it did.
+            SandboxError: it was killed from outside, and not by one of its own limits.
         """
         code = self._process.returncode
         if code is None or code >= 0:
@@ -378,9 +378,9 @@ def _visible() -> list[str]:
 
 
 MODULES = {
-    "confined": "confinement confined",
-    "idle": "confinement messages confined operations remote tested idle",
-    "tested": "confinement messages confined operations remote tested",
+    "script": "confinement script",
+    "idle": "confinement messages script operations remote program_tests idle",
+    "program_tests": "confinement messages script operations remote program_tests",
 }
 """For the module of a role, the modules to load, in order."""
 

@@ -1,5 +1,5 @@
-"""What the tests hold in the place of an object of the program (`tested.py`). Only the standard library is used, as in
-confined.py.
+"""What the tests hold in the place of an object of the program (`program_tests.py`). Only the standard library is used,
+as in script.py.
 
 Invariant: no operand of a comparison with what is no object of the program is sent to the program, also not by an
 operator that comes before (`abs(f(1) - 2) < 1e-6`); so the program cannot learn what is expected, nor judge itself.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-    from megatron_rl.verifiers.sandbox.tested import TestedProgram
+    from megatron_rl.verifiers.sandbox.program_tests import TestedProgram
 
 
 JUDGES = frozenset(
@@ -183,7 +183,7 @@ def comparison_of(name: str) -> Callable[..., Any]:
 
 
 def conversion_of(name: str) -> Callable[..., Any]:
-    """It has no operand that could tell what is expected."""
+    """Conversions take no operand, so they cannot reveal the expected value."""
     return lambda self, *options: self._program.ask("operate", name, self, *options)
 
 

@@ -1,8 +1,7 @@
 """Tests that can judge no program, found by reading them: what `code.verify` and the check before a run share.
 
-Invariants (tests/unit/verifiers): a test is only read here, and never run; what a right program can pass and a wrong
-one can fail should have no fault, so a rule is about what holds for every program. `suspicion` is for the rest: it
-explains a failure, once a test has failed.
+Invariants (tests/unit/verifiers): a test is only read here, and never run; a test is rejected only if no program can
+pass it, or every program passes it. `suspicion` is for the rest: it explains a failure, once a test has failed.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TypeVar
 
-from megatron_rl.verifiers.sandbox.confined import compiled
 from megatron_rl.verifiers.sandbox.messages import reason_of
+from megatron_rl.verifiers.sandbox.script import compiled
 
 Node = TypeVar("Node", bound=ast.AST)
 

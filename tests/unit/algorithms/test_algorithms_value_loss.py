@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.algorithms.value_loss import explained_variance, value_loss
-from megatron_rl.config.value import ValueLossConfig
+from megatron_rl.config.value_loss import ValueLossConfig
 
 
 def tensor(values, **options) -> torch.Tensor:

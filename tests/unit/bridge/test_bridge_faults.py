@@ -37,9 +37,9 @@ def serve(rank: int, shape: ModelShape, pipe) -> None:
 
     torch.set_num_threads(1)
     if shape == LARGE:
-        from megatron_rl.layout import turns
+        from megatron_rl.layout import route_order
 
-        turns.NUM_BLOCKS = 1  # a route is one turn
+        route_order.NUM_BLOCKS = 1  # a route is one turn
     end = _Trainer(rank, shape) if rank in TRAINERS else _Engine(rank, shape)
     while True:
         method, *arguments = pipe.recv()

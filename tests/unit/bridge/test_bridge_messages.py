@@ -25,7 +25,7 @@ from megatron_rl.bridge.messages import (
     stretches,
 )
 from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights, read_shape, volume
-from megatron_rl.layout.turns import NUM_BLOCKS, order_routes
+from megatron_rl.layout.route_order import NUM_BLOCKS, order_routes
 from megatron_rl.types import Mesh
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
@@ -167,7 +167,7 @@ def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_bl
     Each rank knows its own messages alone, and has the same stretches as the ranks at the other ends of its lines."""
     late = {head for head in range(NUM_HEADS) if head // WORLD in late}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", num_blocks)
+        patch.setattr("megatron_rl.layout.route_order.NUM_BLOCKS", num_blocks)
         sizes = [sum(size for size, _ in messages) for messages in routes.values()]
         turns = dict(zip(routes, order_routes(*zip(*routes, strict=True), sizes) if routes else (), strict=False))
     every = {

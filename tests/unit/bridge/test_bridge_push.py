@@ -315,7 +315,7 @@ def test_many_messages_have_one_answer(mesh, engines, monkeypatch):
     """Every copy is a message. Both ends of a line know the same stretches, though each sees only its own parameters:
     an answer comes for what fits into a buffer, or for a whole turn of what lies in place."""
     monkeypatch.setattr("megatron_rl.bridge.messages.ALONE_BYTES", 1)
-    monkeypatch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", 4)
+    monkeypatch.setattr("megatron_rl.layout.route_order.NUM_BLOCKS", 4)
     with joined(mesh, engines, share_memory=False, bucket_bytes=5000) as ranks:
         for version in (0, 1):
             ranks.learn(version)
@@ -366,7 +366,7 @@ def test_files_carry_a_push_and_the_last_two_versions_stay(tmp_path):
 def test_a_reader_of_files_holds_no_more_than_a_bucket_at_a_time(tmp_path, monkeypatch):
     """Every copy is a message. In the memory of a sender they would lie in place, and a whole turn would be read."""
     monkeypatch.setattr("megatron_rl.bridge.messages.ALONE_BYTES", 1)
-    monkeypatch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", 4)
+    monkeypatch.setattr("megatron_rl.layout.route_order.NUM_BLOCKS", 4)
     with joined(folder=str(tmp_path), bucket_bytes=5000) as ranks:
         [line] = ranks.intakes[0]._lines.values()
         held, take = [], line.take
@@ -487,7 +487,7 @@ def test_an_engine_whose_fed_engine_refuses_fails_too():
 def test_a_spoilt_message_is_seen_by_the_first_push_and_when_asked(share_memory, alone_bytes, monkeypatch):
     """One bit of the second message changes between the checksum and the wire; also in the middle of a stretch."""
     monkeypatch.setattr("megatron_rl.bridge.messages.ALONE_BYTES", alone_bytes)
-    monkeypatch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", 4)
+    monkeypatch.setattr("megatron_rl.layout.route_order.NUM_BLOCKS", 4)
     with joined(share_memory=share_memory, bucket_bytes=5000) as ranks:
         line = ranks.senders[0]._lines[0]
         post, spoil = line.post, [True]

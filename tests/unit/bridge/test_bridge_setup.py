@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_rl.bridge.recording import CopyRecorder
 from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.bridge.vllm_loaders import CopyRecorder
 from megatron_rl.layout import Engines
 from megatron_rl.types import Mesh, ModelShape
 

@@ -93,7 +93,7 @@ def start(placement: RayPlacement, role: str, index: int) -> ray.actor.ActorHand
 
 def wait_for(seconds: float, *names: str, address: str) -> subprocess.CompletedProcess[str]:
     """Run the command that a Slurm job waits with."""
-    command = [sys.executable, "-m", "megatron_rl.cluster.joined", str(seconds), *names]
+    command = [sys.executable, "-m", "megatron_rl.cluster.wait_for_nodes", str(seconds), *names]
     return subprocess.run(command, env=os.environ | {"RAY_ADDRESS": address}, capture_output=True, text=True)
 
 

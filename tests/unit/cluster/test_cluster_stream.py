@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_rl.cluster.asked import IdleTime, deal, largest_part
 from megatron_rl.cluster.deadlines import Deadlines
 from megatron_rl.cluster.payloads import StoredTokens
 from megatron_rl.cluster.process import Process
+from megatron_rl.cluster.running_groups import IdleTime, deal, largest_part
 from megatron_rl.cluster.stream import RayStream
 from megatron_rl.cluster.waiting import leave
 from megatron_rl.types import GroupRequest, Prompt, Rollout, Verdict

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from megatron_rl.config.cluster import ClusterConfig
-from megatron_rl.config.features import KEYS
 from megatron_rl.config.function import ImportPath, load_function
+from megatron_rl.config.key_hints import KEYS
 from megatron_rl.config.load import _locate, load_config, merge, merge_arguments, parse_value, validate
+from megatron_rl.config.package_files import PACKAGE
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.config.section import import_paths
-from megatron_rl.config.shipped import PACKAGE
 
 GOOD = {
     "run": {"name": "x", "steps": 2},

@@ -21,11 +21,11 @@ from torch import Tensor
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
 from megatron_rl.convert.fp8 import quantised
 from megatron_rl.convert.fp8 import rounded as rounded_to_fp8
-from megatron_rl.convert.stored import Maps, dequantised
 from megatron_rl.convert.target import BLOCK_BYTES, blocks
+from megatron_rl.convert.tensor_files import Maps, dequantised
 from megatron_rl.convert.work import _identity
 from megatron_rl.layout import check_model, read_shape
-from megatron_rl.layout.quantised import Blocks
+from megatron_rl.layout.quantisation import Blocks
 from megatron_rl.types import Mesh
 
 PLAIN = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")

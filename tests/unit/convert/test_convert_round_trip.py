@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron_rl.convert import Options, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
 from megatron_rl.convert.forms import rank_tensors
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import blocks
+from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.layout import megatron_shards, padded_vocabulary, read_shape, slices
 
 PIPELINES = [

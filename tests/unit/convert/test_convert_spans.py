@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_rl.convert import Options, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
 from megatron_rl.convert.spans import Written, cut, entry, whole_sources
 from megatron_rl.convert.spans import write as write_span
-from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetTensor, blocks
+from megatron_rl.convert.tensor_files import Maps
 
 FORMS = {
     "open": lambda source: to_open(source),

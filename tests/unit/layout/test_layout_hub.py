@@ -14,7 +14,7 @@ from test_layout_config import DEEPSEEK, LLAMA, QWEN3, read
 
 from megatron_rl.layout import FAMILIES, check_model, read_shape, scan
 from megatron_rl.layout.hub import read_header
-from megatron_rl.layout.quantised import Blocks
+from megatron_rl.layout.quantisation import Blocks
 from megatron_rl.types import Mesh
 
 

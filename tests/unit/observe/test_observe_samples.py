@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.observe import samples_shown
+from megatron_rl.observe import sample_choice
+from megatron_rl.observe.sample_choice import add_explained, shown_samples
 from megatron_rl.observe.samples import Pieces, advantage_of, answer_record, token_table
-from megatron_rl.observe.samples_shown import add_explained, shown_samples
 from megatron_rl.types import Denominators, Group, Prompt, Rollout, Share, TokenReward, TokenRewards, Tokens, Verdict
 
 
@@ -139,20 +139,20 @@ def test_answers_are_left_out_evenly_over_the_steps(tmp_path, monkeypatch):
     write(path, [step for step in range(8) for _ in range(3)])
     shown = shown_samples(path)
     assert [one["n"] for one in shown.samples] == list(range(24)) and shown.left_out == 0
-    monkeypatch.setattr(samples_shown, "MOST_SAMPLES", 12)
+    monkeypatch.setattr(sample_choice, "MOST_SAMPLES", 12)
     shown = shown_samples(path)
     assert [one["step"] for one in shown.samples] == [0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 7] and shown.left_out == 12
-    monkeypatch.setattr(samples_shown, "MOST_SAMPLES", 4)
+    monkeypatch.setattr(sample_choice, "MOST_SAMPLES", 4)
     assert [one["step"] for one in shown_samples(path).samples] == [1, 3, 5, 7]
 
 
 def test_long_answers_are_bounded_by_their_size_and_one_is_always_shown(tmp_path, monkeypatch):
     path = tmp_path / "samples.jsonl"
     write(path, [0, 1, 2, 3], size=1000)
-    monkeypatch.setattr(samples_shown, "MOST_BYTES", 2100)
+    monkeypatch.setattr(sample_choice, "MOST_BYTES", 2100)
     shown = shown_samples(path)
     assert [one["step"] for one in shown.samples] == [1, 3] and shown.left_out == 2
-    monkeypatch.setattr(samples_shown, "MOST_BYTES", 10)
+    monkeypatch.setattr(sample_choice, "MOST_BYTES", 10)
     assert [one["step"] for one in shown_samples(path).samples] == [3]
     assert shown_samples(tmp_path / "none") == ([], 0)
 

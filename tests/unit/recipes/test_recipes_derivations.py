@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.recipes.process_rewards.task import derivation, question, write_model
+from megatron_rl.rollout.coroutine import Coroutine, begin
 from megatron_rl.rollout.programs.prefix_values import PrefixValuer
-from megatron_rl.rollout.routine import Routine, begin
 from megatron_rl.types import Prompt
 
 DIGITS, STEPS, BATCH, LR = 2, 300, 32, 6e-3
@@ -68,7 +68,7 @@ class Trained:
             optimizer.step()
             schedule.step()
 
-    def score(self, texts: Sequence[tuple[tuple[int, ...], int]]) -> Routine[list[list[float]]]:
+    def score(self, texts: Sequence[tuple[tuple[int, ...], int]]) -> Coroutine[list[list[float]]]:
         yield from ()  # it waits for nothing
         return self.log_probs(texts)
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import ClientError, web
 from patience import deadline
 
-from megatron_rl.recipes.adapters.nemo_gym import Malformed, items_of, messages_of, play, tools_of
+from megatron_rl.recipes.environment_libraries.nemo_gym import Malformed, items_of, messages_of, play, tools_of
 
 ADD = {"type": "function", "name": "add", "description": "", "parameters": {"type": "object"}, "strict": True}
 ROW = {

@@ -46,7 +46,9 @@ async def game():
 
 
 def config(url: str, **arguments) -> ClassEnvironment:
-    return ClassEnvironment(path="megatron_rl.recipes.adapters.openenv:OpenEnv", arguments={"url": url} | arguments)
+    return ClassEnvironment(
+        path="megatron_rl.recipes.environment_libraries.openenv:OpenEnv", arguments={"url": url} | arguments
+    )
 
 
 def play(turns: list[str], row: dict | None = None, **arguments):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from patience import deadline
 
-from megatron_rl.recipes.adapters.verifiers_library import play
+from megatron_rl.recipes.environment_libraries.verifiers_library import play
 
 HERE = Path(__file__).parent
 URL = "http://127.0.0.1:1/v1"

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.algorithms.utilities import together, utilities
 from megatron_rl.config.prefix_values import PrefixValues
+from megatron_rl.rollout.coroutine import begin
 from megatron_rl.rollout.programs.prefix_values import PrefixValuer
-from megatron_rl.rollout.routine import begin
 from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Episode, Prompt, Rollout, TokenReward, Tokens
 
 WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]

@@ -9,7 +9,7 @@ import pytest
 from patience import deadline
 from tiny_chat import KEEPS, characters, renderer
 
-from megatron_rl.recipes.adapters.verifiers_library import play
+from megatron_rl.recipes.environment_libraries.verifiers_library import play
 from megatron_rl.rollout.program import Completion
 from megatron_rl.rollout.programs.conversations import Conversations
 from megatron_rl.rollout.programs.endpoint import Endpoint

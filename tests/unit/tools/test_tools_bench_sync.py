@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.bridge.replay import all_stretches
+from megatron_rl.bridge.push_simulation import all_stretches
 from megatron_rl.layout import Engines, Links
 from megatron_rl.tools.bench import sync
 from megatron_rl.tools.bench.sync import (

@@ -32,9 +32,9 @@ from patience import deadline
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox import process as sandbox
 from megatron_rl.verifiers.sandbox.code import last_block, verify
-from megatron_rl.verifiers.sandbox.confined import IMPORTED
 from megatron_rl.verifiers.sandbox.messages import STANDARD, VIEWS, decode, encode
 from megatron_rl.verifiers.sandbox.process import Limits
+from megatron_rl.verifiers.sandbox.script import IMPORTED
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "humaneval.jsonl").open()]
 

@@ -326,13 +326,13 @@ def test_a_program_ends_with_the_process_that_asked_for_it():
 
 def test_a_program_that_the_kernel_ends_after_its_time_has_used_it_however_little_was_counted():
     """The kernel's limit counts ticks, so a program that sleeps between them has used less when it is killed."""
-    with sandbox._confined(isolation(), Limits(cpu_s=1), "confined.run_script", SLEEPS["sleeps"]) as process:
+    with sandbox._confined(isolation(), Limits(cpu_s=1), "script.run_script", SLEEPS["sleeps"]) as process:
         process.wait_until_ready()
         assert not process.ends_before(time.monotonic() + 1.0)
         os.kill(process._process.pid, signal.SIGKILL)
         assert process.ends_before(time.monotonic() + deadline(60)) and process._cpu_s < 1.0
         assert process.reason() == "the program used the CPU for more than 1 s"
-    with sandbox._confined(isolation(), Limits(cpu_s=600), "confined.run_script", SLEEPS["sleeps"]) as process:
+    with sandbox._confined(isolation(), Limits(cpu_s=600), "script.run_script", SLEEPS["sleeps"]) as process:
         process.wait_until_ready()
         os.kill(process._process.pid, signal.SIGKILL)
         assert process.ends_before(time.monotonic() + deadline(60))
@@ -341,7 +341,7 @@ def test_a_program_that_the_kernel_ends_after_its_time_has_used_it_however_littl
 
 
 def test_a_signal_without_a_name_is_named_by_its_number():
-    with sandbox._confined(isolation(), TIGHT, "confined.run_script", SLEEPS["sleeps"]) as process:
+    with sandbox._confined(isolation(), TIGHT, "script.run_script", SLEEPS["sleeps"]) as process:
         process.wait_until_ready()
         os.kill(process._process.pid, 40)
         assert process.ends_before(time.monotonic() + deadline(60))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.config.shipped import find_shipped
+from megatron_rl.config.package_files import find_shipped
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.types import ModelShape
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.layout import Engines, plan_weights, read_shape
-from megatron_rl.layout.turns import NUM_BLOCKS, WINDOW, order_routes
+from megatron_rl.layout.route_order import NUM_BLOCKS, WINDOW, order_routes
 from megatron_rl.types import Mesh
 
 MODELS = Path(__file__).parents[3] / "configs" / "model"

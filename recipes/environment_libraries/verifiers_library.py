@@ -1,6 +1,6 @@
 """Plays environments of the library verifiers (its API `verifiers.v1`, seen with 0.4.0) as agents.
 
-    environment: {kind: agent, path: "megatron_rl.recipes.adapters.verifiers_library:play",
+    environment: {kind: agent, path: "megatron_rl.recipes.environment_libraries.verifiers_library:play",
                   arguments: {python: /opt/verifiers/bin/python, environment: {taskset: {id: gsm8k}, agent: ...}}}
 
 The library needs versions of its own of much that vLLM needs too, and its episodes start processes. So each engine

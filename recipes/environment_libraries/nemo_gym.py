@@ -1,6 +1,6 @@
 """Plays environments of NeMo Gym, which are servers of tools and of a verifier (its resources servers).
 
-    environment: {kind: agent, path: "megatron_rl.recipes.adapters.nemo_gym:play", arguments: {url: "http://gym:8000"}}
+    environment: {kind: agent, path: "megatron_rl.recipes.environment_libraries.nemo_gym:play", arguments: {url: "http://gym:8000"}}
 
 A row is one of theirs, with `responses_create_params` and all columns that their verifier needs. `play` does what their
 simple_agent does with the environment (NeMo Gym at 07d6b0d): `POST /seed_session` with the row, `POST /<tool>` with the

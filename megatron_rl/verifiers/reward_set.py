@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, mean
 from typing import Any, Protocol
 
-from megatron_rl.config.raised import place, said
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.rewards import (
     ComputeScoreReward,
     EnvironmentReward,
@@ -35,9 +35,9 @@ from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.compute_score import ComputeScoreVerifier
 from megatron_rl.verifiers.environment import EnvironmentVerifier
 from megatron_rl.verifiers.form import FormatVerifier, LengthVerifier
+from megatron_rl.verifiers.function_calls import Logged, TrainerState
 from megatron_rl.verifiers.functions import FunctionVerifier
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier
-from megatron_rl.verifiers.imported import Logged, TrainerState
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ def size(
     """A whole number.
 
     Args:
-        absent: what transformers takes if there is no such key; it then refuses null.
-        derived: what it takes if the key is null or not there.
+        absent: the default if the key is missing (null is refused).
+        derived: the default if the key is missing or null.
         least: the smallest supported value.
         at_most: the key of another size, which this one may not exceed.
 
     Raises:
-        KeyError: there is no such key, and nothing to take for it.
+        KeyError: the key is missing and has no default.
         ValueError: it is no such number.
     """
     value = config.get(key, absent)
@@ -66,7 +66,7 @@ def flag(config: Mapping[str, Any], key: str, absent: bool | None = False) -> bo
         absent: the value if there is no such key; None if it must be there.
 
     Raises:
-        KeyError: there is no such key, and nothing to take for it.
+        KeyError: the key is missing and has no default.
         ValueError: it is neither of the two.
     """
     value = config[key] if absent is None else config.get(key, absent)

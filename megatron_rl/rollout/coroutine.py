@@ -1,8 +1,8 @@
 """Work in the engine's thread that continues as soon as the futures that it waits for have ended: between two decode
 steps, without a switch to another thread, and without waiting for anything else.
 
-Invariants (tests/unit/rollout): a routine continues in the thread where the last of its futures ended, and in the order
-of their ends; if one of them ends with an error, the routine ends with it once all of them have ended.
+Invariants (tests/unit/rollout): a coroutine continues in the thread where the last of its futures ended, and in the
+order of their ends; if one of them ends with an error, the coroutine ends with it once all of them have ended.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-Routine = Generator[Sequence[Future[Any]], list[Any], Result]
+Coroutine = Generator[Sequence[Future[Any]], list[Any], Result]
 """A generator that yields the futures that it waits for, is sent their results, and returns a result of its own.
 
-    def answered(prompt: list[int]) -> Routine[list[int]]:
+    def answered(prompt: list[int]) -> Coroutine[list[int]]:
         [thought] = yield [ask(prompt)]
         [answer] = yield [ask(prompt + thought)]
         return thought + answer
 
-Routines wait for others that go on at the same time with `yield [begin(one), begin(other)]`, and carry out one in their
-own place with `yield from`."""
+Coroutines wait for others that go on at the same time with `yield [begin(one), begin(other)]`, and carry out one in
+their own place with `yield from`."""
 
 
-def begin(routine: Routine[Result]) -> Future[Result]:
-    """Carry out a routine as far as it goes now. The future has its result, or the error that ended it."""
+def begin(coroutine: Coroutine[Result]) -> Future[Result]:
+    """Carry out a coroutine as far as it goes now. The future has its result, or the error that ended it."""
     whole: Future[Result] = Future()
-    _go_on(routine, None, whole)
+    _go_on(coroutine, None, whole)
     return whole
 
 
-def _go_on(routine: Routine[Result], results: list[Any] | None, whole: Future[Result]) -> None:
+def _go_on(coroutine: Coroutine[Result], results: list[Any] | None, whole: Future[Result]) -> None:
     futures: Sequence[Future[Any]] = ()
     while not futures:
         try:
-            futures = routine.send(results)  # type: ignore[arg-type]  # the first value sent to a generator is None
+            futures = coroutine.send(results)  # type: ignore[arg-type]  # the first value sent to a generator is None
         except StopIteration as end:
             return resolve(whole, end.value)
         except Exception as error:
@@ -55,7 +55,7 @@ def _go_on(routine: Routine[Result], results: list[Any] | None, whole: Future[Re
             # Another thread may have ended the futures, so the generator is left alone.
             resolve(whole, error=error)
         elif not whole.done():
-            _go_on(routine, [future.result() for future in futures], whole)
+            _go_on(coroutine, [future.result() for future in futures], whole)
 
     for future in tuple(waiting):
         future.add_done_callback(ended)

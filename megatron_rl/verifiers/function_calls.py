@@ -19,8 +19,8 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
+from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
-from megatron_rl.config.raised import place, said
 from megatron_rl.config.rewards import ImportedReward
 from megatron_rl.types import LARGEST_SCORE, Verdict
 
@@ -128,8 +128,8 @@ class ImportedFunction:
     async def ended(self, offered: Callable[[], Mapping[str, Any]]) -> asyncio.Task[Any]:
         """Call an asynchronous function, and wait until it has ended. The task has its result, or what it raised.
 
-        A cancellation comes out of here only if it came from outside, because the function has a task of its own: what
-        it raises itself, and what it does to its task, stays in that task.
+        The function has a task of its own, so its own errors and cancellations stay in that task. Only a cancellation
+        from outside is raised here.
         """
 
         async def call() -> Any:
@@ -188,7 +188,7 @@ def as_number(value: Any) -> float | None:
 
 
 def as_json(value: Any) -> Any:
-    """The value as JSON reads it back, or as text if JSON does not have it, such as NaN."""
+    """The value after a round trip through JSON; as text if JSON cannot represent it, such as NaN."""
     plain = as_plain(value)
     try:
         return json.loads(json.dumps(plain, allow_nan=False))

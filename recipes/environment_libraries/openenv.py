@@ -1,6 +1,6 @@
 """Environments of OpenEnv, which are servers: each answer has a session of its own over a websocket.
 
-    environment: {kind: class, path: "megatron_rl.recipes.adapters.openenv:OpenEnv",
+    environment: {kind: class, path: "megatron_rl.recipes.environment_libraries.openenv:OpenEnv",
                   arguments: {url: "http://games:8000", action: message, observation: text, reset: {seed: seed}}}
 
 The messages follow openenv-core 0.3.0. `{"type": "reset", "data": {...}}` and

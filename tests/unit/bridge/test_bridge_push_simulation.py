@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.bridge.replay import Costs, StretchSize, all_stretches, most_incomplete_bytes, replay
+from megatron_rl.bridge.push_simulation import Costs, StretchSize, all_stretches, most_incomplete_bytes, replay
 from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights, read_shape
 from megatron_rl.layout.traffic import traffic
 from megatron_rl.types import Mesh

@@ -63,7 +63,7 @@ class AskedPart:
     asked: AskedGroup
     samples: range
     sent: Sent | None = None
-    """The newest call; what earlier ones give has no meaning."""
+    """The newest call; results of older calls are ignored."""
     records: list[str] = field(default_factory=list)
     """The files with the tokens that its engines have sampled so far, in the order of the engines."""
     num_failed: int = 0
@@ -83,7 +83,7 @@ class AskedPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A call of an engine for a part."""
+    """A request to one engine for the answers of a part."""
 
     part: AskedPart
     engine: int

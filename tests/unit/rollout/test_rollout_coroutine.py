@@ -1,4 +1,4 @@
-"""Routines, with futures that the test ends."""
+"""Coroutines, with futures that the test ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from megatron_rl.rollout.routine import begin, resolve
+from megatron_rl.rollout.coroutine import begin, resolve
 
 
 class Requests:
@@ -51,7 +51,7 @@ def test_a_routine_may_wait_for_nothing_and_for_what_has_ended():
     ended: Future[int] = Future()
     ended.set_result(3)
 
-    def routine():
+    def coroutine():
         assert (yield []) == []
         first = yield [ended, ended]
         second = yield from inner()
@@ -61,7 +61,7 @@ def test_a_routine_may_wait_for_nothing_and_for_what_has_ended():
         [value] = yield [ended]
         return value + 1
 
-    assert begin(routine()).result(0) == [3, 3, 4]
+    assert begin(coroutine()).result(0) == [3, 3, 4]
 
 
 def test_an_error_ends_a_routine_when_the_others_have_ended_too(requests):
@@ -75,12 +75,12 @@ def test_an_error_ends_a_routine_when_the_others_have_ended_too(requests):
 
 
 def test_what_a_routine_raises_is_the_error_of_its_future():
-    def routine():
+    def coroutine():
         yield []
         raise ValueError("no such token")
 
     with pytest.raises(ValueError, match="no such token"):
-        begin(routine()).result(0)
+        begin(coroutine()).result(0)
 
 
 def test_a_routine_that_nobody_waits_for_any_more_asks_for_nothing(requests):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_rl.actor import platform  # noqa: F401  before Megatron: it silences its import
-from megatron_rl.actor.switches import REFUSED, build
+from megatron_rl.actor.megatron_settings import REFUSED, build
 
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip
 from megatron.core.optimizer import OptimizerConfig  # isort: skip

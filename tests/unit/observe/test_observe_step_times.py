@@ -8,9 +8,9 @@ import pytest
 from pytest import approx
 
 from megatron_rl.commands import step_times as tool
+from megatron_rl.observe.step_times import where
 from megatron_rl.observe.trace import ProcessSpans, chrome_trace
 from megatron_rl.observe.trace_path import work_of_phases
-from megatron_rl.observe.where import where
 from megatron_rl.spans import PHASES, REQUESTS, TimeSpan
 
 TURNS = {"time/sync_s": 1.0, "time/generate_s": 3.0, "time/update_s": 5.0, "time/other_s": 1.0, "time/total_s": 10.0}

@@ -1,5 +1,5 @@
 """Runs a program and its tests inside the sandbox, in two processes. Only the standard library is used, as in
-confined.py.
+script.py.
 
 The tests never share an interpreter with the program. The process with the tests sees the program through a pipe: it
 asks for calls and gets values. So the program can patch its builtins, read its frames, raise what it likes or end its
@@ -19,7 +19,6 @@ import os
 import sys
 from types import CodeType, CoroutineType
 
-from megatron_rl.verifiers.sandbox.confined import compiled, imported, module_of, names_of, sets_globals
 from megatron_rl.verifiers.sandbox.messages import (
     MAX_REASON_CHARACTERS,
     Line,
@@ -35,6 +34,7 @@ from megatron_rl.verifiers.sandbox.messages import (
 )
 from megatron_rl.verifiers.sandbox.operations import OPERATIONS, error_of
 from megatron_rl.verifiers.sandbox.remote import Names, Remote, replace
+from megatron_rl.verifiers.sandbox.script import compiled, imported, module_of, names_of, sets_globals
 
 TYPE_CHECKING = False  # the module typing needs 5 ms for its import
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ class TestedProgram:
         return dict(values) if sets_globals(code) else values
 
     def data_of(self, names: set[str]) -> dict[str, Any]:
-        """What the program says of its names."""
+        """Ask the program for the plain data that these names are bound to."""
         self._send("names", sorted(names))
         match self._receive():
             case ["names", dict(answer)]:
