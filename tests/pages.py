@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "tutorials").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "tutorials").glob("*.md"))]
 GENERATED = {"metrics.md", "coming_from_trl.md"}
 MARK = re.compile(r"<!-- (run|keys|shows|file: [\w./-]+|not run: \S.*) -->")
 
