@@ -65,7 +65,7 @@ def grpo(
 ) -> Run:
     """Train by reinforcement, and wait until the run ends. Ctrl-C, or "interrupt kernel", stops it with a checkpoint.
 
-    Example::
+    For example:
 
         def brevity(completions, **columns):
             return [1.0 - min(len(text), 100) / 100 for text in completions]
@@ -197,7 +197,7 @@ class RunPlan:
 def plan(model: Model | None = None, *, files: Sequence[str | os.PathLike[str]] = (), **sections: Any) -> RunPlan:
     """The sizes of a run of GRPO, which needs neither GPUs nor weights nor rows.
 
-    Example::
+    For example:
 
         plan(files=["configs/model/qwen3_32b.yaml", "configs/cluster/h100_8n8g.yaml", "configs/run/gsm8k_32b.yaml"])
 

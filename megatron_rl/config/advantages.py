@@ -166,9 +166,9 @@ class GaeAdvantage(Method):
     whiten: bool = True
     """true: the policy's advantages are whitened over all action tokens of the batch. false: they are not."""
     weights: dict[str, float] = {}
-    """The factor of each kind of reward, 1 for a kind that is not named here. The kind `outcome` is the reward of the
-    whole answer, at its last token. If it is the sum of the turns' rewards (`{kind: environment}`), give it the weight
-    0, so that these rewards do not count twice."""
+    """The factor of each kind of reward; 1 for others. The kind `outcome` is the reward of the whole answer, at its
+    last token. If it is the sum of the turns' rewards (`{kind: environment}`), give it the weight 0, so that these do
+    not count twice."""
 
     @model_validator(mode="after")
     def _one_lambda(self) -> GaeAdvantage:
@@ -211,9 +211,9 @@ class GrpoProcessAdvantage(Method):
     already gains, such as `utility`: with the mean subtracted, a passage that helps less than others would be
     punished."""
     weights: dict[str, float] = {}
-    """The factor of each kind of reward after the normalisation, 1 for a kind that is not named here. The kind
-    `outcome` is the reward of the whole answer, at its last token. If it is the sum of the turns' rewards (`{kind:
-    environment}`), give it the weight 0, so that these rewards do not count twice."""
+    """The factor of each kind of reward after the normalisation; 1 for others. The kind `outcome` is the reward of the
+    whole answer, at its last token. If it is the sum of the turns' rewards (`{kind: environment}`), give it the weight
+    0, so that these do not count twice."""
 
 
 class TwoStageAdvantage(Method):

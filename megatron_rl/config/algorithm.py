@@ -84,10 +84,9 @@ class KlConfig(Section):
     """The estimate of the KL from one sampled token (Schulman 2020): k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d,
     abs = |d|, with d = log pi - log pi_ref."""
     cap: PositiveFloat | None = 10.0
-    """The largest value of k3, because one token could otherwise outweigh all others; null means no cap. A token whose
-    k3 exceeds the cap counts with the cap and has the gradient 0. At the cap 10 these are tokens with d < -2.61 (14
-    times less probable than under the reference) or d > 11, and the gradient of the others, 1 - exp(-d), is never below
-    -12.6. With straight_through the gradient is d for every cap. k1, k2 and abs grow slowly and have no cap."""
+    """The largest value of k3, because one token could otherwise outweigh all others; null means no cap. A token above
+    the cap counts with the cap and has the gradient 0: at the cap 10, tokens with d < -2.61 or d > 11. With
+    straight_through the gradient is d for every cap. k1, k2 and abs have no cap."""
     straight_through: bool = False
     """true: the value comes from the estimator, and the gradient from k2, whose expected gradient on policy is the
     gradient of the true KL. false: value and gradient come from the estimator."""
@@ -147,10 +146,9 @@ class AlgorithmConfig(Section):
     right for every other aggregation."""
     anchor: Literal["old", "engine"] = "old"
     """The policy in the denominator of the ratio. `old`: the weights at the step's start; with `updates_per_step: 1`
-    these are the current ones, so the ratio is 1 and no clip acts. `engine`: the weights that sampled the token, so the
-    clip bounds how far the policy moves away from them; the ratio is then the importance weight, too, and `correction`
-    must be null. If `anchor` and `correction` are not given, a run with `rollout.max_lag` above 1 has `engine`, unless
-    its loss clips no ratio to pi_old."""
+    the ratio is 1 and no clip acts. `engine`: the weights that sampled the token; the clip bounds the distance from
+    them, the ratio is also the importance weight, and `correction` must be null. If neither key is given, a run with
+    `rollout.max_lag` above 1 has `engine`, unless its loss clips no ratio to pi_old."""
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none."""
     kl: KlConfig | None = None
@@ -165,18 +163,17 @@ class AlgorithmConfig(Section):
     """true: groups whose advantages are all 0 leave the step, and a metric counts them. For most estimators these are
     the groups with equal rewards. false: they stay in the denominators."""
     overlong_filter: bool = False
-    """true: answers that the length budget cut leave the step, and a metric counts them. Their rewards stay in the
-    statistics of their groups (DAPO, arXiv:2503.14476, section 3.4). They leave before the denominators are counted, so
-    the other answers weigh as much as they would without them. An answer whose thought the thinking budget cut stays,
-    if the answer itself ended within its budget. false: such answers stay."""
+    """true: answers that the length budget cut leave the step before its denominators are counted, and a metric counts
+    them. Their rewards stay in the statistics of their groups (DAPO, arXiv:2503.14476, section 3.4). An answer whose
+    reasoning was cut, but which itself ended within its budget, stays. false: such answers stay."""
     updates_per_step: PositiveInt = 1
     """The number of mini-batches per training step; each gives one optimizer step. With one update there is no forward
     pass before it, unless the loss needs statistics of the whole mini-batch."""
     max_mismatch: Annotated[float, Field(gt=0)] | None = None
     """The run stops if the mean of |logp_old - logp_rollout| over the action tokens, in nats, exceeds this bound,
-    because the engine then does not hold the trainer's weights. null: 1e-3 for a float32 model. For a bfloat16 model
-    the rounding error depends on the model, so the bound is 0.2 in the first step. Later it is four times the first
-    step's value, but at least 0.02. Tiny models showed 2e-7 in fp32 and 8e-3 in bf16 (one run)."""
+    because the engine then does not hold the trainer's weights. null: 1e-3 for a float32 model; for a bfloat16 model
+    0.2 in the first step, and later four times the first step's value, but at least 0.02. Tiny models showed 2e-7 in
+    fp32 and 8e-3 in bf16 (one run)."""
 
     @property
     def kl_in_reward(self) -> bool:

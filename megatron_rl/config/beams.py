@@ -28,9 +28,9 @@ class Beams(Section):
     text must be one token, and all items must have the same number of texts. Beam search returns items of this list
     only."""
     candidates: PositiveInt = 256
-    """The number of most probable tokens of the whole vocabulary that are considered after each beam. Tokens that
-    continue no item are removed. If too few remain, beams are lost, and `beams/missing` counts them. If the vocabulary
-    is smaller, all its tokens are considered, and no beam is lost."""
+    """The number of most probable tokens of the vocabulary that are considered after each beam; tokens that continue no
+    item are removed. If too few remain, beams are lost, and `beams/missing` counts them. With a smaller vocabulary all
+    tokens are considered."""
 
     @model_validator(mode="after")
     def _enough_candidates(self) -> Self:

@@ -28,8 +28,8 @@ class BridgeConfig(Section):
     """The largest size of one message, in MiB. Each rank holds two such buffers besides its weights."""
     chains: PositiveInt | None = None
     """The number of chains of engines that receive weights. The trainers send to the first engine of each chain, and
-    each engine sends to the next one, so the trainers send this number of copies for any number of engines. null means
-    that the trainers send to every engine."""
+    each engine sends to the next one, so the trainers send this number of copies for any number of engines. null: the
+    trainers send to every engine."""
     verify: bool = False
     """true: after each push the engines read back all that they wrote and compare it with the trainers' checksums.
     false: they do so after the first push, and after each later one with 1 of 32 modules in turn."""
@@ -75,10 +75,10 @@ class ClusterConfig(Section):
     """The address of a running Ray cluster; `auto` finds it. null starts Ray on this machine and stops it at the
     end."""
     environment: Environment = {}
-    """Environment variables of all processes of the run, such as `{NCCL_IB_HCA: mlx5}`. They override the variables of
-    the driver's shell. From the shell only network variables are passed on (`NCCL_*`, `GLOO_*`, `UCX_*`, `FI_*`,
-    `RES_OPTIONS`). Secrets are refused. Without OMP_NUM_THREADS here or in the shell, the ranks that compute on CPUs at
-    the same time share out the cores of the machine; on GPUs each process computes on the CPU with one thread."""
+    """Environment variables of all processes of the run, such as `{NCCL_IB_HCA: mlx5}`. They override the driver's
+    shell, from which only network variables are passed on (`NCCL_*`, `GLOO_*`, `UCX_*`, `FI_*`, `RES_OPTIONS`). Secrets
+    are refused. Without OMP_NUM_THREADS, ranks that compute on CPUs share the cores of the machine, and on GPUs each
+    process has one thread."""
     interface: str | None = None
     """The network interface for communication between nodes, such as `ib0`. null means GLOO_SOCKET_IFNAME if that
     variable is set, and otherwise, on each node, the interface with the address that Ray uses for the node."""
@@ -91,9 +91,9 @@ class ClusterConfig(Section):
     """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU. If it is
     left out, `device` decides."""
     colocate: bool = False
-    """true: trainers, a critic and engines share GPUs. While engines generate, the weights, gradients and optimizer
-    states of trainers and critic are in the node's memory; while these train, the engines have nothing on the GPUs. The
-    numbers of engine ranks, trainer ranks and critic ranks must be equal. false: each has its own GPUs."""
+    """true: trainers, a critic and engines share GPUs. While engines generate, the states of trainers and critic are in
+    the node's memory; while these train, the engines have nothing on the GPUs. The numbers of engine, trainer and
+    critic ranks must be equal. false: each has its own GPUs."""
     pools: dict[Literal["trainer", "critic", "engine", "verifier"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
@@ -106,9 +106,9 @@ class ClusterConfig(Section):
     """The number of GPUs per node, used only by the dry run, which prints the processes of each node. A run reads the
     nodes' resources from Ray. null prints no nodes."""
     gpu_memory_gb: PositiveFloat = 80
-    """The memory of a GPU in GB, for the estimates of the dry run. The default is for an H100. It reports 5.5 GB more,
-    which the CUDA context and the allocator's fragmentation take. For an H200 the same rule gives 144. Above that the
-    GPU counts as a Blackwell, where vLLM repacks experts in each push."""
+    """The memory of a GPU in GB, for the estimates of the dry run. The default is for an H100, which reports 5.5 GB
+    more for the CUDA context and the allocator's fragmentation. For an H200 the same rule gives 144. Above that the GPU
+    counts as a Blackwell, where vLLM repacks experts in each weight sync."""
     calibration: Path | None = None
     """The file with measured rates that replace the planner's own (`planning/rates.py`), such as the calibration.json
     that `megatron-rl gpu-day` writes. null means the planner's."""
@@ -119,25 +119,24 @@ class ClusterConfig(Section):
     """The longest time, in seconds, that Ray may take to place a process, and that the process may take to load its
     model."""
     step_timeout_s: PositiveFloat | None = None
-    """The longest time, in seconds, that one part of a step may take: a generation, a forward pass, an update or a
-    checkpoint. After that the process that does not answer counts as lost. null follows the run: each part may take
-    five times as long as it has taken so far at most, and at least ten minutes. A part that has never ended may take
-    two hours."""
+    """The longest time, in seconds, of one part of a step: a generation, a forward pass, an update or a checkpoint.
+    After that the process that does not answer counts as lost. null: five times the longest so far, at least ten
+    minutes, and two hours for a part that has never ended."""
     restarts_per_hour: NonNegativeInt = 5
     """The number of restarts (of the trainer, of an engine or of the verifier) that a run allows within one hour. At
     the next one the run ends and reports their causes. 0 means that the first loss ends the run."""
     mirror: bool = False
     """true: the host memory of the trainer's node and of another node holds a copy of its state of the last two steps,
-    so a restart of the trainer loses no finished step. The state is copied while the engines generate. false: a restart
-    of the trainer continues from the newest checkpoint."""
+    copied while the engines generate, so a restart of the trainer loses no finished step. false: a restart continues
+    from the newest checkpoint."""
     device: Literal["auto", "gpu", "cpu"] = "auto"
     """The place of trainers and engines if `gpus_per_trainer` and `gpus_per_engine_rank` do not say it. `gpu`: one GPU
-    for each trainer rank and each engine rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine,
-    or a node of the Ray that the run joins, has GPUs."""
+    for each rank. `cpu`: none. `auto`: as `gpu` if neither key is given and this machine, or a node of the Ray that the
+    run joins, has GPUs."""
     node_memory_gb: PositiveFloat | None = None
-    """The memory of a node in GB that a run on GPUs may use for mirrors, offloaded and lent states and copies for
-    checkpoints: what Ray, data and the page cache need is not counted. A dry run refuses a plan that needs more. It
-    needs `gpus_per_node`. null means that it is not checked."""
+    """The memory of a node in GB for mirrors, offloaded and lent states and copies for checkpoints, without what Ray,
+    data and the page cache need. A dry run of a run on GPUs refuses a plan that needs more. It needs `gpus_per_node`.
+    null: it is not checked."""
     collective_timeout_s: PositiveFloat | None = None
     """The longest time, in seconds, that a trainer rank waits for others in a collective. It may not be below
     `start_timeout_s`: ranks that have loaded the model wait for the slowest one. null means `start_timeout_s`, and at

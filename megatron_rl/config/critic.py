@@ -22,9 +22,9 @@ class CriticConfig(Section):
     `cluster.colocate` each shares the GPU of the policy rank with the same number."""
 
     model: ModelConfig | None = None
-    """The model that initialises the critic; null means the policy's. A language model gets a value head of zeros, so
-    all values are 0 at first. A model with one output, such as a reward model (`...ForSequenceClassification` with one
-    label), keeps its head. Its tokenizer must be the policy's."""
+    """The model that initialises the critic; null means the policy's. A language model gets a value head of zeros. A
+    model with one output, such as a reward model (`...ForSequenceClassification` with one label), keeps its head. Its
+    tokenizer must be the policy's."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: AnyOptimizerConfig = AdamConfig(lr=1e-5)
     megatron: MegatronConfig = MegatronConfig()

@@ -119,9 +119,9 @@ def _training_rows(value: Any, _: ValidatorFunctionWrapHandler) -> Path | str | 
 class DataConfig(_Questions):
     train: Annotated[Path | str | tuple[SourceConfig, ...], WrapValidator(_training_rows)]
     """The training rows: a file of JSON lines, JSON, Parquet or Arrow, a folder of such files, or
-    `hf://owner/name:split`. A row has `messages` (chat turns) or `prompt` (plain text, or chat turns as in TRL and
-    verl), for example a `ground_truth`, and any other columns, which the rewards receive. A list is a mixture of such
-    sources: `[{path: gsm8k.jsonl, weight: 0.7}, {path: code.jsonl, weight: 0.3}]`."""
+    `hf://owner/name:split`. A row has `messages` (chat turns) or `prompt` (text, or chat turns as in TRL and verl), and
+    any other columns, such as `ground_truth`, which the rewards receive. A list is a mixture: `[{path: gsm8k.jsonl,
+    weight: 0.7}, {path: code.jsonl, weight: 0.3}]`."""
     eval: Rows | None = None
     """The held-out rows for evaluations, in the same form; null means that nothing is evaluated."""
     columns: Mapping[str, str] = {}
@@ -139,9 +139,9 @@ class DataConfig(_Questions):
     shuffle: bool = True
     """Whether each epoch of a source has an order of its own. false takes the rows as they are."""
     easy_first_epochs: NonNegativeInt = 0
-    """The number of first epochs of each source that take its prompts in the order of falling `pass_rate`. Prompts with
-    the same rate are in random order. Every row then needs this column, a number from 0 to 1, which
-    `megatron-rl filter-difficulty` writes. Later epochs are shuffled; 0 shuffles all."""
+    """The number of first epochs of each source that take its prompts by falling `pass_rate`, a column from 0 to 1 that
+    `megatron-rl filter-difficulty` writes; every row then needs it. Prompts with the same rate, and later epochs, are
+    shuffled; 0 shuffles all."""
     deduplicate: bool = False
     """Whether rows of a source that repeat an earlier row's question (as tokens) and all its other columns are removed.
     Columns that only name a row, such as `id` and `question_id`, and `pass_rate` may differ. Questions with several

@@ -81,10 +81,9 @@ class ToolsEnvironment(_Turns):
     all arguments, and a docstring that describes the function and, under `Args:`, each argument. It may be
     asynchronous."""
     objects: FunctionPath | dict[str, FunctionPath] | None = None
-    """The place of a class. Every answer gets its own object: the public methods are tools, `reset` gets the row's
-    columns that it names, and may return a text, which is appended to the last turn of the prompt, and `get_reward`, if
-    there is one, gives the reward `environment`. Of several classes, by names, the row's column `environment` chooses
-    one."""
+    """The place of a class. Every answer gets its own object: the public methods are tools; `reset` gets the row's
+    columns that it names, and may return a text for the last turn of the prompt; `get_reward`, if there is one, gives
+    the reward `environment`. Of several classes, by names, the row's column `environment` chooses one."""
     ends_at_malformed_calls: bool = False
     """Whether a turn with a call that is no JSON calls nothing and ends the answer. If not, the model reads what is
     wrong, and may try again."""

@@ -87,8 +87,8 @@ class AdamConfig(AdamRule, OptimizerConfig):
     kind: Literal["adam"] = "adam"
     offload: bool = False
     """true: Adam's state, with the fp32 copies of bf16 weights, is in the memory of the node. An update copies it to
-    the GPU and back piece by piece, so PCIe carries twice the bytes of the state: 24 a parameter with bf16 weights and
-    fp32 moments. No bit of the result changes. false: the state stays on the GPU."""
+    the GPU and back piece by piece: 24 bytes a parameter each way with bf16 weights and fp32 moments. No bit of the
+    result changes. false: the state stays on the GPU."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """The data type of Adam's moments between two updates, also in checkpoints. Updates compute in fp32. bfloat16 saves
     4 bytes a parameter and rounds both moments after every update; DeepSeek-V3 was trained so (arXiv:2412.19437)."""

@@ -32,9 +32,9 @@ class ParallelConfig(Section):
     the pipeline fills and drains in less time, but communicates more. The number of micro-batches is then rounded up to
     a multiple of `pipeline`."""
     layers: tuple[PositiveInt, ...] | Literal["auto"] | None = None
-    """The number of layers of each pipeline stage, from the first layer of the model to the last; with virtual stages,
-    of each of the `pipeline` x `virtual` parts. `auto` balances the FLOPs of the stages, so that the last one, which
-    has the output layer, gets fewer layers. null means that all have the same number."""
+    """The number of layers of each pipeline stage, from the first layer to the last; with virtual stages, of each of
+    the `pipeline` x `virtual` parts. `auto` balances the FLOPs of the stages, so that the last one, with the output
+    layer, gets fewer layers. null: all have the same number."""
     context: PositiveInt = 1
     """Context parallelism (CP): the number of ranks over which the tokens of each sequence are split."""
     data: PositiveInt = 1
@@ -87,9 +87,9 @@ class ModelConfig(Section):
     `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16
     takes much longer."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
-    """The trainer's layers. `transformer_engine`: the fused layers of that library, on GPUs. `local`: Megatron's own
-    linear layers with this project's attention and norms, which run everywhere. `auto`: Transformer Engine's if it is
-    installed, `dtype` is bfloat16 and its layers can express the model, otherwise the local ones."""
+    """The trainer's layers. `transformer_engine`: that library's fused layers, on GPUs. `local`: Megatron's linear
+    layers with this project's attention and norms, everywhere. `auto`: Transformer Engine's if it is installed, `dtype`
+    is bfloat16 and its layers can express the model, otherwise the local ones."""
     recompute: Literal["none", "full"] = "none"
     """`full` keeps only each layer's input and computes the other activations again in the backward pass, which saves
     memory; `none` keeps all activations."""
@@ -126,17 +126,17 @@ class LoraConfig(Section):
     """The numerator of the product's scale."""
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
     """The layers that have adapters, by the last part of their names in the checkpoint, such as `[q_proj, v_proj]`;
-    `all-linear`: all linear layers of attention and MLPs, and of every expert. The output layer, `lm_head`, has an
-    adapter only if it is named, as in PEFT; it must not be the embedding, and needs `rollout.lora: merged`."""
+    `all-linear`: all linear layers of attention, MLPs and experts. As in PEFT `lm_head` has one only if it is named; it
+    must not be the embedding, and needs `rollout.lora: merged`."""
     rank_stabilised: bool = False
     """Whether the scale is alpha / sqrt(rank) (arXiv:2312.03732)."""
     start: Path | None = None
     """A folder of adapters in PEFT's form that the run begins with. null: B is zero and A random."""
     base: Literal["unquantised", "fp8"] = "unquantised"
     """How trainers hold the frozen weights of linear layers. `unquantised`: in `model.dtype`. `fp8`: one byte a number
-    and a scale for each block of 128 x 128, as DeepSeek-V3 is published, made of a checkpoint of any form; each product
-    dequantises its weight. Log-probs, reference policy and the exported model are the rounded weights', so engines
-    need `rollout.lora: merged`. The output layer, embedding, norms and routers stay as they are."""
+    and a scale for each block of 128 x 128, made from any checkpoint; each product dequantises its weight. Log-probs,
+    reference policy and the exported model are the rounded weights', so engines need `rollout.lora: merged`. The output
+    layer, embedding, norms and routers stay as they are."""
 
     @field_validator("targets")
     @classmethod
@@ -159,32 +159,30 @@ class PolicyConfig(Section):
     lora: LoraConfig | None = None
     """Adapters that are trained in place of the weights. null: the weights are trained."""
     router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
-    """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,
-    and lowers the bias of the other experts (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose
-    routers have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts,
-    so it changes the policy without a gradient, and also where no reward asked for it."""
+    """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average
+    and lowers the others' (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001), for models that have such a bias.
+    0 keeps the bias, because a bias that moves changes the policy without a gradient."""
     routing_replay: bool = False
-    """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370); the
-    experts' weights are the trainer's own. The choices need one byte for each token, layer and active expert, or two
-    with more than 256 experts, in addition to the other 13 bytes of a token. false: the trainer chooses; in bf16 some
-    of its choices differ from the engine's, which shows in the mismatch."""
+    """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370), with the
+    trainer's own weights for them. The choices need one byte for each token, layer and active expert (two with more
+    than 256 experts), besides the 13 bytes of a token. false: the trainer chooses; in bf16 some choices differ, which
+    shows in the mismatch."""
     load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts
-    times the sum over the experts of their share of the choices times their mean score. Shares and means are over all
-    tokens of a mini-batch, prompts included and padding left out, so the loss is the same in every layout. The shares
-    must be known before the first gradient, so each mini-batch needs one more forward pass. 0 means no such loss."""
+    times the sum over them of their share of the choices times their mean score, over all tokens of a mini-batch
+    without padding, so it is the same in every layout. Each mini-batch needs one more forward pass for it. 0 means no
+    such loss."""
     router_z_loss: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
     mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
     loss."""
 
     multi_token: Literal["drop", "keep", "train"] = "drop"
-    """What becomes of the model's multi-token head, the layers that predict tokens after the next one (DeepSeek-V3,
-    GLM-4.5, Qwen3-Next, Qwen3.5) and draft for an engine. `keep`: checkpoints and exports have it as `model.path` has
-    it. It was not trained, so it drafts for the policy that the run began with, and fewer of its tokens are accepted.
-    `train`: every update also trains the head, by the cross-entropy of the token after the next one in the sampled
-    answers (DeepSeek-V3 and GLM-4.5). The policy gets no gradient from it, and the head's gradient is clipped by its
-    own norm. `drop`: they have none, and their config.json says so."""
+    """What becomes of the multi-token head, the layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5,
+    Qwen3-Next, Qwen3.5) and draft for an engine. `drop`: checkpoints and exports have none. `keep`: they have the head
+    of `model.path`, which drafts for the policy that the run began with. `train` (DeepSeek-V3 and GLM-4.5): every
+    update also trains it, by the cross-entropy of the token after the next one in the sampled answers. The policy gets
+    no gradient from it, and its gradient is clipped by its own norm."""
 
     @property
     def adapters(self) -> Adapters | None:

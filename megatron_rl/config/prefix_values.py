@@ -22,14 +22,14 @@ class PrefixValues(Section):
 
     rollouts: PositiveInt | None = None
     """The number of Monte Carlo answers (VinePPO, Kazemnejad et al. 2024, arXiv:2410.01679): the value of a prefix is
-    the mean reward of this number of answers that continue it, and the value of the prompt is the mean reward of its
-    group. This needs no right answer in the rows and has no bias, but the engine generates this number of extra
-    answers for each passage. null: the log-prob of the right answer."""
+    the mean reward of this number of answers that continue it, and the prompt's is the mean reward of its group. This
+    needs no right answer in the rows and has no bias, but the engine generates these extra answers for each passage.
+    null: the log-prob of the right answer."""
 
     by: Literal["engine", "trainer"] = "engine"
-    """Who computes the log-probs: the engine while it generates other answers, or the trainer before the step's update,
-    in a separate forward pass. The trainer uses the weights that are trained, also if the engine is quantised.
-    `trainer` needs a synchronous run, without `rollout.max_lag` and `rollout.active_sampling`."""
+    """Who computes the log-probs: the engine while it generates other answers, or the trainer before the update, in a
+    separate forward pass, with the weights that are trained, also if the engine is quantised. `trainer` needs a
+    synchronous run, without `rollout.max_lag` and `rollout.active_sampling`."""
     force: str = "\n</think>\n\nThe answer is "
     """The text between a prefix of the thought and the answer. It closes the thought."""
     column: str = "ground_truth"

@@ -38,13 +38,13 @@ class Reward(Section):
     """The rows that this reward scores, by their column `dataset`; null means all rows. It abstains on other rows. If a
     row has lists of equal length in `dataset` and `ground_truth`, the reward takes its own ground truths."""
     on_error: Literal["abstain", "stop"] = "abstain"
-    """What happens when this reward cannot score an answer (an exception, a NaN, a result of the wrong form, a
-    time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
-    to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
+    """What happens when this reward cannot score an answer (an exception, a NaN, a wrong form, a time-out). `abstain`:
+    the answer's sum lacks it, the failure is counted, and `logs/rewards.log` has the row and the error. `stop` ends the
+    run after a checkpoint."""
     timeout_s: PositiveFloat = 600
-    """The longest time of one call, in seconds. A call scores the answers that finished since the previous call, or,
-    for a `function`, all of a step. Later the verifier's process is replaced, or an asynchronous function is cancelled,
-    and `on_error` decides about the answers of the call."""
+    """The longest time of one call, in seconds, which scores the answers that finished since the previous call, or, for
+    a `function`, all of a step. Later the verifier's process is replaced, or an asynchronous function is cancelled, and
+    `on_error` decides about the answers of the call."""
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""
@@ -106,10 +106,10 @@ class TextReward(JudgedReward):
 
     kind: Literal["text"] = "text"
     compare: Literal["exact", "normalised", "f1", "regex"] = "exact"
-    """`exact`: 1 if the texts are equal, else 0. `normalised`: the same for the texts in lower case, without
-    punctuation, without the articles a, an and the, and with single spaces, as SQuAD compares them (Rajpurkar et al.
-    2016, arXiv:1606.05250). `f1`: SQuAD's F1 of the words of these texts. `regex`: 1 if the ground truth, a pattern of
-    Python's `re`, matches the whole text, else 0."""
+    """`exact`: 1 if the texts are equal, else 0. `normalised`: the same in lower case, without punctuation and the
+    articles a, an and the, and with single spaces, as in SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250). `f1`: SQuAD's
+    F1 of the words of these texts. `regex`: 1 if the ground truth, a pattern of Python's `re`, matches the whole text,
+    else 0."""
 
 
 class MathematicsReward(JudgedReward):

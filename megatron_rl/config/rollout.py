@@ -42,10 +42,9 @@ class SamplingConfig(Section):
     top_k: Annotated[int, Field(ge=0)] = 0
     """The engine samples only from this number of most probable tokens; 0 means all tokens. See `top_p`."""
     forbid: tuple[str, ...] = ()
-    """Tokens that are never sampled, as they stand in the tokenizer's vocabulary, such as `<pad>`. The engine samples
-    as if their logits were -inf, and the trainer computes its log-probs and entropies in the same way. The rows of the
-    model's vocabulary that have no token in the tokenizer are always forbidden. A token that ends answers or thoughts
-    cannot be forbidden."""
+    """Tokens of the tokenizer's vocabulary that are never sampled, such as `<pad>`. The engine samples as if their
+    logits were -inf, and the trainer computes log-probs and entropies in the same way. Rows of the vocabulary without a
+    token are always forbidden. A token that ends answers or reasoning cannot be forbidden."""
 
 
 class LastSteps(Section):
@@ -85,9 +84,9 @@ class EngineParallel(Section):
     tensor: PositiveInt = 1
     """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
     pipeline: PositiveInt = 1
-    """Pipeline parallelism (PP): the number of stages into which the layers are split. The stages work on different
-    batches of answers at the same time. Only the ranks within a stage exchange much data, so an engine can span nodes:
-    each stage is in one node, and the stages may be in several."""
+    """Pipeline parallelism (PP): the number of stages into which the layers are split, which work on different batches
+    of answers at the same time. Only the ranks of a stage exchange much data: each stage is in one node, and the stages
+    may be in several."""
     expert: PositiveInt = 1
     """Expert parallelism (EP): the number of ranks over which whole experts are distributed, which is the number of
     tensor ranks. 1: each expert is split over all tensor ranks."""
@@ -133,24 +132,22 @@ class RolloutConfig(Section):
     longest length. null means the lengths in the metrics of `run.folder`, if it has a run."""
     max_lag: NonNegativeInt = 0
     """The largest number of training steps between the weights that sampled a token and the weights that train on it.
-    0: the engines and the trainer work in turns. Otherwise they work at the same time: generation continues while new
-    weights arrive, and up to max_lag + 1 batches are in progress or wait. Use it with `algorithm.correction`."""
+    0: the run is synchronous. Otherwise engines and trainer work at the same time, and up to max_lag + 1 batches are in
+    progress or wait. Use it with `algorithm.correction`."""
     late: Literal["wait", "requeue", "drop"] = "wait"
-    """What a step with a full batch does about groups that are still running and would be too old for the next step.
-    `wait`: it waits for them. `requeue`: it begins, and their prompts are generated again from the start with the next
-    weights. `drop`: it begins, and these groups are discarded. `requeue` and `drop` bias training towards short
-    answers, because long answers are late more often; `stream/late` counts the groups."""
+    """What a step with a full batch does about running groups that would be too old for the next step. `wait`: it
+    waits. `requeue`: their prompts are generated again with the next weights. `drop`: these groups are discarded.
+    `requeue` and `drop` bias training towards short answers, because long ones are late more often; `stream/late`
+    counts the groups."""
     active_sampling: bool | Annotated[int, Field(ge=2)] = False
-    """Whether groups without a signal (all rewards are equal) are replaced by other prompts until the batch is full. A
-    number is the largest number of batches of prompts that a step takes for that; then groups without a signal fill
-    the batch. `true` has no such limit, but a run ends with an error if 64 batches in a row have no signal. A prompt
-    whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if it stays
-    easy."""
+    """Whether groups whose rewards are all equal are replaced by other prompts until the batch is full. A number is the
+    largest number of batches of prompts that a step takes for that; then groups without a signal fill the batch. With
+    `true` a run ends with an error if 64 batches in a row have no signal. A prompt whose answers were all right
+    (`eval.verifier`) rests for one epoch, and for up to eight if it stays easy."""
     delimiter: str = "</think>"
-    """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
-    does not think, and that whole answers are judged. If this key is not given, the text is also empty if neither the
-    model's chat template nor its vocabulary has `</think>`, and no `thinking`, `prefix_values` or reward of kind
-    `format` needs it."""
+    """The text that ends the reasoning, one or more of the model's tokens. Empty: the model does not reason, and whole
+    answers are judged. If the key is not given, it is also empty if neither chat template nor vocabulary has
+    `</think>`, and no `thinking`, `prefix_values` or reward of kind `format` needs it."""
     thinking: ThinkingBudget | None = None
     """Separate budgets for thought and answer; null means that there is no budget for the thought, and both share
     `max_response_tokens`."""
@@ -166,9 +163,9 @@ class RolloutConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool | LastSteps = False
-    """Whether the verified rollouts of each step are written into the run's folder, as `rollouts/step_000000.groups`
-    and so on. The driver then fetches the tokens. `{last: 20}` keeps the last 20 steps; with `checkpoint.every: 20`
-    `megatron-rl explain` can then compute any of them again exactly. A run that replays writes none with it."""
+    """Whether the verified rollouts of each step are written as `rollouts/step_000000.groups` and so on, for which the
+    driver fetches the tokens. `{last: 20}` keeps the last 20 steps; with `checkpoint.every: 20` `megatron-rl explain`
+    can then compute any of them again exactly. A run that replays writes none."""
     replay: Path | None = None
     """The folder with the rollouts that another run has written (`dump`). The run trains on them and starts no engine
     and no verifier, so it evaluates nothing. null means that engines generate."""
@@ -181,14 +178,14 @@ class RolloutConfig(Section):
     engine's policy then differs from the trainer's by more than rounding: see `algorithm.correction` and
     `algorithm.max_mismatch`."""
     lora: Literal["served", "merged"] = "served"
-    """How engines get the adapters of `policy.lora`. `served`: a push has A and B alone, and vLLM computes with them
-    next to the base model, which it loads from `model.path`. `merged`: trainers add the product of B and A to the
-    weights while they send them, so a push has the size of the model, and engines know of no adapters. It works for
-    every family, also where vLLM cannot serve adapters: experts, latent attention, `quantization`."""
+    """How engines get the adapters of `policy.lora`. `served`: a weight sync has only A and B, and vLLM computes with
+    them next to the base model of `model.path`. `merged`: trainers add the product of B and A to the weights while they
+    send them, so a sync has the size of the model. It works where vLLM cannot serve adapters: experts, latent
+    attention, `quantization`."""
     max_sequences: PositiveInt = 1024
-    """The largest number of answers that an engine decodes at the same time. Further ones wait in a queue, the oldest
-    first. On a GPU it also sets the sizes of vLLM's CUDA graphs. In an asynchronous run, choose the number where the
-    engine's throughput stops growing: with more, batches are decoded side by side, and all of them end late."""
+    """The largest number of answers that an engine decodes at the same time; others wait in a queue, the oldest first.
+    On a GPU it also sets the sizes of vLLM's CUDA graphs. In an asynchronous run choose the number where the throughput
+    stops growing: with more, batches are decoded next to each other, and all end late."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
     1 GiB."""

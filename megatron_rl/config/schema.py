@@ -50,9 +50,9 @@ class SftConfig(Section):
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"
-    """The turns of the assistant that are trained in a row of chat turns, each with its stop token. `all` needs a chat
-    template that writes an earlier turn as it was written when it was the last; a template that leaves out earlier
-    thoughts does not, and such a row is bad. `last` trains the last turn alone."""
+    """The assistant's turns that are trained in a row of chat turns, each with its stop token. `all` needs a chat
+    template that writes an earlier turn as it was written when it was the last; a row whose template leaves out earlier
+    reasoning is bad. `last` trains only the last turn."""
     max_tokens: PositiveInt = 4096
     """The largest length of a row in tokens, prompt and completion together. If it is not given, at most the model's
     positions."""
@@ -84,9 +84,9 @@ class EvalConfig(Section):
     samples_per_prompt: PositiveInt = 1
     """The number of answers to each prompt, n. With two or more, `eval/pass@k` and `eval/maj@n` are reported, too."""
     verifier: str | None = None
-    """The name of the reward that decides whether an answer is right, which means a score of 1 or more.
-    `eval/accuracy` is the share of right answers. null means, for each row, the first reward that compares answers with
-    a ground truth and scores this row; if there is none, only `eval/reward_mean` is reported."""
+    """The name of the reward that decides whether an answer is right, with a score of 1 or more; `eval/accuracy` is the
+    share of right answers. null means, for each row, the first reward that compares with a ground truth and scores this
+    row; if there is none, only `eval/reward_mean` is reported."""
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         labels = [reward.label for reward in run.rewards]
@@ -107,8 +107,8 @@ class CheckpointConfig(Section):
     """The checkpoints of steps that are multiples of this number are never deleted; 0 means none."""
     keep_best: str | None = None
     """The name of an evaluation metric, such as `eval/accuracy`: the evaluated checkpoint with the largest value is
-    kept, or with the smallest `eval/loss`. A checkpoint is evaluated if its step is a multiple of `eval.every`
-    (`sft.eval_every`). null means that no checkpoint is kept for its value."""
+    kept (of `eval/loss` the smallest). A checkpoint is evaluated if its step is a multiple of `eval.every`
+    (`sft.eval_every`). null: none is kept for its value."""
     export_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`. All exports are
     kept. 0 exports only the final model, as `hf`. `megatron-rl export` exports any checkpoint later."""
@@ -137,9 +137,8 @@ class RunConfig(Section):
     """The number of training steps of the whole run."""
     epochs: PositiveFloat | None = None
     """How often all training rows are trained, in place of `steps`, which is then rows x epochs /
-    `rollout.prompts_per_step` (`sft.rows_per_step`), rounded up. Rows that are skipped (`on_bad_row`) or removed
-    (`data.deduplicate`) do not count. It cannot be used with a mixture of sources, nor with `active_sampling`, whose
-    steps take different numbers of rows."""
+    `rollout.prompts_per_step` (`sft.rows_per_step`), rounded up. Skipped (`on_bad_row`) and removed rows
+    (`data.deduplicate`) do not count. It is refused with a mixture of sources, and with `active_sampling`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of the data's order, of sampling and of the training ranks."""
     stop_on: tuple[HealthRule, ...] = ()

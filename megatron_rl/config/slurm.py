@@ -36,8 +36,8 @@ class SlurmConfig(Section):
     continues."""
     container: str | None = None
     """The container image that runs all processes; null means none. Apptainer runs `*.sif` and `docker://...`, Enroot
-    with Pyxis all others (srun --container-image). A file on the shared file system, `/images/rl.sqsh` or `*.sif`,
-    starts at once; an image of a registry is imported once in each start of the job."""
+    with Pyxis all others (srun --container-image). A file on the shared file system starts at once; an image of a
+    registry is imported in each start of the job."""
     mounts: tuple[str, ...] = ()
     """Folders that the container sees besides the working folder, the run's folder and the node's /tmp, each as
     `outside:inside`."""

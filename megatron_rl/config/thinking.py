@@ -163,15 +163,14 @@ class ThinkingBudget(Section):
     thought are no actions. A prompt that already closes the thought has no budget."""
 
     mode: Literal["two_call", "truncate", "native"] = "two_call"
-    """What happens to a thought that reaches `thought_tokens` without a delimiter. `two_call`: the engine is called
-    once for the thought; `closing` is appended, and the engine is called again for the answer. `native`: the engine
-    itself forces `closing` in one call, with vLLM's own thinking budget; each answer is checked afterwards, and one
-    that does not keep its budget ends the run. `truncate`: the sample ends there and counts as cut;
+    """What happens to reasoning that reaches `thought_tokens` without a delimiter. `two_call`: `closing` is appended,
+    and a second call of the engine samples the answer. `native`: vLLM's own budget forces `closing` in one call; an
+    answer that does not keep its budget ends the run. `truncate`: the sample ends there and counts as cut;
     `algorithm.overlong_filter` keeps or removes it."""
     thought_tokens: ThoughtTokens
-    """The largest number of sampled tokens in a thought: one number for all, or a section that says how the budget of
-    an answer is chosen. A delimiter that the model samples itself must be complete within them. Evaluations and greedy
-    answers have the budget of their row with `column`, and otherwise the largest one."""
+    """The largest number of sampled tokens of the reasoning, its own delimiter included: one number for all, or a
+    section that says how the budget of an answer is chosen. Evaluations and greedy answers have the budget of their row
+    with `column`, and otherwise the largest one."""
     response_tokens: PositiveInt
     """The largest number of answer tokens, counted after the delimiter."""
     closing: str | None = None

@@ -19,7 +19,7 @@ from megatron_rl.__main__ import COMMANDS
 from megatron_rl.config.reference import parts
 from megatron_rl.tools.docs import configuration, numbers, recipes, tutorials
 from megatron_rl.tools.docs.formulas import rendered
-from megatron_rl.tools.docs.links import SiteLinks
+from megatron_rl.tools.docs.links import LINK, SiteLinks
 
 SEARCHES = {
     "Qwen3-32B": "recipes/qwen3_32b/",
@@ -172,6 +172,13 @@ def test_links_lead_to_pages_or_to_the_repository():
     assert "[`c`](https://host/blob/main/configs/run/x.yaml)" in there.rewritten(text, "recipes/tiny.md")
     assert there.rewritten("[t](../recipes/tiny/RECORD.md)", "index.md") == "[t](recipes/tiny.md)"
     assert here.rewritten("```\n[a](../x.md)\n```\n", "recipes/tiny.md") == "```\n[a](../x.md)\n```\n"
+
+
+def test_what_the_readme_and_the_records_link_is_there():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "recipes").rglob("*.md")]:
+        links = [found["target"].partition("#")[0] for found in LINK.finditer(page.read_text())]
+        missing = [link for link in links if link and ":" not in link and not (page.parent / link).exists()]
+        assert missing == [], page
 
 
 def test_the_navigation_has_every_recipe_and_tutorial():

@@ -73,6 +73,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri == "api.md":  # its docstrings name pages by their files
+        html = re.sub(r"(?<![\w/])docs/([a-z_]+)\.md", r'<a href="../\1/">\1</a>', html)
     try:
         return _fitted(rendered(html))
     except ValueError as error:

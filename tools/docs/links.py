@@ -37,7 +37,7 @@ class SiteLinks:
                 there: str | None = path.removeprefix("docs/")
             else:
                 there = self.pages.get(path)
-            if there is not None:
+            if there is not None and there != page:
                 relative = posixpath.relpath(there, posixpath.dirname(page) or ".")
                 return f"[{found['text']}]({relative}{hashed}{anchor})"
             return f"[{found['text']}]({self.repository}/{path})" if self.repository else found["text"]

@@ -73,7 +73,10 @@ def page_of(source: Path) -> str:
     head = f"# {int(source.name[:2])}. {TITLES[source.name[:2]]}\n\n"
     if source.suffix == ".ipynb":
         return head + _notebook(source, json.loads(output.read_text()))
-    where = f"This page is [`tutorials/{source.name}`](../../tutorials/{source.name}), and its output is at the end."
+    where = (
+        f"This page is [`tutorials/{source.name}`]({source.name}). What it prints is at the end, and in "
+        f"[`tutorials/outputs/{output.name}`](outputs/{output.name})."
+    )
     printed = f"## What it prints\n\n{_fenced(output.read_text(), 'text')}"
     return f"{head}{_script(source.read_text(), where)}\n\n{printed}\n"
 
@@ -120,7 +123,7 @@ def _numbered_comments(text: str) -> list[tuple[int, int]]:
 def _notebook(source: Path, outputs: list[dict[str, str | int]]) -> str:
     cells = json.loads(source.read_text())["cells"]
     left = iter(outputs)
-    parts = [f"This page is [`tutorials/{source.name}`](../../tutorials/{source.name}), with what its cells show."]
+    parts = [f"This page is [`tutorials/{source.name}`]({source.name}), with what its cells show."]
     for index, cell in enumerate(cells):
         text = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
