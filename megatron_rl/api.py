@@ -56,7 +56,7 @@ def grpo(
     model: Model,
     data: Data,
     rewards: Reward | Sequence[Reward],
-    steps: int = 20,
+    steps: int | None = None,
     *,
     eval_data: Rows | None = None,
     name: str | None = None,
@@ -81,7 +81,7 @@ def grpo(
         eval_data: held-out rows.
         name: of the run's folder in `runs`; by default the kind and the time.
         files: YAML files that come first, such as `configs/cluster/h100_8n8g.yaml`.
-        sections: as in a file, such as `policy={"optimizer": {"lr": 1e-6}}`; docs/configuration.md has all keys.
+        sections: as in a file, such as `policy={"optimizer": {"lr": 1e-6}}`; `megatron-rl config` prints all keys.
 
     Raises:
         ValueError: the configuration is refused, or a function cannot be sent to the verifiers' processes.
@@ -95,7 +95,7 @@ def ppo(
     model: Model,
     data: Data,
     rewards: Reward | Sequence[Reward],
-    steps: int = 20,
+    steps: int | None = None,
     *,
     eval_data: Rows | None = None,
     name: str | None = None,
@@ -115,10 +115,7 @@ def sft(
     files: Sequence[str | os.PathLike[str]] = (),
     **sections: Any,
 ) -> Run:
-    """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`.
-    The default of `steps` is 20; `sft={"epochs": 3}` takes its place."""
-    if steps is None and not _has_epochs(sections):
-        steps = 20
+    """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`."""
     return start("sft", Inputs(model, data), name, files, _with_steps(sections, steps))
 
 
@@ -324,10 +321,12 @@ def holds_run(folder: Path) -> bool:
 
 
 def _has_epochs(given: Mapping[str, Any]) -> bool:
-    return isinstance(sft := given.get("sft"), Mapping) and sft.get("epochs") is not None
+    return isinstance(run := given.get("run"), Mapping) and run.get("epochs") is not None
 
 
 def _with_steps(sections: Mapping[str, Any], steps: int | None) -> dict[str, Any]:
+    if steps is None and not _has_epochs(sections):
+        steps = 20
     return {**sections, "run": {"steps": steps, **sections.get("run", {})}}
 
 

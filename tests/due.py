@@ -3,8 +3,8 @@
     make test-due                                         # the files that are due
     make test-deep ARGS="--results=tests/deep.json"       # the tier whole, apart from Slurm's
 
-Both write the file. Due are files that failed, and the ones that have never run or not for the longest time. So
-`make test-due` runs the whole tier, and Slurm's jobs, in about sixteen turns, if the results of each are committed.
+Both write the file. Due are files that failed, and the ones that have never run or not for the longest time. CI
+refuses a history in which a file last ran more than MAX_COMMITS commits ago, which are about three changes that land.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ import pytest
 RESULTS = Path(__file__).with_name("deep.json")
 ALONE = "tests/slurm/"
 """Slurm's daemons wait for nodes that do not answer in time, so none of these files runs beside another one."""
+MAX_COMMITS = 200
 
 
 @dataclass(frozen=True)
 class Result:
     """What a file did when it last ran.
 
-    >>> Result(turn=3, date="2026-11-28", commit="47cde0d", passed=12, skipped=0, seconds=44.0)
+    >>> Result(number=1132, date="2026-11-28", commit="43978cc", passed=12, skipped=0, seconds=44.0)
     """
 
-    turn: int = 0
-    """Counts the runs that wrote results; 0 before the first one."""
+    number: int = 0
+    """The number of commits in the history of the one that was checked out; 0 before the first run."""
     date: str = ""
     commit: str = ""
     """What was checked out; changes that were not committed may have been there."""
@@ -56,7 +57,7 @@ def due(names: set[str], results: Mapping[str, Result], num_turns: int) -> set[s
     and then those that have not run for the longest time, new files first. At least one is of the latter kind."""
     seconds = {name: results[name].seconds for name in names if name in results}
     guess = sum(seconds.values()) / len(seconds) if seconds else 1.0
-    order = sorted(names, key=lambda name: (results.get(name, Result()).turn, name))
+    order = sorted(names, key=lambda name: (results.get(name, Result()).number, name))
     if order and order[0].startswith(ALONE):
         return {order[0]}
     order = [name for name in order if not name.startswith(ALONE)]
@@ -78,15 +79,14 @@ def read(path: Path) -> dict[str, Result]:
     return {name: Result(**fields) for name, fields in json.loads(path.read_text()).items()}
 
 
-def write(path: Path, outcomes: Mapping[str, Outcomes], seconds: Mapping[str, float], commit: str, today: str) -> None:
+def write(path: Path, outcomes: Mapping[str, Outcomes], seconds: Mapping[str, float], commit: str, number: int) -> None:
     """Replace the results of the files that ran. The others stay, unless their file is gone."""
-    known = read(path)
-    turn = 1 + max((result.turn for result in known.values()), default=0)
+    known, today = read(path), date.today().isoformat()
     for name, seen in outcomes.items():
         count = Counter(seen.values())
         failed = sorted(test for test, outcome in seen.items() if outcome == "failed")
         took = round(seconds.get(name, known.get(name, Result()).seconds), 1)
-        known[name] = Result(turn, today, commit, count["passed"], count["skipped"], failed, took)
+        known[name] = Result(number, today, commit, count["passed"], count["skipped"], failed, took)
     root = Path(__file__).parents[1]
     kept = {name: asdict(known[name]) for name in sorted(known) if (root / name).exists()}
     lines = (f" {json.dumps(name)}: {json.dumps(fields)}" for name, fields in kept.items())
@@ -148,7 +148,18 @@ def pytest_sessionfinish(session, exitstatus):
     path, outcomes = session.config.getoption("--results"), session.config.stash[_outcomes]
     if not path or hasattr(session.config, "workerinput") or exitstatus not in (0, 1):
         return  # a run that was interrupted has not seen its files whole
-    words, commit = ["git", "rev-parse", "--short", "HEAD"], ""
-    if shutil.which("git"):
-        commit = subprocess.run(words, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
-    write(path, outcomes, costs.of_files(session.config), commit, date.today().isoformat())
+    commit = git("rev-parse", "--short", "HEAD") if shutil.which("git") else ""
+    write(path, outcomes, costs.of_files(session.config), commit, num_commits() if commit else 1)
+
+
+def git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+
+
+def num_commits() -> int:
+    return int(git("rev-list", "--count", "HEAD"))
+
+
+def late(names: set[str], results: Mapping[str, Result], number: int) -> list[str]:
+    """The files that last ran more than MAX_COMMITS commits ago, or never."""
+    return sorted(name for name in names if number - results.get(name, Result()).number > MAX_COMMITS)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "tutorials").glob("*.md"))]
-GENERATED = {"configuration.md", "metrics.md", "coming_from_trl.md", "verl_keys.md"}
+GENERATED = {"metrics.md", "coming_from_trl.md"}
 MARK = re.compile(r"<!-- (run|keys|shows|file: [\w./-]+|not run: \S.*) -->")
 
 

@@ -5,7 +5,8 @@ A checkpoint is written while training continues (`Saving`). Each rank writes on
 its share of the weights, of their fp32 copies and of the optimizer's moments, as rectangles of the open form's tensors
 (`convert/pieces.py`). A rank that resumes reads the rectangles that its own parameters need. The folder also has the
 states of the random generators, which only the same mesh restores, and `extra.json`. All ranks must see the same file
-system. Reading a file runs no code from it.
+system. Reading a file runs no code from it. Megatron-Core's own writer raises on a rank without psutil, and the other
+ranks then wait for ever.
 
 Invariants (tests/ranks): the folder is complete or absent after any failure and any kill of the process; if one rank
 raises, all do; a changed byte is an error that names the file; a run resumes bit for bit on the same mesh, and on

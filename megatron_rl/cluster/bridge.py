@@ -90,9 +90,9 @@ class RayBridge:
             fused_norms=self._policy.fused_norms,
             engines=Engines(
                 rollout.num_engines,
-                rollout.tensor,
-                rollout.pipeline,
-                expert_parallel=rollout.expert_parallel,
+                rollout.parallel.tensor,
+                rollout.parallel.pipeline,
+                expert_parallel=rollout.parallel.expert_parallel,
                 num_chains=bridge.chains,
             ),
             dtype=self._config.model.dtype,

@@ -129,7 +129,7 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         block=lcm(mesh.tensor, mesh.expert_ways, shared),  # tensor-parallel groups are consecutive ranks
         cpus=cluster.cpus_per_trainer,
         gpus=cluster.gpus_per_trainer,
-        advice="lower policy.parallel (or rollout.tensor), cluster.cpus_per_trainer or cluster.gpus_per_trainer",
+        advice="lower policy.parallel (or rollout.parallel.tensor), cluster.cpus_per_trainer or gpus_per_trainer",
         pool=cluster.pools.get("trainer"),
     )
     trainers = [trainer]
@@ -148,11 +148,11 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         block=config.rollout.engine_ranks,
         cpus=0,
         gpus=cluster.gpus_per_engine_rank,
-        advice="lower rollout.num_engines, rollout.tensor or rollout.pipeline",
+        advice="lower rollout.num_engines, rollout.parallel.tensor or rollout.parallel.pipeline",
         pool=cluster.pools.get("engine"),
         can_span=not cluster.colocate,
         beside="trainer" if cluster.colocate else None,
-        stage=config.rollout.tensor,
+        stage=config.rollout.parallel.tensor,
     )
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
     return (*trainers, engine, verifier)

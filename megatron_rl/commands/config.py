@@ -3,7 +3,7 @@
 megatron-rl config                       the sections
 megatron-rl config rollout.thinking      a section with everything inside
 megatron-rl config policy.optimizer.lr   one key
-megatron-rl config --markdown            docs/configuration.md
+megatron-rl config --markdown            all sections and keys, as Markdown
 """
 
 from __future__ import annotations

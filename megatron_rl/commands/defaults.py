@@ -8,11 +8,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_rl.commands.row_counts import num_training_rows
 from megatron_rl.config.load import merge_arguments, validate
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.rewards import FormatReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.data.files import read_rows
 from megatron_rl.data.rows import counted
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
@@ -41,8 +41,8 @@ def read_config(
         ValueError: the configuration is refused, or there is no Ray at `cluster.ray_address`.
     """
     given = merge_arguments(arguments)
-    if kind is SftRunConfig and _key(given, "sft", "epochs") is not None:
-        given = _with_steps(given, tell)
+    if _key(given, "run", "epochs") is not None:
+        given = _with_steps(kind, given, tell)
 
     def has_gpus() -> bool:
         if in_job and (per_node := _key(given, "slurm", "gpus_per_node")) is not None:
@@ -57,35 +57,25 @@ def read_config(
     return with_defaults(validate(kind, given, has_gpus), tell)
 
 
-def _with_steps(given: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """The configuration of a supervised run, with `run.steps` computed from `sft.epochs`.
+def _with_steps(kind: type[Config], given: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
+    """The configuration of a run with the number of steps of its epochs.
 
     Raises:
-        ValueError: both keys are given, the configuration is refused, or its rows cannot be read.
+        ValueError: it gives the number of steps, too, or is refused, or its rows cannot be counted.
     """
     if _key(given, "run", "steps") is not None:
-        raise ValueError("sft.epochs and run.steps are both given, and each says how long the run is; set one to null")
-    with_one = {**given, "run": {**(given.get("run") or {}), "steps": 1}}
-    config = with_defaults(validate(SftRunConfig, with_one, lambda: False))
-    sft = config.sft
-    assert sft.epochs is not None, "the caller has looked"
-    if isinstance(sft.rows, Path) and not sft.rows.exists():
-        raise ValueError(f"sft.rows: there is no {sft.rows}, and sft.epochs counts its rows")
-    num_rows = _num_kept(config) if sft.on_bad_row == "skip" else sum(1 for _ in read_rows(sft.rows))
-    steps = max(1, ceil(Fraction(str(sft.epochs)) * num_rows / sft.rows_per_step))
-    epochs = f"{sft.epochs:g} epoch{'s' * (sft.epochs != 1)}"
-    tell(f"run.steps is {steps:,}: {epochs} of {counted(num_rows, 'row')}, {sft.rows_per_step} in a step")
-    # The run has the number alone, so that the configuration in its folder can be given again.
-    return {**with_one, "run": {**with_one["run"], "steps": steps}, "sft": {**given["sft"], "epochs": None}}
-
-
-def _num_kept(config: SftRunConfig) -> int:
-    """The number of rows that are not skipped, for which all are tokenized."""
-    from megatron_rl.data.supervised import load_demonstrations  # transformers takes seconds
-    from megatron_rl.data.tokenizer import open_tokenizer
-
-    rows, _ = load_demonstrations(config, config.sft.rows, open_tokenizer(config.model.path))
-    return len(rows)
+        raise ValueError("run.epochs and run.steps are both given, and each says how long the run is; set one to null")
+    with_one = {**given, "run": {**given["run"], "steps": 1}}
+    config = with_defaults(validate(kind, with_one, lambda: False))
+    assert config.run.epochs is not None, "the caller has looked"
+    assert isinstance(config, SftRunConfig | GrpoRunConfig), "each kind of run trains on rows"
+    num_rows = num_training_rows(config)
+    per_step = config.sft.rows_per_step if isinstance(config, SftRunConfig) else config.rollout.prompts_per_step
+    steps = max(1, ceil(Fraction(str(config.run.epochs)) * num_rows / per_step))
+    epochs = f"{config.run.epochs:g} epoch{'s' * (config.run.epochs != 1)}"
+    tell(f"run.steps is {steps:,}: {epochs} of {counted(num_rows, 'row')}, {per_step} in a step")
+    # The run has only the number, so that the configuration in its folder can be given again.
+    return {**with_one, "run": {**with_one["run"], "steps": steps, "epochs": None}}
 
 
 def _key(given: Mapping[str, Any], section: str, key: str) -> Any:

@@ -101,7 +101,9 @@ def _describe_critic(config: GrpoRunConfig, table: Table) -> None:
 def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
     """Print the numbers of a step, and the bridge's transfer plan."""
     rollout, parallel = config.rollout, config.policy.parallel
-    FAMILIES[shape.family].check_engine(shape, rollout.tensor, rollout.expert_parallel, rollout.pipeline)
+    FAMILIES[shape.family].check_engine(
+        shape, rollout.parallel.tensor, rollout.parallel.expert_parallel, rollout.parallel.pipeline
+    )
     num_samples = rollout.prompts_per_step * rollout.samples_per_group
     longest = rollout.max_model_tokens
     plan = planned_microbatches(config, shape, parallel, largest_work(config))
@@ -111,8 +113,8 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     of_model = f"{share:.2%}" if config.pushed(shape).adapters else f"{share:.2f}"
 
     table = Table(title="a step", show_header=False, title_justify="left")
-    stages = f" x PP{rollout.pipeline}" if rollout.pipeline > 1 else ""
-    layout = f"TP{rollout.tensor}{stages}" + (", expert-parallel" if rollout.expert_parallel else "")
+    stages = f" x PP{rollout.parallel.pipeline}" if rollout.parallel.pipeline > 1 else ""
+    layout = f"TP{rollout.parallel.tensor}{stages}" + (", expert-parallel" if rollout.parallel.expert_parallel else "")
     table.add_row("engines", f"{rollout.num_engines} x {layout}")
     if rollout.vllm:
         table.add_row("  vLLM's arguments", json.dumps(rollout.vllm))

@@ -26,7 +26,7 @@ from megatron_rl.layout.peft import base_digest
 from megatron_rl.loop.health.answers import common_reason
 from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.ports import StopRequested
-from megatron_rl.preflight.row_sources import training_sources
+from megatron_rl.preflight.row_sources import prompt_rules, training_sources
 from megatron_rl.types import Group, GroupRequest, Prompt, Tokenizer
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SECTIONS = ("model", "data", "rollout", "rewards", "eval")
 """What the answers and their scores depend on."""
-FREE = {"num_engines", "tensor", "expert_parallel", "gpu_memory_utilization", "max_sequences", "prompts_per_step"}
+FREE = {"num_engines", "parallel", "gpu_memory_utilization", "max_sequences", "prompts_per_step"}
 """The keys of `rollout` that may change when a tool goes on."""
 SMALL = 1 << 26
 """The largest file of a model, in bytes, that is read for its digest: a vocabulary has tens of MB."""
@@ -215,23 +215,12 @@ def answer_all(
     Raises:
         ValueError: a row is bad, or no answer gets a score.
     """
-    from megatron_rl.data import Rules, load_prompts
+    from megatron_rl.data import load_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
-    from megatron_rl.environments import object_columns
-    from megatron_rl.verifiers.columns import required_columns
 
     data, tokenizer = config.data, open_tokenizer(config.model.path)
-    rollout = config.rollout
-    rules = Rules(
-        rollout.max_prompt_tokens,
-        data.on_bad_row,
-        required_columns(config.rewards),
-        rollout.thought_column,
-        objects=object_columns(rollout.environment),
-        deduplicate=data.deduplicate,
-    )
-    [source] = training_sources(data, rollout.environment)
-    prompts = load_prompts(source.path, tokenizer, rules, source.reading, data.cache, note)
+    [source] = training_sources(data, config.rollout.environment)
+    prompts = load_prompts(source.path, tokenizer, prompt_rules(config), source.reading, data.cache, note)
     console.print(f"{source.path}: {prompts.tally}", markup=False, highlight=False, soft_wrap=True)
     decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
     waiting = [(number, prompt) for number, prompt in enumerate(prompts) if prompt.uid not in done]

@@ -35,7 +35,7 @@ from megatron_rl.layout import Links, check_model, critic_shape, read_shape  # n
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
 from megatron_rl.ports import Policy, Ports  # noqa: E402
-from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources  # noqa: E402
+from megatron_rl.preflight.row_sources import RowSource, heldout_source, prompt_rules, training_sources  # noqa: E402
 from megatron_rl.types import ModelShape, Prompt, Tokenizer  # noqa: E402
 
 if TYPE_CHECKING:
@@ -184,22 +184,10 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     """The training prompts as a stream, and the held-out prompts. Prints what became of the rows of each source."""
     import numpy as np
 
-    from megatron_rl.data import ItemSource, Rules, ShuffledStream, load_prompts
-    from megatron_rl.environments import object_columns
+    from megatron_rl.data import ItemSource, ShuffledStream, load_prompts
     from megatron_rl.loop.train import Prompts
-    from megatron_rl.verifiers.columns import required_columns
 
-    data, rollout = config.data, config.rollout
-    required, thought_column = required_columns(config.rewards), rollout.thought_column
-    rules = Rules(
-        rollout.max_prompt_tokens,
-        data.on_bad_row,
-        required,
-        thought_column,
-        rollout.prefix_values,
-        object_columns(rollout.environment),
-        data.deduplicate,
-    )
+    data, rollout, rules = config.data, config.rollout, prompt_rules(config)
 
     def tell(note: str, style: str | None = "yellow") -> None:
         console.print(note, style=style, markup=False, highlight=False, soft_wrap=True)

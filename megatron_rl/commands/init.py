@@ -38,7 +38,7 @@ STARTERS: dict[str, dict[str, Any]] = {
         "data": {"train": "rows.jsonl", "eval": None},
         "rollout": {
             "num_engines": 1,
-            "tensor": 1,
+            "parallel": {"tensor": 1},
             "prompts_per_step": 64,
             "samples_per_prompt": 8,
             "max_prompt_tokens": 1024,

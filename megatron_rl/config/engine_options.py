@@ -14,10 +14,10 @@ ELSEWHERE = {
     "dtype": "model.dtype",
     "seed": "run.seed",
     "quantization": "rollout.quantization",
-    "tensor_parallel_size": "rollout.tensor",
-    "pipeline_parallel_size": "rollout.pipeline",
+    "tensor_parallel_size": "rollout.parallel.tensor",
+    "pipeline_parallel_size": "rollout.parallel.pipeline",
     "data_parallel_size": "rollout.num_engines",
-    "enable_expert_parallel": "rollout.expert_parallel",
+    "enable_expert_parallel": "rollout.parallel.expert",
     "max_model_len": "rollout.max_response_tokens",
     "max_num_seqs": "rollout.max_sequences",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
@@ -47,7 +47,7 @@ REFUSED = {
     "distributed_executor_backend": "it follows from the number of ranks and nodes of an engine",
     **dict.fromkeys(
         ("prefill_context_parallel_size", "decode_context_parallel_size"),
-        "the ranks of an engine are rollout.tensor x rollout.pipeline",
+        "the ranks of an engine are rollout.parallel.tensor x rollout.parallel.pipeline",
     ),
     **dict.fromkeys(
         ("enable_eplb", "enable_elastic_ep", "cpu_offload_gb", "offload_group_size"),

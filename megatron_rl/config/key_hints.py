@@ -41,7 +41,8 @@ KEYS = {
     **dict.fromkeys(("expert_model_parallel_size", "ep"), "it is policy.parallel.expert"),
     **dict.fromkeys(("save_freq", "save_steps"), "it is checkpoint.every"),
     **dict.fromkeys(("eval_steps", "test_freq"), "it is eval.every"),
-    **dict.fromkeys(("total_training_steps", "max_steps", "total_epochs", "num_train_epochs"), "it is run.steps"),
+    **dict.fromkeys(("total_training_steps", "max_steps"), "it is run.steps"),
+    **dict.fromkeys(("total_epochs", "num_train_epochs", "epochs"), "it is run.epochs"),
     **dict.fromkeys(("wandb", "report_to", "logger", "tensorboard", "mlflow"), "trackers are listed in observe"),
     **dict.fromkeys(("gradient_checkpointing", "recompute"), "it is model.recompute"),
     **dict.fromkeys(("ref", "reference", "ref_model"), "a reference is kept if algorithm.kl is set"),
@@ -49,3 +50,10 @@ KEYS = {
     **dict.fromkeys(("epsilon", "clip_ratio", "cliprange"), "clipping is algorithm.loss"),
 }
 """The key's last name -> what to say. The keys that a sentence names exist (tests/unit/config)."""
+FORMER: dict[tuple[str, ...], str] = {
+    ("rollout", "tensor"): "it is rollout.parallel.tensor now",
+    ("rollout", "pipeline"): "it is rollout.parallel.pipeline now",
+    ("rollout", "expert_parallel"): "it is rollout.parallel.expert now, the number of tensor ranks where it was true",
+    ("sft", "epochs"): "it is run.epochs now",
+}
+"""A section's key of an earlier version -> what to say."""

@@ -1,6 +1,7 @@
-"""The reference of all keys, from the docstrings of the sections: `megatron-rl config`, and docs/configuration.md.
+"""The reference of all keys, from the docstrings of the sections: `megatron-rl config`, and a page of the site for
+each section.
 
-Invariant (tests/unit/config): the document is what the sections say, and every key has a description.
+Invariant (tests/unit/config): every key has a description, and its default is what the sections say.
 """
 
 from __future__ import annotations
@@ -28,11 +29,32 @@ Every key of a run, with its type, its default and its meaning. A key is written
 on the command line as `section.key=value`; later arguments win. A section with several kinds is chosen by its key
 `kind`, and has a heading for each kind, such as `algorithm.loss[dual_clip]`. `megatron-rl sft` has the sections `run`,
 `model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; the other recipes have all but
-`sft`. This page is written by `megatron-rl config --markdown`.
+`sft`.
 """
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >="}
 NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
 NAMES |= {Any: "any value", JsonValue: "any value"}
+
+ADVANCED = {
+    f"{section}.{key}"
+    for section, keys in {
+        "algorithm.correction.reject": "only_negative policy",
+        "algorithm.entropy.coefficient": "delta initial maximum",
+        "algorithm.kl": "cap straight_through",
+        "algorithm.kl.coefficient": "horizon initial",
+        "algorithm.loss": "cov_high cov_low",
+        "balance": "groups",
+        "balance.cost": "seconds_per_squared_token seconds_per_token",
+        "bridge": "bucket_mib timeout_s verify",
+        "cluster": "calibration collective_timeout_s restarts_per_hour start_timeout_s step_timeout_s verifier_workers",
+        "critic.loss": "huber_delta",
+        "data": "easy_first_epochs",
+        "policy.optimizer": "nesterov num_iterations scale",
+        "rollout.prefix_values": "column floor idle_below idle_cost positive_only scale several",
+    }.items()
+    for key in keys.split()
+}
+"""Keys, without kinds, that no recipe sets. The site describes them on a page of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +70,10 @@ class Key:
     default: str | None
     """The default as YAML writes it; None means that the key is required."""
     meaning: str
+
+    @property
+    def is_advanced(self) -> bool:
+        return plain(self.path) in ADVANCED
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import (
     Field,
@@ -79,21 +79,45 @@ class ExpectedTokens(Section):
         return self
 
 
+class EngineParallel(Section):
+    """How each engine is split over ranks: tensor x pipeline of them."""
+
+    tensor: PositiveInt = 1
+    """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
+    pipeline: PositiveInt = 1
+    """Pipeline parallelism (PP): the number of stages into which the layers are split. The stages work on different
+    batches of answers at the same time. Only the ranks within a stage exchange much data, so an engine can span nodes:
+    each stage is in one node, and the stages may be in several."""
+    expert: PositiveInt = 1
+    """Expert parallelism (EP): the number of ranks over which whole experts are distributed, which is the number of
+    tensor ranks. 1: each expert is split over all tensor ranks."""
+
+    @model_validator(mode="after")
+    def _experts_over_all_tensor_ranks(self) -> Self:
+        if self.expert not in (1, self.tensor):
+            raise ValueError(
+                f"expert is {self.expert}, but vLLM distributes whole experts over all {self.tensor} tensor ranks of "
+                f"an engine; set it to 1{f' or {self.tensor}' * (self.tensor > 1)}"
+            )
+        return self
+
+    @property
+    def expert_parallel(self) -> bool:
+        """Whether each tensor rank holds some of the experts whole."""
+        return self.expert > 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor * self.pipeline
+
+
 class RolloutConfig(Section):
     num_engines: PositiveInt = 1
     """The number of engines."""
     backend: FunctionPath | None = None
     """The place of a class of your own that answers in the place of vLLM: `package.module:Class`, or
     `folder/file.py:Class`. It implements `megatron_rl.rollout.backend.EngineBackend`. null means vLLM."""
-    tensor: PositiveInt = 1
-    """The tensor parallelism of each engine: the number of ranks that share its matrices."""
-    pipeline: PositiveInt = 1
-    """The number of pipeline stages of each engine. Each stage has `tensor` ranks and some of the layers. The stages
-    work on different batches of answers at the same time. Only the ranks within a stage exchange much data, so an
-    engine can span nodes: each stage is in one node, and the stages may be in several."""
-    expert_parallel: bool = False
-    """true: each tensor rank of an engine holds some of the experts whole. false: each expert is split over all tensor
-    ranks."""
+    parallel: EngineParallel = EngineParallel()
     prompts_per_step: PositiveInt = 64
     """The number of prompts in a training step."""
     samples_per_prompt: PositiveInt = 8
@@ -199,7 +223,7 @@ class RolloutConfig(Section):
     @property
     def engine_ranks(self) -> int:
         """The number of ranks of an engine."""
-        return self.tensor * self.pipeline
+        return self.parallel.num_ranks
 
     @property
     def max_model_tokens(self) -> int:
@@ -240,17 +264,17 @@ class RolloutConfig(Section):
                 f"rollout.late: {self.late} has no effect without rollout.max_lag and rollout.active_sampling, "
                 "because every group is then of the step that waits for it; remove it"
             )
-        if self.pipeline > 1 and run.policy.routing_replay:
+        if self.parallel.pipeline > 1 and run.policy.routing_replay:
             yield (
                 "policy.routing_replay needs the experts of all layers, and vLLM gives none with pipeline stages "
-                f"(rollout.pipeline is {self.pipeline}); set rollout.pipeline to 1 and raise rollout.tensor, or remove "
-                "policy.routing_replay"
+                f"(rollout.parallel.pipeline is {self.parallel.pipeline}); set rollout.parallel.pipeline to 1 "
+                "and raise rollout.parallel.tensor, or remove policy.routing_replay"
             )
-        if self.max_sequences < self.pipeline:
+        if self.max_sequences < self.parallel.pipeline:
             yield (
-                f"rollout.max_sequences ({self.max_sequences}) is below rollout.pipeline ({self.pipeline}), so that "
-                "some stages would always wait, because each works on other answers; raise max_sequences or lower "
-                "pipeline"
+                f"rollout.max_sequences ({self.max_sequences}) is below rollout.parallel.pipeline "
+                f"({self.parallel.pipeline}), so that some stages would always wait, because each works on other "
+                "answers; raise max_sequences or lower rollout.parallel.pipeline"
             )
         tokens = self.vllm.get("max_num_batched_tokens")
         if isinstance(tokens, int) and tokens < self.max_sequences:
@@ -294,19 +318,20 @@ class RolloutConfig(Section):
         """What needs trainers and engines at the same time, although they share GPUs."""
         cluster, trainers = run.cluster, run.policy.parallel.mesh.world_size
         ranks = self.num_engines * self.engine_ranks
-        sizes = (self.num_engines, self.tensor, *((self.pipeline,) if self.pipeline > 1 else ()))
+        sizes = [self.num_engines, self.parallel.tensor] + [self.parallel.pipeline] * (self.parallel.pipeline > 1)
         if ranks != trainers:
             yield (
                 f"cluster.colocate: trainers and engines share GPUs rank by rank, but there are {trainers} trainer "
                 f"ranks (policy.parallel) and {' x '.join(map(str, sizes))} = {ranks} ranks of engines; change "
-                f"rollout.num_engines, rollout.tensor or rollout.pipeline so that their product is {trainers}"
+                "rollout.num_engines, rollout.parallel.tensor or rollout.parallel.pipeline so that their product is "
+                f"{trainers}"
             )
         if cluster.gpus_per_node is not None and cluster.gpus_per_trainer and self.engine_ranks > cluster.gpus_per_node:
             yield (
                 f"cluster.colocate: an engine that shares its GPUs must be in one node, but its {self.engine_ranks} "
-                f"ranks (rollout.tensor x rollout.pipeline) are more than the {cluster.gpus_per_node} GPUs of a node "
-                "(cluster.gpus_per_node); lower rollout.tensor or rollout.pipeline, or give trainers and engines GPUs "
-                "of their own"
+                f"ranks (rollout.parallel.tensor x rollout.parallel.pipeline) are more than the "
+                f"{cluster.gpus_per_node} GPUs of a node (cluster.gpus_per_node); lower rollout.parallel.tensor or "
+                "rollout.parallel.pipeline, or give trainers and engines GPUs of their own"
             )
         if self.is_asynchronous:
             name = "rollout.max_lag" if self.max_lag else "rollout.active_sampling"

@@ -47,9 +47,6 @@ class SftConfig(Section):
     """Held-out rows, whose loss is reported as `eval/loss`; null means none."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between evaluations; 0 evaluates only before the first step and after the last one."""
-    epochs: PositiveFloat | None = None
-    """How often all rows are trained, in the place of `run.steps`, which is then rows x epochs / `rows_per_step`,
-    rounded up. With `on_bad_row: skip` the rows that are kept count."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     turns: Literal["all", "last"] = "all"
@@ -138,10 +135,15 @@ class RunConfig(Section):
     """The folder of all runs."""
     steps: PositiveInt
     """The number of training steps of the whole run."""
+    epochs: PositiveFloat | None = None
+    """How often all training rows are trained, in place of `steps`, which is then rows x epochs /
+    `rollout.prompts_per_step` (`sft.rows_per_step`), rounded up. Rows that are skipped (`on_bad_row`) or removed
+    (`data.deduplicate`) do not count. It cannot be used with a mixture of sources, nor with `active_sampling`, whose
+    steps take different numbers of rows."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of the data's order, of sampling and of the training ranks."""
     stop_on: tuple[HealthRule, ...] = ()
-    """The health rules that end the run, with its state saved, in place of a warning; see docs/explaining.md."""
+    """The health rules that end the run, with its state saved, in place of a warning; see docs/monitoring.md."""
     recorded_answers: Annotated[int, Field(ge=0)] = 4
     """The number of answers of each step that samples.jsonl records with their tokens, for people to read in the
     report: the answers of the step's first groups, in order. 0 records none."""

@@ -53,7 +53,7 @@ def read_shape(folder: Path) -> ModelShape:
         supported = ", ".join(sorted({*FAMILIES, *COMPOSITES}))
         raise ValueError(
             f"{path}: model_type {family!r} is not supported; supported: {supported}. For another model `megatron-rl "
-            f"family {path.parent}`, in a clone, proposes what to add (docs/families.md)"
+            f"family {path.parent}`, in a clone, proposes what to add (docs/models.md)"
         )
     try:
         config = text_of(config)

@@ -31,7 +31,7 @@ def check_mesh(family: Family, shape: ModelShape, mesh: Mesh) -> None:
 def check_engine(family: Family, shape: ModelShape, tensor: int, expert_parallel: bool, pipeline: int) -> None:
     """
     Raises:
-        ValueError: vLLM cannot split the model so. The message says which `rollout.tensor` it can.
+        ValueError: vLLM cannot split the model so. The message says which `rollout.parallel.tensor` it can.
     """
 
     def fault(tensor: int) -> str | None:
@@ -45,7 +45,7 @@ def check_engine(family: Family, shape: ModelShape, tensor: int, expert_parallel
         may_be = [n for n in divisors(shape.num_heads) if fault(n) is None]
         if not may_be:  # something else is wrong
             raise ValueError(found)
-        told = f"with rollout.tensor={tensor} the engines cannot split it: it may be {listed(may_be)}"
+        told = f"with rollout.parallel.tensor={tensor} the engines cannot split it: it may be {listed(may_be)}"
         raise ValueError(f"{found}; {told}")
 
 

@@ -258,7 +258,7 @@ class Family(Traits):
         if pipeline > shape.num_layers:
             raise ValueError(
                 f"an engine of {pipeline} pipeline stages cannot have the {shape.num_layers} layers of the model, "
-                "because a stage would be empty; lower rollout.pipeline"
+                "because a stage would be empty; lower rollout.parallel.pipeline"
             )
         tensor_rank, stage = rank % tensor, rank // tensor
         first, last = stage == 0, stage == pipeline - 1

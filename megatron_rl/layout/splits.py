@@ -211,8 +211,8 @@ def _gathered_heads(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank
     if ways > shape.num_kv_heads > 1:
         raise ValueError(
             f"the engine has {ways} tensor-parallel ranks, the model {shape.num_kv_heads} KV heads, and vLLM cannot "
-            f"normalise heads together if several ranks hold the same one; set rollout.tensor to {shape.num_kv_heads} "
-            f"or less"
+            f"normalise heads together if several ranks hold the same one; set rollout.parallel.tensor to "
+            f"{shape.num_kv_heads} or less"
         )
     return [Piece(0, 0, 0, lengths[0], 0)]
 

@@ -35,8 +35,8 @@ ACTIVATIONS = "activations of a step of vLLM"
 PARTS = {"weights": "weights", SLOT: "weights", "KV cache": "kv_cache"}
 """What engines that share their GPUs give up, by its names in HOLDS, for each row."""
 SMALLER = (
-    "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.tensor or "
-    "rollout.pipeline"
+    "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.parallel.tensor or "
+    "rollout.parallel.pipeline"
 )
 
 
@@ -109,15 +109,18 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     """
     shape = config.pushed(shape)
     rollout, width = config.rollout, BYTES[config.model.dtype]
-    longest, stages = rollout.max_model_tokens, range(rollout.pipeline)
-    layers = [engine_layers(shape.num_layers, rollout.pipeline, stage) for stage in stages]
-    weights = _weight_bytes(config, shape, plan).reshape(rollout.pipeline, rollout.tensor).max(1)
+    longest, stages = rollout.max_model_tokens, range(rollout.parallel.pipeline)
+    layers = [engine_layers(shape.num_layers, rollout.parallel.pipeline, stage) for stage in stages]
+    weights = _weight_bytes(config, shape, plan).reshape(rollout.parallel.pipeline, rollout.parallel.tensor).max(1)
     slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
     work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
     caches = np.maximum(0.0, vllm_bytes(config) - weights - slots - work)
     numbers = (
         min(
-            int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, cache_bytes(rollout, width), layers[stage]))
+            int(
+                caches[stage]
+                // sequence_bytes(shape, rollout.parallel.tensor, n, cache_bytes(rollout, width), layers[stage])
+            )
             for stage in stages
         )
         for n in (longest, max(1, longest // 2))
@@ -147,7 +150,7 @@ def _weight_bytes(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan) 
     sizes = np.zeros(rollout.engine_ranks)
     for rank in range(rollout.engine_ranks):
         placed = FAMILIES[shape.family].vllm_placed(
-            shape.base, rollout.tensor, rank, rollout.expert_parallel, rollout.pipeline
+            shape.base, rollout.parallel.tensor, rank, rollout.parallel.expert_parallel, rollout.parallel.pipeline
         )
         for placement, _, _ in placed:
             name, _, local = placement.pieces[0]
@@ -174,7 +177,7 @@ def _stage_memory(
     received = 0.0 if is_plain else engine_expert_bytes(shape, rollout, width, stage)
     layer = received
     bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
-    layers = engine_layers(shape.num_layers, rollout.pipeline, stage)
+    layers = engine_layers(shape.num_layers, rollout.parallel.pipeline, stage)
     layer /= max(1, sum(map(shape.has_experts, layers)))
     parts = {
         **{part: MemoryPart(always(size), SMALLER) for part, size in lasting.items()},
@@ -190,7 +193,7 @@ def _stage_memory(
             always((2 + chained) * bucket_bytes), "lower bridge.bucket_mib"
         ),
     }
-    return GpuMemory.of(f"engine, stage {stage}" if rollout.pipeline > 1 else "engine", parts)
+    return GpuMemory.of(f"engine, stage {stage}" if rollout.parallel.pipeline > 1 else "engine", parts)
 
 
 def activation_bytes(shape: ModelShape, rollout: RolloutConfig, num_tokens: int, width: int) -> float:
@@ -198,10 +201,10 @@ def activation_bytes(shape: ModelShape, rollout: RolloutConfig, num_tokens: int,
     the inside of the widest block. A dense MLP has gate, up and their product. Experts have the two buffers of vLLM's
     Triton kernels (`TritonExperts.workspace_shapes`), with a row for each active expert of a token, and an output;
     every rank computes all tokens."""
-    hidden, ffn = shape.hidden_size, shape.ffn_size / rollout.tensor
+    hidden, ffn = shape.hidden_size, shape.ffn_size / rollout.parallel.tensor
     inside = 3 * ffn
     if shape.experts is not None:
-        inner = shape.experts.ffn_size / (1 if rollout.expert_parallel else rollout.tensor)
+        inner = shape.experts.ffn_size / (1 if rollout.parallel.expert_parallel else rollout.parallel.tensor)
         routed = shape.experts.num_active * (max(inner, hidden) + max(2 * inner, hidden)) + hidden
         inside = max(routed, inside if shape.experts.first_dense_layers else 0)
     return num_tokens * width * (3 * hidden + inside)
@@ -209,8 +212,10 @@ def activation_bytes(shape: ModelShape, rollout: RolloutConfig, num_tokens: int,
 
 def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int, stage: int) -> float:
     """The bytes of the routed experts on the fullest rank of a pipeline stage of an engine."""
-    first = stage * rollout.tensor
-    placed = FAMILIES[shape.family].vllm_placed(shape, rollout.tensor, first, rollout.expert_parallel, rollout.pipeline)
+    first = stage * rollout.parallel.tensor
+    placed = FAMILIES[shape.family].vllm_placed(
+        shape, rollout.parallel.tensor, first, rollout.parallel.expert_parallel, rollout.parallel.pipeline
+    )
     elements = sum(
         placement.num_experts * sum(volume(local) for _, _, local in placement.pieces)
         for placement, _, _ in placed

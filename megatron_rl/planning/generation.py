@@ -46,20 +46,23 @@ class Decoding:
             width: the bytes of a number of the model.
         """
         share = rates.mixture_bandwidth if shape.experts else rates.bandwidth
-        bandwidth, stages = share * BANDWIDTH, rollout.pipeline
+        bandwidth, stages = share * BANDWIDTH, rollout.parallel.pipeline
         weights_s = (
-            FAMILIES[shape.family].num_parameters(shape) * weight_bytes(rollout, width) / rollout.tensor / bandwidth
+            FAMILIES[shape.family].num_parameters(shape)
+            * weight_bytes(rollout, width)
+            / rollout.parallel.tensor
+            / bandwidth
         )
-        latency_s = rates.all_reduce_s if rollout.tensor <= rates.gpus_per_node else rates.all_reduce_across_s
-        reduces_s = 2 * shape.num_layers * latency_s if rollout.tensor > 1 else 0.0
+        latency_s = rates.all_reduce_s if rollout.parallel.tensor <= rates.gpus_per_node else rates.all_reduce_across_s
+        reduces_s = 2 * shape.num_layers * latency_s if rollout.parallel.tensor > 1 else 0.0
         positions = np.arange(rollout.max_model_tokens, dtype=np.float64)
-        numbers = kept_numbers(shape, rollout.tensor)
+        numbers = kept_numbers(shape, rollout.parallel.tensor)
         windows, linear = len(shape.sliding_layers), len(shape.linear_layers)
         tokens = (shape.num_layers - windows - linear) * positions
         tokens += windows * np.minimum(positions, shape.sliding_window or 0)
         num_bytes = tokens * numbers * cache_bytes(rollout, width)
         if linear:  # each token reads and writes its states
-            num_bytes += linear * 2 * state_bytes(shape, rollout.tensor, width)
+            num_bytes += linear * 2 * state_bytes(shape, rollout.parallel.tensor, width)
         reading_s = np.concatenate([[0.0], np.cumsum(num_bytes)]) / (bandwidth * stages)
         longest = rollout.max_model_tokens
         flops = float(forward_flops(np.array([longest]), shape)[0]) / longest

@@ -81,8 +81,8 @@ class RunMemory:
             cache = self.engine.gpu.parts.get("KV cache", always(0.0))[PHASES.index("generating")]
             found.append(
                 f"generating: an engine's KV cache of {cache / 1e9:.1f} GB a GPU holds no sequence of the largest "
-                "length; raise rollout.tensor, rollout.pipeline or rollout.gpu_memory_utilization, or lower "
-                "rollout.max_response_tokens"
+                "length; raise rollout.parallel.tensor, rollout.parallel.pipeline or "
+                "rollout.gpu_memory_utilization, or lower rollout.max_response_tokens"
             )
         if self.on_gpus and (problem := self.nodes.problem):
             found.append(problem)

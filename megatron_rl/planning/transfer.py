@@ -65,9 +65,9 @@ def planned_engines(config: GrpoRunConfig) -> Engines:
     rollout = config.rollout
     return Engines(
         rollout.num_engines,
-        rollout.tensor,
-        rollout.pipeline,
-        expert_parallel=rollout.expert_parallel,
+        rollout.parallel.tensor,
+        rollout.parallel.pipeline,
+        expert_parallel=rollout.parallel.expert_parallel,
         num_chains=config.bridge.chains,
     )
 

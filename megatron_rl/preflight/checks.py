@@ -178,7 +178,7 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
         )
     if isinstance(config, GrpoRunConfig):
         rollout = config.rollout
-        family.check_engine(shape, rollout.tensor, rollout.expert_parallel, rollout.pipeline)
+        family.check_engine(shape, rollout.parallel.tensor, rollout.parallel.expert_parallel, rollout.parallel.pipeline)
     return True
 
 

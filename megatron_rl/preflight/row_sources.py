@@ -7,9 +7,12 @@ from pathlib import Path
 
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.forms import Reading
 from megatron_rl.data.mixture import whole_shares
-from megatron_rl.environments import schemas_of
+from megatron_rl.data.prompts import Rules
+from megatron_rl.environments import object_columns, schemas_of
+from megatron_rl.verifiers.columns import required_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,20 @@ def training_sources(data: DataConfig, environment: EnvironmentConfig | None = N
 
 def heldout_source(data: DataConfig, environment: EnvironmentConfig | None = None) -> RowSource | None:
     return RowSource("data.eval", "data.eval", data.eval, _reading(data, environment)) if data.eval else None
+
+
+def prompt_rules(config: GrpoRunConfig) -> Rules:
+    """Which rows become prompts of a run."""
+    rollout = config.rollout
+    return Rules(
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        on_bad_row=config.data.on_bad_row,
+        required_columns=required_columns(config.rewards),
+        thought_column=rollout.thought_column,
+        prefix_values=rollout.prefix_values,
+        objects=object_columns(rollout.environment),
+        deduplicate=config.data.deduplicate,
+    )
 
 
 def _reading(data: DataConfig, environment: EnvironmentConfig | None) -> Reading:

@@ -65,7 +65,7 @@ CLOSE_S = 20.0
 
 
 class VllmEngine:
-    """vLLM as one engine of `rollout.tensor` x `rollout.pipeline` ranks; implements `EngineBackend`. Call `start`, then
+    """vLLM as one engine of the ranks of `rollout.parallel`; implements `EngineBackend`. Call `start`, then
     `weights.init_transfer` and `weights.receive`, then `answer`. An engine that loads weights needs no transfer."""
 
     def __init__(self, spec: EngineSpec) -> None:

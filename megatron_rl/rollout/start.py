@@ -86,7 +86,7 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
         engine.collective_rpc("score_together")
         if spec.adapters is not None:
             engine.collective_rpc("serve_adapters_on_a_cpu")
-        if rollout.pipeline > 1:
+        if rollout.parallel.pipeline > 1:
             engine.collective_rpc("receive_stages_on_a_cpu")
         if spec.shares_gpus:
             engine.collective_rpc("sleep_on_a_cpu")
@@ -156,9 +156,9 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, budgets: Budgets, on_gpu
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the folder's sampling defaults (top_k, temperature)
         "seed": spec.seed,
-        "tensor_parallel_size": rollout.tensor,
-        "pipeline_parallel_size": rollout.pipeline,
-        "enable_expert_parallel": rollout.expert_parallel,
+        "tensor_parallel_size": rollout.parallel.tensor,
+        "pipeline_parallel_size": rollout.parallel.pipeline,
+        "enable_expert_parallel": rollout.parallel.expert_parallel,
         "max_model_len": rollout.max_engine_tokens,
         "max_num_seqs": rollout.max_sequences,
         "logprobs_mode": "processed_logprobs",

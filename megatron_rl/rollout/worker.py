@@ -159,7 +159,8 @@ class RolloutWorker:
     def sleep_on_a_cpu(self) -> None:
         """Give this worker the methods `sleep` and `wake_up`, which do nothing in vLLM's worker on a CPU. As on a GPU,
         level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors; level
-        1 keeps the weights. The cache begins with zeros, as at vLLM's start."""
+        1 keeps the weights. The cache begins with zeros, as at vLLM's start, because attention on CPUs also reads
+        positions that no token has."""
         runner = self.model_runner
         lent: dict[str, list[tuple[torch.UntypedStorage, int]]] = {"weights": [], "kv_cache": []}
 

@@ -7,9 +7,11 @@ python -m megatron_rl.trl > docs/coming_from_trl.md
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from megatron_rl.trl import ARGUMENTS
-from megatron_rl.trl.arguments import FORMER
-from megatron_rl.trl.coverage import BEFORE, CASES_REFUSED, SCRIPTS, TESTS, VERSIONS, Verdict, numbers
+from megatron_rl.trl.arguments import FORMER, Argument, Treatment
+from megatron_rl.trl.coverage import CASES_REFUSED, SCRIPTS, TESTS, VERSIONS, Verdict, numbers
 from megatron_rl.trl.metrics import NAMES
 from megatron_rl.trl.trainer import REFUSED
 
@@ -17,7 +19,7 @@ HEAD = """# Coming from TRL
 
 <!-- `python -m megatron_rl.trl > docs/coming_from_trl.md` writes this page. -->
 
-A script that trains with TRL's `GRPOTrainer` needs another import, and `python` in the place of `accelerate launch`:
+A script that trains with TRL's `GRPOTrainer` needs another import, and `python` in place of `accelerate launch`:
 
 <!-- run -->
 ```python
@@ -36,23 +38,23 @@ trainer.train()
 print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 ```
 
-The run is the one that `megatron-rl grpo` starts: a process of its own, in the folder `output_dir`, with checkpoints, metrics and a report. `trainer.train(resume_from_checkpoint=True)` continues it, and Ctrl-C stops it with a checkpoint. Reward functions of the script are sent to the verifiers' processes by value, with the variables that they use.
+`train` starts the run that `megatron-rl grpo` starts, in the folder `output_dir`; `trainer.run` has its folder, metrics, report and model. `train(resume_from_checkpoint=True)` continues it, and Ctrl-C stops it with a checkpoint.
 
-- **Command lines**: `TrlParser` and `HfArgumentParser` read `GRPOConfig`, and a script may extend it with a dataclass of its own. `ModelConfig`, `ScriptArguments`, `get_peft_config` and TRL's rewards stay TRL's.
-- **Rows** are a list, or a data set of the library `datasets`, which `make setup` does not install: `pip install datasets`. Several evaluation sets, as a mapping, get their names as the column `dataset`, and each has its own metrics.
-- **Models** are folders, names in the hub's cache, or models of transformers. `processing_class` is the tokenizer of the run, with its chat template, also if the model is a folder.
-- **Prompts** may be as long as the longest one. With `max_prompt_length` a longer one is refused and not cut. A prompt whose last turn is the assistant's, which TRL continues, is refused.
-- **LoRA**: `peft_config` takes PEFT's `LoraConfig`, which becomes [`policy.lora`](lora.md): `r`, `lora_alpha`, `use_rslora`, and `target_modules`, which is `"all-linear"`, a list of names such as `["q_proj", "v_proj"]`, or None, which takes the names in PEFT's table. A model of PEFT has both parts in it. Trained biases, other trained modules, and all else that changes what is trained are refused by name; dropout is left out, and a warning says so. `trainer.run.model` is the merged model, and its folder `adapters` has PEFT's form. The reference is the base model, as in TRL.
-- **GPUs and layouts** are in `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})`, which takes every key of [configuration.md](configuration.md). `policy.parallel.data` takes the place of TRL's number of processes when batches are counted.
-- **Steps** are counted as TRL's sampler does: the rows of an epoch that fill no batch of answers are left out. `shuffle_dataset=False` keeps their order. A `max_steps` that ends within a batch of answers is refused.
-- **Reward functions** may abstain with None for as long as they like. One that raises on every answer ends the run after three steps.
-- **Reward models** are folders, names or objects of models with one label, which score on a CPU with their `reward_processing_classes`; `rewards: [{kind: reward_model}]` asks a server.
-- **Tools** are functions, and a completion has TRL's turns. The chat template must write `tools`, ask for calls in Hermes' form, and keep earlier turns as they were; TRL would replace it. Arguments must fit their types, an error is read as `Error: ...`, and a call may take a minute ([environments.md](environments.md)).
-- **Environments**: `environment_factory` is a callable, or a mapping that the rows' column `environment` chooses from. `reset` may append to the prompt, or give all of it, `get_reward` is a reward of its own, and there need be no train_dataset, but `max_steps`. Objects are made in the engines' processes, a new one for each answer, so what they write into variables of the script stays there. Reward functions get `environments` with the attributes that JSON can hold, and without methods. Images are refused.
-- **Callbacks** of transformers see each step soon after it. `control.should_training_stop` stops the run with a checkpoint. Methods that would never be called, and methods that need the model, are refused.
-- **`train`** returns TRL's `TrainOutput`; `trainer.run` has the run's folder, metrics, report and model. `resume_from_checkpoint` may be True, or the path of the newest checkpoint.
-- **After `train`**: `model` is loaded when it is first asked for. `evaluate` returns the newest evaluation of the run, or evaluates other rows in a run of its own, also before `train`; `save_model` copies the trained model, `push_to_hub` uploads it, and `create_model_card`, `log_metrics`, `save_metrics`, `save_state`, `processing_class` and `accelerator` are what scripts expect. All other attributes say what is in their place.
-- **Other trainers** of TRL are not here. `megatron_rl.sft` trains on demonstrations.
+| | what differs |
+|---|---|
+| GPUs and layouts | `GRPOConfig(sections={"policy": {"parallel": {"tensor": 4}}, "cluster": {...}})` takes every [key](configuration/index.md). `policy.parallel.data` counts as TRL's number of processes. |
+| batches | Rows of an epoch that fill no batch of answers are left out, as in TRL. A `max_steps` that ends within a batch is refused. |
+| rows | A list, or a data set of the library `datasets` (`pip install datasets`). Several evaluation sets are a mapping by name. |
+| models | Folders, names in the hub's cache, or models of transformers. |
+| prompts | With `max_prompt_length` a longer prompt is refused and not cut. A prompt that ends with the assistant's turn is refused. |
+| rewards | Functions go to the verifiers' processes by value. One that raises on every answer ends the run after three steps. Reward models with one label score on a CPU. |
+| LoRA | `peft_config` becomes [`policy.lora`](lora.md). Dropout is left out with a warning; trained biases or other modules are refused. `trainer.run.model` is the merged model, `adapters` in it has PEFT's form. |
+| tools, `environment_factory` | The chat template must write `tools`, ask for calls in Hermes' form and keep earlier turns. Objects live in the engines' processes, one for each answer ([environments](environments.md)). Images are refused. |
+| callbacks | They see each step soon after it; `should_training_stop` stops with a checkpoint. Methods that need the model are refused. |
+| after `train` | `model`, `evaluate`, `save_model`, `push_to_hub` and the like work; other attributes say what replaces them. |
+| command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |
+
+TRL's `SFTTrainer` corresponds to [`megatron-rl sft`](coming_from_sft.md); other trainers are not here.
 """
 
 
@@ -68,22 +70,27 @@ def tried() -> list[str]:
     """What of TRL's tests and of public scripts works."""
     now, passed = numbers(), sum(passes for passes, _ in SCRIPTS.values())
     versions = ", ".join(f"{name} {number}" for name, number in VERSIONS.items())
-    lines = [
-        "## What was tried",
-        "",
-        f"`make test-trl` runs this with {versions}, as dry runs, and the scripts whose dry run passes also as runs of two steps with short answers.",
+    lines = ["## What was tried", ""]
+    lines += [
+        f"`make test-trl` runs this with {versions}: as dry runs, and the scripts that pass also as runs of two steps.",
         "",
     ]
-    lines += [f"The {sum(now.values())} tests that TRL has of its `GRPOTrainer`:", ""]
-    lines += ["| | before these tests | now |", "|---|---|---|"]
-    lines += [f"| {title} | {BEFORE[verdict]} | {now[verdict]} |" for verdict, title in TITLES.items()]
-    lines += [f"| public scripts whose dry run passes, of {len(SCRIPTS)} | 2 | {passed} |", ""]
-    lines += ["| tests | number | verdict |", "|---|---|---|"]
-    lines += [f"| {group.says} | {len(group.tests)} | {TITLES[group.verdict]} |" for group in TESTS]
+    counts = ", ".join(f"{TITLES[verdict]} {number}" for verdict, number in now.items())
+    lines += [f"Of the {sum(now.values())} tests that TRL has of its `GRPOTrainer`: {counts}. Refused are:", ""]
+    lines += [f"- {group.says}: {len(group.tests)}" for group in TESTS if group.verdict == "refused"]
     cases = ", ".join(f"{name} of `test_{test}`" for test, names in CASES_REFUSED.items() for name in names)
-    lines += ["", f"Refused cases of tests that otherwise have TRL's meaning: {cases}.", ""]
-    lines += ["| public script | dry run | note |", "|---|---|---|"]
-    return lines + [f"| {n} | {'passes' if passes else 'refused'} | {note} |" for n, (passes, note) in SCRIPTS.items()]
+    lines += [f"- cases of other tests: {cases}", "", f"Of {len(SCRIPTS)} public scripts {passed} pass:", ""]
+    lines += [f"- {name}" + (f" ({note})" if note else "") for name, (passes, note) in SCRIPTS.items() if passes]
+    return lines + [f"- refused: {name} ({note})" for name, (passes, note) in SCRIPTS.items() if not passes]
+
+
+def by_meaning(arguments: Mapping[str, Argument], treatment: Treatment) -> Iterator[tuple[str, str]]:
+    """The names of the arguments with one treatment, and what becomes of them. Arguments of one meaning are one row."""
+    names: dict[str, list[str]] = {}
+    for name, argument in arguments.items():
+        if argument.treatment == treatment:
+            names.setdefault(argument.says, []).append(f"`{name}`")
+    return ((", ".join(some), says.replace("|", "/")) for says, some in names.items())
 
 
 def page() -> str:
@@ -95,20 +102,15 @@ def page() -> str:
     lines += ["| `tools/failure_frequency` | `environment/tool_errors` divided by `environment/tool_calls` |"]
     lines += ["| a name of `log_metric` | `reward/<name>/` and this name |"]
     lines += ["| `eval_<set>_reward` | `eval/dataset/<set>/reward_mean` |"]
-    titles = {
-        "mapped": ("Mapped arguments of GRPOConfig", "here"),
-        "implied": ("Arguments without meaning here", "why every value is right"),
-        "refused": ("Arguments whose other values are refused", "why"),
-    }
-    for treatment, (title, column) in titles.items():
-        lines += ["", f"## {title}", "", f"| argument | default | {column} |", "|---|---|---|"]
-        lines += [
-            f"| `{name}` | `{argument.default}` | {argument.says.replace('|', '/')} |"
-            for name, argument in ARGUMENTS.items()
-            if argument.treatment == treatment
-        ]
-    lines += ["", "## Arguments of earlier releases", "", "| argument | here |", "|---|---|"]
-    lines += [f"| `{name}` | {argument.says} |" for name, argument in FORMER.items()]
+    lines += ["", "## Mapped arguments of GRPOConfig", "", "| argument | here |", "|---|---|"]
+    lines += [f"| {names} | {says} |" for names, says in by_meaning(ARGUMENTS, "mapped")]
+    lines += ["", "## Arguments whose other values are refused", "", "| argument | why |", "|---|---|"]
+    lines += [f"| {names} | {says} |" for names, says in by_meaning(ARGUMENTS, "refused")]
+    lines += ["", "## Arguments without meaning here", "", "Every value is right:", ""]
+    lines += [f"- {says}: {names}" for names, says in by_meaning(ARGUMENTS, "implied")]
+    lines += ["", "Arguments of earlier releases may be given, too:", ""]
+    lines += [f"- {names}: {says}" for names, says in by_meaning(FORMER, "mapped")]
+    lines += ["- no meaning: " + ", ".join(names for names, _ in by_meaning(FORMER, "implied"))]
     return "\n".join(lines)
 
 

@@ -30,7 +30,7 @@ _SPEED = "a matter of speed or memory, which does not change what is trained"
 _FILES = "the run's folder has all of it: metrics.jsonl, samples.jsonl, report.html"
 _SERVER = "the run starts its own engines; sections `rollout` and `cluster` place them"
 _LOADER = "rows are read once and tokenized before the run"
-_HUB = "the trained model is uploaded after the run, and by `trainer.push_to_hub()`"
+_HUB = "the model is uploaded after the run, and by `trainer.push_to_hub()`"
 _ROUTE = "the actor is Megatron's: tensor, pipeline and data parallelism are in `policy.parallel`"
 
 _SEQUENCE_MASK = (
@@ -48,13 +48,13 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "policy.optimizer.min_lr_ratio, from `min_lr_rate` or `min_lr`", lr_scheduler_kwargs=None),
     **_all(
         "mapped",
-        "policy.optimizer.warmup_steps; below 1 a share of all optimizer steps. The n-th of w has the rate n / w, and "
-        "in TRL (n - 1) / w, so that its first one trains nothing",
+        "policy.optimizer.warmup_steps; below 1 a share of all steps. The n-th of w has the rate n / w, in TRL "
+        "(n - 1) / w",
         warmup_steps=0,
     ),
     **_all(
         "mapped",
-        "policy.optimizer.kind: adam, if it is a form of AdamW; states of 8 or 4 bits are told to be fp32",
+        "policy.optimizer.kind: adam, for all forms of AdamW; 8-bit and 4-bit states are fp32, with a warning",
         optim="adamw_torch_fused",
     ),
     **_all("mapped", "policy.optimizer.weight_decay", weight_decay=0.0),
@@ -63,7 +63,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "policy.optimizer.clip_grad", max_grad_norm=1.0),
     **_all("mapped", "model.dtype; None is `auto`", bf16=None),
     **_all("mapped", "model.recompute", gradient_checkpointing=True),
-    **_all("mapped", "observe: wandb, tensorboard, mlflow; other trackers are told to be left out", report_to="none"),
+    **_all("mapped", "observe: wandb, tensorboard, mlflow; others are left out with a warning", report_to="none"),
     **_all("mapped", "eval.every; without eval_steps it is logging_steps", eval_strategy="no", eval_steps=None),
     **_all("mapped", "eval.every, if eval_steps is not given; all steps are logged", logging_steps=10),
     **_all("mapped", "eval.samples_per_prompt", num_generations_eval=None),
@@ -73,8 +73,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "`train(resume_from_checkpoint=...)`", resume_from_checkpoint=None),
     **_all(
         "mapped",
-        "model.dtype, from `dtype` or `torch_dtype`, and `revision` of a name of the hub; `device_map`, `use_cache`, "
-        "`low_cpu_mem_usage` and how attention is computed are ours",
+        "model.dtype, from `dtype` or `torch_dtype`, and `revision` of a hub's name",
         model_init_kwargs=None,
     ),
     **_all("mapped", "policy.load_balancing_loss", router_aux_loss_coef=None),
@@ -83,16 +82,16 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "data.chat_template", chat_template_kwargs=None),
     **_all(
         "mapped",
-        "rollout.environment.max_turns; without it `max_completion_length` alone bounds an answer",
+        "rollout.environment.max_turns; without it only `max_completion_length` bounds an answer",
         max_tool_calling_iterations=None,
     ),
     **_all("mapped", "rollout.gpu_memory_utilization, with use_vllm", vllm_gpu_memory_utilization=0.3),
-    **_all("mapped", "rollout.tensor, with use_vllm", vllm_tensor_parallel_size=1),
+    **_all("mapped", "rollout.parallel.tensor, with use_vllm", vllm_tensor_parallel_size=1),
     **_all("mapped", "algorithm.kl, with the estimator k3", beta=0.0),
     **_all(
         "mapped",
-        "algorithm.kl.straight_through, whose expected gradient is the same; with several optimizer steps "
-        "on a batch of answers it is refused, because TRL's then has the ratio as a weight",
+        "algorithm.kl.straight_through, with the same expected gradient; refused with several optimizer steps on a "
+        "batch of answers, where TRL weights by the ratio",
         use_bias_correction_kl=True,
     ),
     **_all("mapped", "the clip of algorithm.loss", epsilon=0.2, epsilon_high=None),

@@ -113,7 +113,7 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
     }
     if args.use_vllm:
         rollout["gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
-        rollout["tensor"] = args.vllm_tensor_parallel_size
+        rollout["parallel"] = {"tensor": args.vllm_tensor_parallel_size}
     if args.max_prompt_length is not None:
         rollout["max_prompt_tokens"] = args.max_prompt_length
     policy: dict[str, Any] = {

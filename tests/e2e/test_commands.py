@@ -27,7 +27,7 @@ def test_supervised_training_learns_though_nobody_reads_its_output_any_more(reci
     arguments += ["policy.parallel.tensor=1"]
     refused = run_here(*arguments)
     assert refused.returncode == 1 and "rows.jsonl:201" in refused.stdout
-    arguments += ["sft.on_bad_row=skip", "sft.epochs=3.8", "run.steps=null", "policy.optimizer.warmup_steps=2"]
+    arguments += ["sft.on_bad_row=skip", "run.epochs=3.8", "run.steps=null", "policy.optimizer.warmup_steps=2"]
     arguments += ["sft.eval=heldout.jsonl", "sft.eval_every=4", "checkpoint={every: 4, keep: 1, keep_best: eval/loss}"]
     command = recipe.command(*arguments)
     started = subprocess.Popen(

@@ -123,7 +123,7 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_
     When the trainer takes its own memory back, one of them is dead. That alone ends no run, because the engine would be
     replaced."""
     deadline = ["cluster.step_timeout_s=10", "cluster.restarts_per_hour=0"]
-    run = start_at_the_gate(recipe, arguments(task, "rollout.tensor=2", "cluster.colocate=true", *deadline))
+    run = start_at_the_gate(recipe, arguments(task, "rollout.parallel.tensor=2", "cluster.colocate=true", *deadline))
     shared = shared_memory(run)
     assert len(shared) >= 2 and not any(path.exists() for path in shared)
     family = descendants(psutil.Process(run.pid))

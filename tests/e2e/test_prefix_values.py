@@ -34,7 +34,7 @@ def test_passages_are_rewarded(recipe, task, name, values, max_lag, stages):
         "rollout.prompts_per_step=8",
         "rollout.samples_per_prompt=4",
         f"rollout.max_lag={max_lag}",
-        f"rollout.pipeline={stages}",
+        f"rollout.parallel.pipeline={stages}",
         "rollout.dump=true",
         "rollout.thinking={thought_tokens: 32, response_tokens: 6}",
         f"rollout.prefix_values={{{values}, markers: [','], min_tokens: 2, max_tokens: 12}}",

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl.tools.docs.tutorials import output_of
+
 FOLDER = Path(__file__).parents[2] / "tutorials"
 MOST_LINES = 120
 
@@ -42,14 +44,27 @@ def _is_long(path: Path) -> bool:
 
 @pytest.fixture
 def shown(recipe):
-    """What a tutorial shows."""
+    """What a tutorial shows, which has the fixed lines of the output that the site shows."""
+    seen: set[str] = set()
 
     def run(name: str, *arguments: str) -> str:
         done = recipe.run(str(FOLDER / name), *arguments)
         assert done.returncode == 0, done.stdout + done.stderr
+        if not arguments and name not in seen:
+            seen.add(name)
+            gone = fixed_lines(output_of(FOLDER / name).read_text()) - fixed_lines(done.stdout)
+            assert not gone, f"run python -m megatron_rl.tools.docs.tutorials {name[:2]}: the site shows {sorted(gone)}"
         return done.stdout
 
     return run
+
+
+def fixed_lines(text: str) -> set[str]:
+    """The lines that a tutorial prints in each run: neither the run's own lines nor answers, and without numbers."""
+    run = r" *\d+\.\d s  | *step \d+ |[╭│╰]|.*(runs/|reward|█|■)"
+    own = [line for line in text.splitlines() if not re.match(run, line)]
+    shapes = {" ".join(re.sub(r"[-+]?\d[\d,.e+-]*", "#", line).split()) for line in own}
+    return {shape for shape in shapes if len(re.findall(r"[A-Za-z]{3,}", shape)) > 2}
 
 
 def table(text: str, heading: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("vllm_classes.py")
 LAYOUTS = [{}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "pipeline": 2}]
-EXPERTS = [{"tensor": 2, "expert_parallel": True}, {"tensor": 4, "expert_parallel": True}]
+EXPERTS = [{"tensor": 2, "expert": 2}, {"tensor": 4, "expert": 4}]
 FP8 = [{"tensor": 2, "quantization": "fp8"}, {"quantization": "fp8_per_channel"}]
 FEW = [{}, {"tensor": 2, "pipeline": 2}, EXPERTS[0]]
 DENSE = ("llama", "qwen2", "qwen3", "olmo3")

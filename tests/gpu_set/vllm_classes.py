@@ -1,7 +1,7 @@
 """Makes vLLM's configuration for CUDA from our options, and builds its CUDA classes on meta, without a GPU.
 
     python tests/gpu_set/vllm_classes.py configure                 # from all recipes
-    python tests/gpu_set/vllm_classes.py record FAMILY '{"tensor": 2, "expert_parallel": true}' ...
+    python tests/gpu_set/vllm_classes.py record FAMILY '{"tensor": 2, "expert": 2}' ...
 
 vLLM's constructors and loaders are the real ones. What torch.cuda says is faked (faked.py), and its collectives do
 nothing.
@@ -149,8 +149,8 @@ def configure(home: Path) -> dict[str, dict[str, Any]]:
         parallel, scheduler = made.parallel_config, made.scheduler_config
         found[recipe.stem] = {
             "wanted": [
-                config.rollout.tensor,
-                config.rollout.pipeline,
+                config.rollout.parallel.tensor,
+                config.rollout.parallel.pipeline,
                 config.rollout.max_sequences,
                 config.cluster.colocate,
             ],
@@ -229,7 +229,9 @@ def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
     from megatron_rl.bridge.vllm_loaders import record_loading
 
     folder = folder_of(name, MODELS[name], home)
-    rollout = RolloutConfig(max_prompt_tokens=512, max_response_tokens=512, **options)
+    axes = {name: value for name, value in options.items() if name != "quantization"}
+    quantization = options.get("quantization")
+    rollout = RolloutConfig(parallel=axes, quantization=quantization, max_prompt_tokens=512, max_response_tokens=512)
     shape = read_shape(folder)
     found: dict[str, Any] = {"differing": [], "classes": set(), "repacked": set()}
     for rank in range(rollout.engine_ranks):
@@ -237,7 +239,9 @@ def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
         with rank_of(config, rank):
             model = loaded(config) if rollout.quantization else built(config)
             recorded = record_loading(model, shape, torch.bfloat16)
-            shards = vllm_shards(shape, rollout.tensor, rank, rollout.expert_parallel, rollout.pipeline)
+            shards = vllm_shards(
+                shape, rollout.parallel.tensor, rank, rollout.parallel.expert_parallel, rollout.parallel.pipeline
+            )
             table = Recording.of(shards, FAMILIES[shape.family])
             differing = {repr(shard) for shard in recorded.shards} ^ {repr(shard) for shard in table.shards}
             found["differing"] += sorted(differing)

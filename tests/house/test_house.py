@@ -321,7 +321,7 @@ def test_the_layout_of_a_recipe_is_the_first_one_of_the_planner_or_the_record_na
         assert first.label in (path.parent / "RECORD.md").read_text()
     changed = read([str(path), *first.overrides])
     assert changed.policy.parallel == first.parallel and run_memory(changed, planned_shape(changed)).problems == []
-    assert config.policy.parallel.expert <= 64 and config.rollout.tensor <= 8
+    assert config.policy.parallel.expert <= 64 and config.rollout.parallel.tensor <= 8
 
 
 MATHEMATICS = {  # rows in the forms of open-r1/DAPO-Math-17k-Processed and of HuggingFaceH4/aime_2024
@@ -349,7 +349,10 @@ def test_a_recipe_reads_the_rows_of_its_data_sets(path):
         assert question.columns["ground_truth"].lstrip("0") == "36"
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/sizing.md"], ids=lambda page: page.name)
+PLANS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("sizing", "one_gpu", "qwen3_32b_on_slurm"))]
+
+
+@pytest.mark.parametrize("page", PLANS, ids=lambda page: page.name)
 def test_the_plans_on_a_page_are_what_the_commands_print(run_here, page):
     """Each block of output is a part of what the command above it prints."""
     command, compared = "", 0

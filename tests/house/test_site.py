@@ -1,21 +1,184 @@
-"""The documentation as a site."""
+"""The documentation as a site: it builds, every page is there, the search finds the words of other libraries, and the
+first pages have the numbers that commands have written."""
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 
+import pytest
+import yaml
 from pages import ROOT
 
+from megatron_rl.__main__ import COMMANDS
+from megatron_rl.config.reference import parts
+from megatron_rl.tools.docs import configuration, numbers, recipes, tutorials
+from megatron_rl.tools.docs.formulas import rendered
+from megatron_rl.tools.docs.links import SiteLinks
 
-def test_the_site_builds_without_a_warning(tmp_path):
-    """Strictly: a link to nowhere, a page that the navigation lacks, and a docstring that cannot be read are errors."""
+SEARCHES = {
+    "Qwen3-32B": "recipes/qwen3_32b/",
+    "learning rate": "configuration/policy/",
+    "batch size": "configuration/rollout/",
+    "install": "install/",
+    "multi-node": "slurm/",
+    "H100": "status/",
+    "DPO": "status/",
+    "throughput": "profiling/",
+    "macOS": "install/",
+    "train_batch_size": "verl_keys/",
+}
+"""What people look for, and the page that they must find first."""
+BOOSTS = {"tags": 1e6, "title": 1e3, "text": 1.0}
+"""The weights of the site's own search for the fields of its index."""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """Built strictly: a link to nowhere, a page that the navigation lacks, and a docstring that cannot be read are
+    errors."""
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "grpo" in Path(tmp_path, "api", "index.html").read_text()
+    return folder
+
+
+def test_the_site_has_its_pages(site):
+    assert "grpo" in (site / "api/index.html").read_text()
+    commands = (site / "commands/index.html").read_text()
+    assert all(f"usage: megatron-rl {name}" in commands for name in COMMANDS)
+    for folder in recipes.folders():
+        page = (site / "recipes" / folder.name / "index.html").read_text()
+        assert all(path.name in page for path in folder.glob("*.yaml"))
+    for source in tutorials.sources():
+        assert (site / "tutorials" / source.stem / "index.html").exists()
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        loaded = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?|png|svg))"', page.read_text())
+        assert loaded == [], page
+
+
+def first_page(entries: list[dict], query: str) -> str:
+    """The page with the best entry: for each word of the query the weight of the fields that have it, more for a rare
+    word. An entry must have all words."""
+    words = [word.lower() for word in re.split(r"[\s\-]+", query)]
+    found: list[dict[str, Counter]] = []
+    for entry in entries:
+        fields = {name: entry.get(name, "") for name in BOOSTS}
+        fields["tags"] = " ".join(fields["tags"] or [])
+        found.append({name: Counter(re.findall(r"[\w.]+", text.lower())) for name, text in fields.items()})
+    holders = {word: sum(any(word in field for field in one.values()) for one in found) for word in words}
+    scores: dict[str, float] = defaultdict(float)
+    for entry, fields in zip(entries, found, strict=True):
+        if not all(any(word in field for field in fields.values()) for word in words):
+            continue
+        score = 0.0
+        for word in words:
+            rarity = math.log(1 + len(entries) / holders[word])
+            for name, boost in BOOSTS.items():
+                length = 1 + sum(fields[name].values()) / 20
+                score += boost * rarity * fields[name][word] / (fields[name][word] + length)
+        page = entry["location"].partition("#")[0]
+        scores[page] = max(scores[page], score)
+    return max(scores, key=lambda page: scores[page], default="nothing")
+
+
+def test_the_search_finds_the_words_that_people_know(site):
+    entries = json.loads((site / "search/search_index.json").read_text())["docs"]
+    found = {query: first_page(entries, query) for query in SEARCHES}
+    assert found == SEARCHES
+
+
+def test_every_key_is_on_a_page_of_the_configuration():
+    pages = configuration.pages()
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    index = (ROOT / "docs/configuration/index.md").read_text()
+    for name in pages:
+        assert f"configuration/{name}" in navigation and f"({name})" in index
+    for part in parts():
+        page = pages[f"{re.split(r'[.[]', part.path)[0]}.md"]
+        for key in part.keys:
+            assert f"`{key.path.rpartition('.')[2]}`" in page, key.path
+            assert not key.is_advanced or f"**`{key.path.rpartition('.')[2]}`**" in pages["advanced.md"], key.path
+    words = sum(len(re.sub(r"\{ #[^}]*\}|\]\([^)]*\)", "", text).split()) for text in pages.values())
+    assert words <= 14_500, "print what is the same in several places once"
+
+
+def test_each_number_of_the_first_pages_has_been_written_by_a_command_or_names_its_record():
+    assert numbers.differences() == []
+    known = json.loads(numbers.NUMBERS.read_text())
+    for entry in known["measured"]:
+        assert entry["pages"] and entry.get("date", "") and ("command" in entry or (ROOT / entry["record"]).exists())
+
+
+def test_a_wrong_and_an_unknown_number_are_found(tmp_path, monkeypatch):
+    known = {
+        "measured": [
+            {"name": "a", "says": "{low} to {high}", "results": [0.25, 0.5], "form": ".2f", "pages": ["P.md"]}
+        ],
+        "names": ["Python 3.11"],
+    }
+    (tmp_path / "numbers.json").write_text(numbers.written(known))
+    monkeypatch.setattr(numbers, "NUMBERS", tmp_path / "numbers.json")
+    monkeypatch.setattr(numbers, "ROOT", tmp_path)
+    page = tmp_path / "P.md"
+    page.write_text("Python 3.11 takes 0.25 to 0.50, and `x=7`:\n\n```\n12\n```\n")
+    assert numbers.differences(["P.md"]) == []
+    page.write_text("Python 3.11 takes 0.25 to 0.51 of 9 s")
+    assert [line.split(" does ")[0] for line in numbers.differences(["P.md"])] == [
+        "P.md",
+        *(f"P.md has the number {number}, which is not in numbers.json" for number in ("0.25", "0.51", "9")),
+    ]
+
+
+def test_what_a_command_prints_is_stored(tmp_path, monkeypatch):
+    known = {"measured": [{"name": "speed", "path": "modes/a : modes/b", "results": []}], "names": []}
+    (tmp_path / "numbers.json").write_text(numbers.written(known))
+    monkeypatch.setattr(numbers, "NUMBERS", tmp_path / "numbers.json")
+    for name, other in (("one", 2), ("two", 4)):
+        (tmp_path / name).write_text(f'a line\n{{"modes": {{"a": [4, 6], "b": [{other}, 2]}}}}\n')
+    numbers.main(["store", "speed", str(tmp_path / "one"), str(tmp_path / "two")])
+    [entry] = json.loads((tmp_path / "numbers.json").read_text())["measured"]
+    assert entry["results"] == [2, 3, 1, 3] and entry["commit"] and entry["date"]
+
+
+def test_formulas_are_mathml():
+    page = r'<p><span class="arithmatex">\(\mathrm{clip}(r) &lt; 1\)</span></p><div class="arithmatex">\[a_t\]</div>'
+    html = rendered(page)
+    assert (
+        html.count("<math") == 2 and "arithmatex" not in html and "<mtext>clip</mtext>" in html and "&#x0003C;" in html
+    )
+    with pytest.raises(ValueError, match="cannot be read"):
+        rendered(r'<span class="arithmatex">\(\nosuchcommand x\)</span>')
+
+
+def test_links_lead_to_pages_or_to_the_repository():
+    pages = {"recipes/tiny/RECORD.md": "recipes/tiny.md", "recipes/README.md": "recipes/index.md"}
+    text = "[a](../README.md) [b](../../docs/lora.md#x) [`c`](../../configs/run/x.yaml) [d](https://e) `[f](g)`"
+    here, there = SiteLinks(pages), SiteLinks(pages, "https://host/blob/main")
+    assert here.rewritten(text, "recipes/tiny.md").startswith("[a](index.md) [b](../lora.md#x) `c` [d](https://e)")
+    assert "[`c`](https://host/blob/main/configs/run/x.yaml)" in there.rewritten(text, "recipes/tiny.md")
+    assert there.rewritten("[t](../recipes/tiny/RECORD.md)", "index.md") == "[t](recipes/tiny.md)"
+    assert here.rewritten("```\n[a](../x.md)\n```\n", "recipes/tiny.md") == "```\n[a](../x.md)\n```\n"
+
+
+def test_the_navigation_has_every_recipe_and_tutorial():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    for page in [f"recipes/{folder.name}.md" for folder in recipes.folders()]:
+        assert page in navigation
+    for source in tutorials.sources():
+        assert f"tutorials/{source.stem}.md" in navigation and tutorials.output_of(source).exists()
+    aliases = yaml.safe_load((ROOT / "tools/docs/aliases.yaml").read_text())
+    assert all(page in navigation for page in aliases)

@@ -303,7 +303,7 @@ def test_ends_badly(ends_badly): pass
 
 @pytest.mark.deep
 def test_results_are_of_what_ran_and_of_files_that_are_there(tmp_path):
-    known = {"tests/gone.py": {"turn": 1}, "tests/cover.py": {"turn": 1, "passed": 5}}
+    known = {"tests/gone.py": {"number": 1}, "tests/cover.py": {"number": 1, "passed": 5}}
     (tmp_path / "deep.json").write_text(json.dumps(known))
     (tmp_path / "tests").mkdir()
     seen = tmp_path / "tests" / "shares.py"  # a name that is there
@@ -320,7 +320,7 @@ def test_results_are_of_what_ran_and_of_files_that_are_there(tmp_path):
     results = due.read(tmp_path / "deep.json")
     assert set(results) == {"tests/cover.py", "tests/shares.py"} and results["tests/cover.py"].passed == 5
     result = results["tests/shares.py"]
-    assert (result.turn, result.passed, result.skipped) == (2, 1, 1)
+    assert (result.passed, result.skipped) == (1, 1)
     assert result.failed == ["tests/shares.py::test_ends_badly", "tests/shares.py::test_fails"]
     before = (tmp_path / "deep.json").read_text()
     for part in ([f"{seen}::test_passes"], [seen, "-k", "passes"], [seen, "-x"], [seen, "-m", "not deep"]):
@@ -331,6 +331,27 @@ def test_results_are_of_what_ran_and_of_files_that_are_there(tmp_path):
 def test_no_file_of_the_deep_tier_has_failed():
     failed = [test for result in due.read(due.RESULTS).values() for test in result.failed]
     assert failed == [], "mend them, and run make test-due again"
+
+
+@pytest.mark.skipif(not (TESTS.parent / ".git").exists(), reason="there is no history")
+def test_every_file_of_the_deep_tier_has_run_in_the_last_changes():
+    files = {
+        path
+        for part in ("nodes", "e2e", "ranks", "unit", "house", "slurm")
+        for path in (TESTS / part).rglob("test_*.py")
+    }
+    deep = {
+        path.relative_to(TESTS.parent).as_posix()
+        for path in files
+        if re.search(r"^@?.*\bmark\.deep\b", path.read_text(), re.M)
+    }
+    assert due.late(deep, due.read(due.RESULTS), due.num_commits()) == [], "run make test-due"
+
+
+def test_a_file_is_late_after_so_many_commits():
+    known = {"a": due.Result(100), "b": due.Result(101)}
+    assert due.late({"a", "b"}, known, 101 + due.MAX_COMMITS) == ["a"]
+    assert due.late({"a", "b", "new"}, known, 100 + due.MAX_COMMITS + 1) == ["a", "new"]
 
 
 def test_cases_that_are_not_essential_are_deep():

@@ -92,7 +92,7 @@ def test_the_stages_of_an_engine_are_on_two_nodes(cluster):
     that have no memory in common."""
     for _ in range(2):
         cluster.add(STAGE)
-    staged = ["rollout.pipeline=2", "cluster.device=auto", "cluster.pools={engine: stages}"]
+    staged = ["rollout.parallel.pipeline=2", "cluster.device=auto", "cluster.pools={engine: stages}"]
     staged += ["cluster.gpus_per_engine_rank=1"]
     run = Run(cluster, "stages", cluster.arguments[0], *staged, program=["-c", WITH_GPUS])
     assert run.end() == 0, run.text

@@ -73,9 +73,11 @@ class Fleet:
     ) -> None:
         config = RolloutConfig(
             num_engines=engines.num,
-            tensor=engines.tensor,
-            pipeline=engines.pipeline,
-            expert_parallel=engines.expert_parallel,
+            parallel={
+                "tensor": engines.tensor,
+                "pipeline": engines.pipeline,
+                "expert": engines.tensor if engines.expert_parallel else 1,
+            },
             prompts_per_step=4,
             samples_per_prompt=2,
             max_prompt_tokens=16,

@@ -233,7 +233,7 @@ def dry_run(told: dict[str, Any], folder: Path) -> str:
     if not (folder / "configs" / "model" / f"{Path(configuration['model']['path']).name}.json").is_file():
         return "sizes are not known"
     (folder / "run.yaml").write_text(yaml.safe_dump(configuration))
-    recipe = import_module(f"megatron_rl.recipes.{told['command'].split()[1]}")
+    recipe = import_module(f"megatron_rl.commands.{told['command'].split()[1]}")
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
         status = recipe.main(["run.yaml", "--dry-run"])

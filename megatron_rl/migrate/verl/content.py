@@ -50,9 +50,9 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
             to["critic.model.recompute"] = "full"
     for pattern, why in MISSING.items():
         if re.search(pattern, PurePosixPath(path).name) and not (folder / "config.json").exists():
-            return Meaning("refused", to, f"{why}; docs/families.md has those that are")
+            return Meaning("refused", to, f"{why}; docs/models.md has the families that are")
     if WITH_TOWER.search(PurePosixPath(path).name) and not path.rstrip("/").endswith("text"):
-        tower = "a published folder also reads images: take out its model of text once (docs/families.md)"
+        tower = "a published folder also reads images: take out its model of text once (docs/models.md)"
         return Meaning("mapped", to, f"{command}; {tower}" if command else tower)
     return Meaning("mapped" if command else "used", to, command)
 

@@ -1,4 +1,4 @@
-"""The table of verl's keys (keys.yaml): which row a key has, what the row's words mean, and the page docs/verl_keys.md.
+"""The table of verl's keys (keys.yaml): which row a key has, what the row's words mean, and the page of them.
 
 The words of a row; one of them says what becomes of the key:
 

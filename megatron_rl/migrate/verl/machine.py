@@ -148,18 +148,18 @@ def engines(settings: Settings, key: str, value: Any) -> Meaning:
     given, total = settings[f"{ROLLOUT}.tensor_model_parallel_size"], settings.num_engine_gpus
     if key.endswith("pipeline_model_parallel_size"):
         if stages > 1:
-            return Meaning("used", {"rollout.pipeline": stages})
+            return Meaning("used", {"rollout.parallel.pipeline": stages})
         return Meaning("implied", {}, "one stage is the default")
     to = {
-        "rollout.tensor": tensor,
+        "rollout.parallel.tensor": tensor,
         "rollout.num_engines": engines,
-        **({"rollout.pipeline": stages} if stages > 1 else {}),
+        **({"rollout.parallel.pipeline": stages} if stages > 1 else {}),
     }
     if settings.is_sharing and tensor * stages > gpus_of_engine_node(settings):
         why = "an engine on the trainer's GPUs is in one node; give engines GPUs of their own (cluster.colocate=false)"
         return Meaning("left out", to, why)
     if engines * tensor * stages != total:
-        why = f"{total} GPUs are no multiple of {tensor * stages}, the GPUs of an engine; lower rollout.tensor"
+        why = f"{total} GPUs are no multiple of {tensor * stages}, the GPUs of an engine; lower rollout.parallel.tensor"
         if total < tensor * stages:
             why = f"{total} GPUs are left for engines, and one has {tensor * stages}; lower it, or give more GPUs"
             return Meaning("refused", {}, why)
@@ -192,6 +192,6 @@ def engine_experts(settings: Settings, key: str, value: Any) -> Meaning:
     if value in (None, 1):
         return Meaning("implied", {}, "the default")
     if value == tensor:
-        return Meaning("used", {"rollout.expert_parallel": True})
-    why = f"experts are distributed over the {tensor} tensor ranks of an engine; for {value} ranks raise rollout.tensor"
-    return Meaning("mapped", {"rollout.expert_parallel": True}, why)
+        return Meaning("used", {"rollout.parallel.expert": tensor})
+    over = f"experts are distributed over the {tensor} tensor ranks of an engine"
+    return Meaning("mapped", {"rollout.parallel.expert": tensor}, f"{over}; for {value}, raise rollout.parallel.tensor")

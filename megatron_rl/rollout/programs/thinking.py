@@ -3,7 +3,7 @@
 Invariants (tests/unit/rollout): with a thinking budget at most `thought_tokens` of a thought are sampled, and at most
 `response_tokens` of an answer; a sample contains the delimiter unless the model ended it within its thought, or its
 thought was cut for good; if the thought ends with the beginning of the closing, only the rest is appended.
-docs/thinking_rules.md has the rules as a table.
+tests/unit/rollout/budget_cases.py has the rules as cases.
 """
 
 from __future__ import annotations

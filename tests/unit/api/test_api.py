@@ -50,7 +50,7 @@ def test_files_come_first_and_sections_last(begun, tmp_path):
     config = load_config(GrpoRunConfig, [str(begun[0])])
     assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.run.steps) == (8, 2, 5)
     assert str(config.data.train) == "rows.jsonl", "a path stays one"
-    sft("model", ROWS, name="taught", sft={"epochs": 2})
+    sft("model", ROWS, name="taught", run={"epochs": 2})
     assert yaml.safe_load(begun[1].read_text())["run"]["steps"] is None, "the recipe counts them"
     assert yaml.safe_load(begun[1].read_text())["sft"]["rows"].endswith("taught/inputs/train.jsonl")
 

@@ -81,7 +81,7 @@ def config(engines: int, engine_width: int, trainer: dict, pools: dict | None = 
             "balance": {"max_tokens_per_microbatch": 16},
             "data": {"train": "rows"},
             "policy": {"parallel": trainer},
-            "rollout": rollout | {"num_engines": engines, "tensor": engine_width},
+            "rollout": rollout | {"num_engines": engines, "parallel": {"tensor": engine_width}},
             "cluster": {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "pools": pools or {}},
         },
     )

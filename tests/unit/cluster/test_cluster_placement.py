@@ -89,14 +89,14 @@ def test_the_stages_of_an_engine_that_spans_nodes_stay_whole():
         place([staged], [node(i, gpus=6, free=free) for i, free in enumerate((6, 5, 3, 3))])
     given = config(
         cluster={"gpus_per_trainer": 1, "gpus_per_engine_rank": 1},
-        rollout={"tensor": 4, "pipeline": 3},
+        rollout={"parallel": {"tensor": 4, "pipeline": 3}},
     )
     [asked] = [demand for demand in demands_of(given) if demand.role == "engine"]
     assert (asked.group_size, asked.block, asked.stage) == (12, 12, 4)
     shared = config(
         cluster={"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "colocate": True},
         policy={"parallel": {"data": 8}},
-        rollout={"pipeline": 4, "num_engines": 2},
+        rollout={"parallel": {"pipeline": 4}, "num_engines": 2},
     )
     assert demands_of(shared)[0].block == 4, "an engine that shares its GPUs is in one node"
 
@@ -218,7 +218,7 @@ def config(kind=GrpoRunConfig, **changes):
 def test_what_a_configuration_needs():
     parallel = {"parallel": {"tensor": 2, "data": 4, "expert": 2, "expert_tensor": 4}}
     cluster = {"cpus_per_trainer": 4, "gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "pools": {"engine": "rollout"}}
-    given = config(policy=parallel, cluster=cluster, rollout={"num_engines": 3, "tensor": 8})
+    given = config(policy=parallel, cluster=cluster, rollout={"num_engines": 3, "parallel": {"tensor": 8}})
     train, engine, verifier = demands_of(given)
     assert (train.group_size, train.block) == (8, 4), "the ranks that share an expert are in one node too"
     assert (train.num_groups, train.cpus, train.gpus, train.pool) == (1, 4, 1, None)
@@ -259,7 +259,12 @@ def shared_run(num_nodes: int, tensor: int, width: int, critic: int | None = Non
     world = 8 * num_nodes
     cluster = {"colocate": True, "gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "cpus_per_trainer": 4}
     changes = {"policy": {"parallel": {"tensor": tensor, "data": world // tensor}}, "cluster": cluster}
-    rollout = {"num_engines": world // width, "tensor": width, "prompts_per_step": 64, "samples_per_prompt": 2}
+    rollout = {
+        "num_engines": world // width,
+        "parallel": {"tensor": width},
+        "prompts_per_step": 64,
+        "samples_per_prompt": 2,
+    }
     tree = {
         "run": {"name": "x", "steps": 1},
         "model": {"path": "m"},

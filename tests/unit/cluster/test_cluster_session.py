@@ -216,7 +216,12 @@ def test_engines_that_no_node_can_hold_are_refused_at_once(ranks):
             "run": {"name": "x", "steps": 1},
             "model": {"path": "nowhere"},
             "data": {"train": "rows"},
-            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 8, "tensor": 4}
+            "rollout": {
+                "prompts_per_step": 1,
+                "samples_per_prompt": 2,
+                "max_prompt_tokens": 8,
+                "parallel": {"tensor": 4},
+            }
             | {"max_response_tokens": 8, "num_engines": 2},
             "balance": {"max_tokens_per_microbatch": 16},
             "cluster": {"gpus_per_engine_rank": 1, "gpus_per_trainer": 1},

@@ -177,17 +177,17 @@ def test_epochs_are_as_many_steps_as_train_all_their_rows(tmp_path, epochs, step
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 10)
     told = []
     words = ["run.name=x", "model.path=nowhere", f"sft.rows={tmp_path}/rows.jsonl", "sft.rows_per_step=4"]
-    config = read_config(SftRunConfig, [*words, f"sft.epochs={epochs}"], told.append)
+    config = read_config(SftRunConfig, [*words, f"run.epochs={epochs}"], told.append)
     assert config.run.steps == steps
     assert f"run.steps is {steps}: {epochs} epoch{'' if epochs == '1' else 's'} of 10 rows, 4 in a step" in told
     again = read_config(SftRunConfig, [*words, f"run.steps={config.run.steps}"])
     assert config == again, "the number of steps is all that the run knows of them"
-    with pytest.raises(ValueError, match="sft.epochs and run.steps"):
-        read_config(SftRunConfig, [*words, "sft.epochs=1", "run.steps=3"])
-    with pytest.raises(ValueError, match="none.jsonl, and sft.epochs"):
-        read_config(SftRunConfig, [*words, "sft.epochs=1", f"sft.rows={tmp_path}/none.jsonl"])
+    with pytest.raises(ValueError, match="run.epochs and run.steps"):
+        read_config(SftRunConfig, [*words, "run.epochs=1", "run.steps=3"])
+    with pytest.raises(ValueError, match="none.jsonl, and run.epochs"):
+        read_config(SftRunConfig, [*words, "run.epochs=1", f"sft.rows={tmp_path}/none.jsonl"])
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    read_config(SftRunConfig, [*words, f"sft.epochs={epochs}"], told.append)
+    read_config(SftRunConfig, [*words, f"run.epochs={epochs}"], told.append)
     assert any(" of 1 row, 4 in a step" in note for note in told)
 
 
@@ -200,9 +200,34 @@ def test_epochs_count_the_rows_that_are_kept(tmp_path):
     rows = ['{"prompt": "a", "completion": " b"}\n'] * 4 + [f'{{"prompt": "a", "completion": "{long}"}}\n'] * 3
     (tmp_path / "rows.jsonl").write_text("".join(rows) + '{"prompt": "a", "completion": ""}\n')
     words = ["run.name=x", f"model.path={tmp_path}", f"sft.rows={tmp_path}/rows.jsonl", "sft.rows_per_step=2"]
-    words += ["sft.epochs=2", "sft.max_tokens=6", "cluster.device=cpu"]
+    words += ["run.epochs=2", "sft.max_tokens=6", "cluster.device=cpu"]
     assert read_config(SftRunConfig, [*words, "sft.on_bad_row=skip"]).run.steps == 4
     assert read_config(SftRunConfig, words).run.steps == 8, "a bad row will end the run"
+
+
+def test_the_epochs_of_a_run_with_engines(tmp_path):
+    """Five rows: one is unreadable, one has no ground truth, and one repeats another."""
+    write_model(tmp_path, ["a", "b", "c"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>")), eos_token="</s>"
+    ).save_pretrained(tmp_path)
+    rows = ['{"prompt": "a", "ground_truth": "1"}', '{"prompt": "b", "ground_truth": "2"}', "{", '{"prompt": "c"}']
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, rows[0]]) + "\n")
+    words = ["run.name=x", f"model.path={tmp_path}", f"data.train={tmp_path}/rows.jsonl", "rollout.prompts_per_step=2"]
+    words += ["run.epochs=3", "rewards=[{kind: text}]", "cluster.device=cpu"]
+    told = []
+
+    def steps(*more: str) -> int:
+        return read_config(GrpoRunConfig, [*words, *more], told.append).run.steps
+
+    assert steps() == 8, "a bad row will end the run"
+    assert steps("data.on_bad_row=skip") == 5, "3 epochs of 3 good rows, and the last step begins a fourth"
+    assert "run.steps is 5: 3 epochs of 3 rows, 2 in a step" in told
+    assert steps("data.on_bad_row=skip", "data.deduplicate=true") == 3
+    with pytest.raises(ValueError, match="rollout.active_sampling .* give run.steps"):
+        steps("rollout.active_sampling=true")
+    with pytest.raises(ValueError, match="data.train is a mixture"):
+        steps(f"data.train=[{{path: {tmp_path}/rows.jsonl, weight: 1}}]")
 
 
 @pytest.mark.parametrize(

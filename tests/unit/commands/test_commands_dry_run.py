@@ -138,8 +138,15 @@ def test_a_plan_without_gpus_says_so_unless_the_configuration_did():
 
 def test_more_stages_of_an_engine_than_layers_are_named():
     sizes = "Qwen3-32B", {"tensor": 4}
-    with pytest.raises(ValueError, match="^an engine of 65 pipeline stages cannot have the 64 .*rollout.pipeline$"):
-        printed(lambda run, screen: describe_rollout(run, planned_shape(run), screen), *sizes, {"pipeline": 65}, {})
+    with pytest.raises(
+        ValueError, match="^an engine of 65 pipeline stages cannot have the 64 .*rollout.parallel.pipeline$"
+    ):
+        printed(
+            lambda run, screen: describe_rollout(run, planned_shape(run), screen),
+            *sizes,
+            {"parallel": {"pipeline": 65}},
+            {},
+        )
 
 
 def test_a_dense_model_speaks_of_no_experts():
@@ -150,7 +157,7 @@ def test_a_dense_model_speaks_of_no_experts():
 def test_the_nodes_are_told_with_the_parts_of_engines_that_are_wider_than_a_node():
     cluster = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8}
     cluster["pools"] = {"engine": "rollout"}
-    rollout = {"tensor": 12, "num_engines": 2}
+    rollout = {"parallel": {"tensor": 12}, "num_engines": 2}
     text = printed(describe_placement, "Qwen3-32B", {"tensor": 4, "data": 3}, rollout, cluster)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert rows == [

@@ -96,7 +96,7 @@ def test_what_makes_a_result_doubtful_is_told(capsys):
     [
         (["--k", "0"], "--k 0: pass@k is about k answers"),
         (["--k", "1", "2", "rollout.tensors=2"], "rollout.tensors: unknown key"),
-        (["--k", "rollout.tensor=2"], "--k needs a number"),
+        (["--k", "rollout.parallel.tensor=2"], "--k needs a number"),
         (["rewards=[{kind: function, path: 'my_rewards:brevity'}]"], "name the one that does with eval.verifier"),
         (["configs/run/recommendation.yaml"], "rollout.beams gives rankings"),
         ([], "/a model has no config.json, so it is no folder of a Hugging Face model"),

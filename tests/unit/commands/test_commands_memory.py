@@ -58,8 +58,8 @@ def test_the_command_prints_tables_or_json(capsys):
     shown = capsys.readouterr().out
     assert "Megatron's local layers" in shown and "NCCL" not in shown and "that fit" not in shown
     assert "torch's, padded, without masks" in shown
-    assert size_run.main([RECIPE, "rollout.tensors=3"]) == 1
-    assert "did you mean rollout.tensor" in capsys.readouterr().err
+    assert size_run.main([RECIPE, "rollout.parallel.tensors=3"]) == 1
+    assert "did you mean rollout.parallel.tensor" in capsys.readouterr().err
 
 
 def test_the_dry_run_says_which_kernels_attention_takes():

@@ -91,17 +91,17 @@ def thinks(tokens, **others) -> dict:
             "1 trainer ranks (policy.parallel) and 3 x 1 = 3",
         ),
         (
-            {"cluster": {"colocate": True}, "rollout": {"pipeline": 2}},
+            {"cluster": {"colocate": True}, "rollout": {"parallel": {"pipeline": 2}}},
             "1 trainer ranks (policy.parallel) and 1 x 1 x 2 = 2 ranks of engines; change rollout.num_engines, "
-            "rollout.tensor or rollout.pipeline so that their product is 1",
+            "rollout.parallel.tensor or rollout.parallel.pipeline so that their product is 1",
         ),
         (
-            {"policy": {"routing_replay": True}, "rollout": {"pipeline": 2}},
-            "vLLM gives none with pipeline stages (rollout.pipeline is 2); set rollout.pipeline to 1",
+            {"policy": {"routing_replay": True}, "rollout": {"parallel": {"pipeline": 2}}},
+            "vLLM gives none with pipeline stages (rollout.parallel.pipeline is 2); set rollout.parallel.pipeline to 1",
         ),
         (
-            {"rollout": {"pipeline": 4, "max_sequences": 3}},
-            "rollout.max_sequences (3) is below rollout.pipeline (4), so that some stages would always wait",
+            {"rollout": {"parallel": {"pipeline": 4}, "max_sequences": 3}},
+            "rollout.max_sequences (3) is below rollout.parallel.pipeline (4), so that some stages would always wait",
         ),
         ({"cluster": {"colocate": True}, "rollout": {"max_lag": 1}}, "so that rollout.max_lag, with which they answer"),
         ({"cluster": {"colocate": True}, "rollout": {"active_sampling": True}}, "so that rollout.active_sampling"),
@@ -201,7 +201,7 @@ def test_missing_key_file_and_broken_yaml(tmp_path):
         validate(SftRunConfig, {"run": {"name": "x"}})
     keys = [line.split(":")[0].strip() for line in str(told.value).splitlines()[1:]]
     assert keys == ["run.steps", "model.path", "sft.rows"], "and no section"
-    assert "sets it; sft.epochs may take its place\n" in str(told.value)
+    assert "sets it; run.epochs may take its place\n" in str(told.value)
     with pytest.raises(ValueError, match="run.steps: .*required") as told:
         validate(GrpoRunConfig, {"run": {"name": "x"}})
     assert "sft" not in str(told.value), "prompts have no epochs"

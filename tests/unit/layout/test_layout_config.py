@@ -225,7 +225,7 @@ def test_experts(tmp_path):
     ("config", "message"),
     [
         ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25"),
-        ({"model_type": "gpt2"}, r"`megatron-rl family /.*`, in a clone, proposes what to add \(docs/families.md\)"),
+        ({"model_type": "gpt2"}, r"`megatron-rl family /.*`, in a clone, proposes what to add \(docs/models.md\)"),
         ({"model_type": "qwen3"}, "num_attention_heads"),
         (LLAMA | {"attention_bias": True}, "attention_bias is True"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

@@ -324,7 +324,7 @@ def test_a_plan_is_kept():
         (lambda: Links(nic_gbps=0), "above 0"),
         (
             lambda: plan_weights(SHAPES["olmo3"], Mesh(), Engines(tensor=8)),
-            "q_norm.weight: .* 8 tensor-parallel ranks, the model 4 KV heads.* set rollout.tensor to 4",
+            "q_norm.weight: .* 8 tensor-parallel ranks, the model 4 KV heads.* set rollout.parallel.tensor to 4",
         ),
     ],
 )

@@ -138,7 +138,7 @@ def config(**algorithm) -> GrpoRunConfig:
             "policy": {"parallel": {"tensor": 4}},
             "rollout": {
                 "num_engines": 2,
-                "tensor": 4,
+                "parallel": {"tensor": 4},
                 "prompts_per_step": 4,
                 "samples_per_prompt": 2,
                 "max_prompt_tokens": 10,

@@ -215,7 +215,7 @@ def config(parallel=None, **sections) -> GrpoRunConfig:
         "policy": {"parallel": parallel or {"tensor": 4, "pipeline": 4, "data": 2}},
         "rollout": {
             "num_engines": 8,
-            "tensor": 4,
+            "parallel": {"tensor": 4},
             "prompts_per_step": 16,
             "samples_per_prompt": 4,
             "max_prompt_tokens": 1024,
@@ -289,7 +289,7 @@ def test_the_stages_of_an_engine_by_hand():
     """64 layers of 489,709,824 parameters in three stages of 21, 22 and 21, each over four ranks but for the norms. The
     first stage has the embedding, and the last one the output layer and a norm. The middle stage has the longest rows
     in the KV cache, and no matrix of the vocabulary."""
-    memory = run_memory(config(rollout={"pipeline": 3}), SHAPE)
+    memory = run_memory(config(rollout={"parallel": {"tensor": 4, "pipeline": 3}}), SHAPE)
     stages = memory.engine.stages
     assert [stage.name for stage in stages] == ["engine, stage 0", "engine, stage 1", "engine, stage 2"]
     layer, norms, vocabulary = 5120 * (10240 + 8192 + 3 * 25600), 2 * 5120 + 2 * 128, 151936 * 5120
@@ -303,8 +303,8 @@ def test_the_stages_of_an_engine_by_hand():
     assert memory.engine.longest == min(fitting) == fitting[1] < fitting[0]
     assert memory.engine.gpu in stages and memory.gpus[1:] == [*stages]
     assert memory.problems == []
-    with pytest.raises(ValueError, match="65 pipeline.*the 64.*rollout.pipeline"):
-        run_memory(config(rollout={"pipeline": 65}), SHAPE)
+    with pytest.raises(ValueError, match="65 pipeline.*the 64.*rollout.parallel.pipeline"):
+        run_memory(config(rollout={"parallel": {"tensor": 4, "pipeline": 65}}), SHAPE)
 
 
 def test_quantised_linear_layers_of_an_engine_have_one_byte_a_number():
@@ -316,7 +316,9 @@ def test_quantised_linear_layers_of_an_engine_have_one_byte_a_number():
     assert parts["weights"] == (2 * shared + linear,) * 3
     work = parts["activations of a step of vLLM"][0] + ENGINE_WORK_BYTES
     assert parts["KV cache"][0] == pytest.approx(0.7 * 85.5e9 - 2 * shared - linear - work)
-    with_experts = run_memory(config({"tensor": 4, "pipeline": 4}, rollout={"expert_parallel": True}), MIXTURE)
+    with_experts = run_memory(
+        config({"tensor": 4, "pipeline": 4}, rollout={"parallel": {"tensor": 4, "expert": 4}}), MIXTURE
+    )
     assert with_experts.engine.gpu.parts["weights"][0] == 2 * (shared + linear)
 
 
@@ -352,7 +354,7 @@ def test_the_activations_of_an_engines_step_by_hand():
     rollout = config().rollout
     assert activation_bytes(MIXTURE, rollout, 1000, 2) == 1000 * 2 * 2048 * (3 + 8 * 2 + 1)
     wide = replace(MIXTURE, experts=replace(MIXTURE.experts, ffn_size=1536))
-    whole = config(rollout={"expert_parallel": True}).rollout
+    whole = config(rollout={"parallel": {"tensor": 4, "expert": 4}}).rollout
     assert activation_bytes(wide, whole, 1000, 2) == 1000 * 2 * (3 * 2048 + 8 * (2048 + 3072) + 2048)
     run = config(rollout={"vllm": {"max_num_batched_tokens": 1_000_000}})
     assert "lower rollout.vllm.max_num_batched_tokens" in run_memory(run, SHAPE).problems[0]
@@ -370,7 +372,10 @@ def test_the_activations_of_an_engines_step_by_hand():
             ["optimizer state", "set policy.optimizer.offload, or policy.optimizer.moments"],
         ),
         ({"rollout": {"gpu_memory_utilization": 1.0}}, ["(engine)", "lower rollout.gpu_memory_utilization"]),
-        ({"rollout": {"tensor": 1}}, ["KV cache", "holds no sequence of the largest length", "raise rollout.tensor"]),
+        (
+            {"rollout": {"parallel": {"tensor": 1}}},
+            ["KV cache", "holds no sequence of the largest length", "raise rollout.parallel.tensor"],
+        ),
         (
             {"bridge": {"bucket_mib": 40_000}},
             ["training needs", "are two buffers of the bridge", "lower bridge.bucket_mib"],
@@ -496,8 +501,8 @@ def test_a_state_is_offloaded_only_where_the_layout_does_not_fit_otherwise():
 def test_shared_gpus_hold_in_each_phase_what_the_phase_needs():
     """Training has nothing of the engine but its work, generating nothing of the trainer but its communicators."""
     shared = {"colocate": True, "gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8}
-    run = config(rollout={"num_engines": 8, "tensor": 4}, cluster=shared)
-    apart = run_memory(config(rollout={"num_engines": 8, "tensor": 4}), SHAPE)
+    run = config(rollout={"num_engines": 8, "parallel": {"tensor": 4}}, cluster=shared)
+    apart = run_memory(config(rollout={"num_engines": 8, "parallel": {"tensor": 4}}), SHAPE)
     [gpu] = run_memory(run, SHAPE).gpus
     trainer, engine = apart.trainer.parts, apart.engine.gpu.parts
     constant = sum(size[2] for part, size in gpu.parts.items() if "communicators" in part or "buffers" in part)
@@ -512,7 +517,9 @@ def test_shared_gpus_hold_in_each_phase_what_the_phase_needs():
         )
     )
     assert run_memory(run, SHAPE).problems == []
-    greedy = config(rollout={"num_engines": 8, "tensor": 4, "gpu_memory_utilization": 0.99}, cluster=shared)
+    greedy = config(
+        rollout={"num_engines": 8, "parallel": {"tensor": 4}, "gpu_memory_utilization": 0.99}, cluster=shared
+    )
     [problem] = run_memory(greedy, SHAPE).problems
     assert "generating needs" in problem and "lower rollout.gpu_memory_utilization" in problem
 
@@ -561,7 +568,7 @@ def test_mirrors_and_what_is_lent_are_in_the_memory_of_the_node():
     assert several["4 mirrors"] == 4 * state
     whole = rank_parameters(SHAPE, Mesh(tensor=8), 0)
     assert one["2 mirrors"] == 2 * whole.total * 14 and "4 mirrors" not in one
-    shared = config(rollout={"num_engines": 8, "tensor": 4}, cluster=gpus | {"colocate": True})
+    shared = config(rollout={"num_engines": 8, "parallel": {"tensor": 4}}, cluster=gpus | {"colocate": True})
     assert run_memory(shared, SHAPE).trainer.host["lent to the engines"] == state
 
 
@@ -587,7 +594,7 @@ def test_all_ranks_of_a_node_together_must_fit_into_its_memory():
     assert run_memory(config({"tensor": 4}, cluster=gpus | pools, **ppo), SHAPE).nodes.bytes == 4 * trainer
 
     served = {"policy": {"parallel": {"tensor": 4, "data": 2}, "lora": {"rank": 8}}}
-    run = config(rollout={"num_engines": 2, "tensor": 4}, cluster=gpus | {"colocate": True}, **served)
+    run = config(rollout={"num_engines": 2, "parallel": {"tensor": 4}}, cluster=gpus | {"colocate": True}, **served)
     shared = run_memory(run, run.policy.adapted(SHAPE))
     engine = shared.engine.gpu.host["lent to the trainers"]
     assert shared.nodes.bytes == pytest.approx(8 * (sum(shared.trainer.host.values()) + engine))

@@ -115,7 +115,10 @@ def passes_ratio(run: Passes, shape: ModelShape) -> float:
 def generation_of(run: Step, shape: ModelShape, rates: Rates = H100) -> float:
     engines, longest = run.engines // run.engine_tensor, run.longest - PROMPT
     rollout = RolloutConfig(
-        num_engines=engines, tensor=run.engine_tensor, max_prompt_tokens=PROMPT, max_response_tokens=longest
+        num_engines=engines,
+        parallel={"tensor": run.engine_tensor},
+        max_prompt_tokens=PROMPT,
+        max_response_tokens=longest,
     )
     mean = run.mean - PROMPT
     lengths = answer_lengths(ExpectedTokens(mean=mean, tail=longest), longest, run.samples // engines)

@@ -29,8 +29,8 @@ DECODING = Decoding(step_s=1.0, reading_s=np.zeros(1001), token_s=0.0)
 """Only steps take time."""
 
 
-def decoding(shape=SHAPE, **rollout) -> Decoding:
-    given = {"max_prompt_tokens": 10, "max_response_tokens": 6, **rollout}
+def decoding(shape=SHAPE, parallel=None, **rollout) -> Decoding:
+    given = {"max_prompt_tokens": 10, "max_response_tokens": 6, "parallel": parallel or {}, **rollout}
     return Decoding.of(RolloutConfig(**given), shape, 2)
 
 
@@ -41,7 +41,7 @@ def seconds(lengths, at_once=math.inf, batches=1, costs=DECODING) -> float:
 @pytest.mark.parametrize(("tensor", "reduces"), [(1, 0), (4, 128 * 20e-6), (16, 128 * 100e-6)])
 def test_a_step_reads_the_weights_and_waits_for_its_all_reduces(tensor, reduces):
     """Two of them in each of 64 layers, in the node or over two."""
-    assert decoding(tensor=tensor).step_s == pytest.approx(WEIGHTS / tensor / BANDWIDTH + reduces)
+    assert decoding(parallel={"tensor": tensor}).step_s == pytest.approx(WEIGHTS / tensor / BANDWIDTH + reduces)
 
 
 def test_weights_in_fp8_are_read_in_half_of_the_time():
@@ -62,10 +62,10 @@ def test_a_token_reads_what_its_rank_keeps_of_the_tokens_before_it(model, tensor
     layers = range(shape.num_layers)
     states = sequence_bytes(shape, tensor, 0, 2, layers)
     kept = sum(sequence_bytes(shape, tensor, tokens, 2, layers) + states for tokens in range(10, 13))
-    costs = decoding(shape, tensor=tensor)
+    costs = decoding(shape, {"tensor": tensor})
     rate = OF_MIXTURES if shape.experts else BANDWIDTH
     assert costs.reading_s[13] - costs.reading_s[10] == pytest.approx(kept / rate)
-    stages = decoding(shape, tensor=tensor, pipeline=2)
+    stages = decoding(shape, {"tensor": tensor, "pipeline": 2})
     assert stages.reading_s[-1] == pytest.approx(costs.reading_s[-1] / 2), "both stages read at the same time"
     assert stages.step_s == costs.step_s
 
@@ -134,7 +134,7 @@ def config(tmp_path, **sections) -> GrpoRunConfig:
         "policy": {"parallel": {"tensor": 4, "pipeline": 2}},
         "rollout": {
             "num_engines": 2,
-            "tensor": 4,
+            "parallel": {"tensor": 4},
             "prompts_per_step": 16,
             "max_prompt_tokens": 100,
             "max_response_tokens": 4000,

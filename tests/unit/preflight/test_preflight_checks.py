@@ -760,7 +760,10 @@ def test_a_loss_and_an_estimator_of_ones_own_are_seen_in_their_source(home):
             {"policy": {"parallel": {"tensor": 8}}},
             "4 attention heads, which policy.parallel.tensor=8 does not divide; it may be 1, 2 or 4",
         ),
-        ({"rollout__tensor": 3}, "with rollout.tensor=3 the engines cannot split it: it may be 1, 2 or 4"),
+        (
+            {"rollout__parallel": {"tensor": 3}},
+            "with rollout.parallel.tensor=3 the engines cannot split it: it may be 1, 2 or 4",
+        ),
         ({"policy": {"routing_replay": True}}, "policy.routing_replay is True, but the model has no experts"),
         ({"rollout__delimiter": "</thought>"}, "rollout.delimiter '</thought>' is not in the vocabulary"),
         (

@@ -1,4 +1,5 @@
-"""The rules of docs/thinking_rules.md as cases: what a model would sample, and what becomes of it in each mode.
+"""The rules of a thinking budget as cases: what a model would sample, and what becomes of it in each mode. The page
+docs/reasoning.md shows some of them.
 
 The delimiter is D, the opening O. The prompt has opened the thought, and one more token follows. A model has a script:
 the token that it samples at each index of the response. Where a token is forced, that of the script is not sampled.

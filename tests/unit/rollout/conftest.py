@@ -58,7 +58,8 @@ class Stage:
         block = 128 if read_shape(folder).latent else 32
         options = {"num_gpu_blocks_override": CACHE_TOKENS // block} | (vllm or {})
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, vllm=options, **rollout)
-        engines = Engines(1, self.config.tensor, self.config.pipeline, self.config.expert_parallel)
+        parallel = self.config.parallel
+        engines = Engines(1, parallel.tensor, parallel.pipeline, parallel.expert_parallel)
         self._trained = folder, mesh, engines, dtype
         if adapters is None:
             self.trainers = TinyTrainers(*self._trained)

@@ -50,7 +50,6 @@ def stage(make_stage, folders):
     return make_stage(
         folders[0],
         Mesh(tensor=2),
-        tensor=1,
         shares_gpus=True,
         adapters=ADAPTERS,
         max_prompt_tokens=8,

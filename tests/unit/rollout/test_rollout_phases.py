@@ -19,7 +19,7 @@ def stage(request, make_stage, folders):
         folders[0],
         Mesh(tensor=2),
         shares_gpus=True,
-        tensor=request.param,
+        parallel={"tensor": request.param},
         max_prompt_tokens=16,
         max_response_tokens=24,
         sampling={"temperature": 0.7},

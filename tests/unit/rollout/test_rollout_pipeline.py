@@ -29,7 +29,7 @@ def stage(make_stage, folders, tmp_path_factory):
         make_stage(
             folders[0],
             Mesh(tensor=2),
-            pipeline=2,
+            parallel={"pipeline": 2},
             shares_gpus=True,
             record=tmp_path_factory.mktemp("record") / "engine.tokens",
             max_prompt_tokens=8,

@@ -39,13 +39,13 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.deep)], ids=["tp1", "tp2"])
 def stage(request, make_stage, pair):
-    return make_stage(pair[0], Mesh(tensor=2), tensor=request.param, **QUANTISED)
+    return make_stage(pair[0], Mesh(tensor=2), parallel={"tensor": request.param}, **QUANTISED)
 
 
 def test_pushed_weights_are_quantised_as_loaded_ones(stage, pair):
     """After two pushes of different weights every quantised layer, with its scales, has the same bits as in an engine
     that loaded the second weights."""
-    seen, tensor = [], stage.config.tensor
+    seen, tensor = [], stage.config.parallel.tensor
     for version, folder in enumerate(pair):
         shape = read_shape(folder)
         recorded = stage.run(stage.engine.weights.record_loading(shape))  # of layers that vLLM has processed
@@ -84,7 +84,7 @@ def test_pushed_weights_are_quantised_as_loaded_ones(stage, pair):
 )
 def test_damage_to_quantised_layers_is_named(stage, pair, rank, how, named):
     """On this rank, or on the only one."""
-    rank = min(rank, stage.config.tensor - 1)
+    rank = min(rank, stage.config.parallel.tensor - 1)
     error = refused(stage, pair, rank, how)
     assert error.startswith(f"engine 0, rank {rank}: ")
     assert re.search(named, error), error
@@ -193,7 +193,7 @@ def test_stale_matrices_of_latent_attention_are_named(latent, latent_pair):
 def test_a_push_holds_few_layers_and_all_ranks_repack_them_in_one_order(make_own_stage, tmp_path):
     """vLLM may reduce over the ranks of an engine while it repacks a layer."""
     folder = write_model(tmp_path, seed=0, num_hidden_layers=8)
-    stage = make_own_stage(folder, Mesh(tensor=2), tensor=2, **QUANTISED)
+    stage = make_own_stage(folder, Mesh(tensor=2), parallel={"tensor": 2}, **QUANTISED)
     recorded = stage.run(stage.engine.weights.record_loading(read_shape(folder)))
     assert all(rank.repacked for rank in recorded)
     stage.rejoin(recorded=tuple(recorded), bucket_bytes=2**12)
@@ -216,7 +216,7 @@ def test_unquantised_experts_are_the_same_if_a_push_repacks_them(make_own_stage,
     changes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
     folders = [write_model(tmp_path / str(seed), seed, "Qwen3Moe", **changes) for seed in (0, 1)]
     plain = {key: value for key, value in QUANTISED.items() if key != "quantization"}
-    stage = make_own_stage(folders[0], Mesh(tensor=2), tensor=2, **plain)
+    stage = make_own_stage(folders[0], Mesh(tensor=2), parallel={"tensor": 2}, **plain)
 
     def pushed(folder: Path, version: int) -> tuple[dict[str, str], list[list[int]]]:
         stage.push(folder, version)

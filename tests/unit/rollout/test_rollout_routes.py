@@ -171,7 +171,9 @@ def test_damage_to_experts_and_norms_is_named(stage, mixtures, name, how):
 @pytest.mark.deep
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_experts_of_an_engine_of_two_ranks(make_own_stage, mixtures, choices, expert_parallel):
-    options = dict(tensor=2, expert_parallel=expert_parallel, max_prompt_tokens=8, max_response_tokens=30)
+    options = dict(
+        parallel={"tensor": 2, "expert": 2 if expert_parallel else 1}, max_prompt_tokens=8, max_response_tokens=30
+    )
     stage = make_own_stage(mixtures[1], Mesh(), returns_routes=True, **options)
     stage.push(mixtures[1], 1)
     groups = stage.run(stage.generate(prompts(8, 5), 4, 1, seed=1))

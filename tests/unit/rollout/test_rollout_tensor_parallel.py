@@ -28,7 +28,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def stage(make_stage, folder):
-    return make_stage(folder, Mesh(pipeline=2), tensor=2, max_prompt_tokens=8, max_response_tokens=12)
+    return make_stage(folder, Mesh(pipeline=2), parallel={"tensor": 2}, max_prompt_tokens=8, max_response_tokens=12)
 
 
 def test_log_probs_after_a_push_from_pipeline_stages_to_tensor_ranks(stage, folder):
