@@ -38,7 +38,7 @@ trainer.train()
 print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 ```
 
-`train` starts the run that `megatron-rl grpo` starts, in the folder `output_dir`; `trainer.run` has its folder, metrics, report and model. `train(resume_from_checkpoint=True)` continues it, and Ctrl-C stops it with a checkpoint.
+`train` starts a run of `megatron-rl grpo` in the folder `output_dir`; `trainer.run` has its folder, metrics, report and model. `train(resume_from_checkpoint=True)` continues it, and Ctrl-C stops it with a checkpoint.
 
 | | what differs |
 |---|---|

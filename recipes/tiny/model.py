@@ -58,14 +58,11 @@ def write_model(folder: Path, seed: int, vocabulary: Sequence[str], added: Seque
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
-    fast.add_tokens(list(added))  # they are no special tokens, so that people and rewards see them in the text
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")  # type: ignore[no-untyped-call]
+    fast.add_tokens(list(added))
     fast.save_pretrained(folder)
-    write_random_qwen3(
-        folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=num_positions
-    )
+    sizes = {"vocab_size": 64, "max_position_embeddings": num_positions}
+    write_random_qwen3(folder, seed, pad_token_id=0, eos_token_id=1, **sizes)
 
 
 def write_rows(folder: Path, train: Rows, heldout: Rows, demonstrations: Rows) -> None:

@@ -96,6 +96,6 @@ def test_the_backward_pass_keeps_the_weight_as_it_is_held(folder):
 def test_nothing_writes_to_a_frozen_weight():
     weight = Fp8Weight.zeros((4, 4), torch.bfloat16, torch.device("cpu"))
     for write in (lambda: weight.zero_(), lambda: weight.copy_(torch.ones(4, 4)), lambda: weight[1:].add_(1)):
-        with pytest.raises(TypeError, match="would write to a weight that is frozen in fp8 blocks"):
+        with pytest.raises(TypeError, match="frozen in fp8 blocks"):
             write()
     assert not weight.dequantised().any()

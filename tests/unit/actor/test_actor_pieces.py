@@ -33,7 +33,7 @@ def test_a_moment_that_bfloat16_never_lets_decay_is_refused():
     kept = {beta: int(((significands.float() * beta).bfloat16() == significands).sum()) for beta in (0.996, 0.999)}
     assert kept == {0.996: 0, 0.999: 128}
     assert AdamConfig(moments="bfloat16", betas=(0.9, 0.996)).is_streamed
-    with pytest.raises(ValidationError, match=r"a moment that keeps 0.999 of itself .* both must be below 0.99609375"):
+    with pytest.raises(ValidationError, match="keeps 0.999.*below 0.99609375"):
         AdamConfig(moments="bfloat16", betas=(0.9, 0.999))
     assert not AdamConfig(betas=(0.9, 0.999)).is_streamed
 
@@ -41,5 +41,5 @@ def test_a_moment_that_bfloat16_never_lets_decay_is_refused():
 @pytest.mark.parametrize("megatron", [{"transformer": {"fp8_param": True}}, {"ddp": {"fp8_param_gather": True}}])
 def test_a_streamed_state_beside_weights_in_fp8_is_refused(megatron):
     assert PolicyConfig(megatron=megatron, optimizer={}).megatron.model_dump(exclude_defaults=True) == megatron
-    with pytest.raises(ValidationError, match="need weights in bfloat16 or float32; leave out megatron.transformer"):
+    with pytest.raises(ValidationError, match="megatron.transformer"):
         PolicyConfig(megatron=megatron, optimizer={"offload": True})

@@ -139,7 +139,7 @@ def test_the_memory_that_is_planned_is_for_the_same_layers(transformer_engine, s
 
 def test_their_attention_takes_no_windows_with_context_parallelism(transformer_engine):
     assert fused(LLAMA, context=2) and not fused(WINDOWS, context=2)
-    with pytest.raises(ValueError, match="no sliding windows with policy.parallel.context above 1; set model.layers"):
+    with pytest.raises(ValueError, match="policy.parallel.context above 1; set model.layers"):
         fused(WINDOWS, "transformer_engine", context=2)
 
 
@@ -152,7 +152,7 @@ def test_what_they_cannot_express_has_local_layers(transformer_engine, shape, me
 
 def test_without_the_library_the_layers_are_local():
     assert not fused(LLAMA)
-    with pytest.raises(ValueError, match="Transformer Engine is not installed; set model.layers to local"):
+    with pytest.raises(ValueError, match="Transformer Engine .*model.layers"):
         fused(LLAMA, "transformer_engine")
 
 

@@ -128,12 +128,12 @@ def test_sequences_see_a_shared_prompt_in_one_call():
 
 def test_heads_that_the_kernel_does_not_take_are_refused():
     x = torch.randn(3, 1, 12)
-    with pytest.raises(ValueError, match="at most 256 dims in multiples of 8, and this model's have 12"):
+    with pytest.raises(ValueError, match="256 dims.*have 12"):
         attend_varlen(x, x, x, plan_varlen(torch.tensor([3])))
 
 
 def test_no_attention_holds_all_scores():
     """Values of another width than keys have no kernel on a CPU but torch's `math`."""
     x = torch.randn(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="no attention of torch that fits into memory .* set model.dtype to bfloat16"):
+    with pytest.raises(ValueError, match="model.dtype to bfloat16"):
         dot_product_attention(x, x, x[..., :4], None)

@@ -383,7 +383,7 @@ def test_gdpo_leaves_out_who_has_no_score():
     advantages = gdpo(parts, np.array([1.0, 1]), np.array([0, 0, 0]))
     # Whitened over two samples: +-1, but for EPS.
     np.testing.assert_allclose(advantages, [1, -1, 0], rtol=1e-5)
-    with pytest.raises(ValueError, match="2 reward functions, but 1 weights"):
+    with pytest.raises(ValueError, match="2 reward functions, but 1"):
         gdpo(parts, np.array([1.0]), np.array([0, 0, 0]))
 
 

@@ -302,7 +302,7 @@ def test_an_entropy_that_is_used_must_be_finite(changes):
     logp_T = real([-1.0] * 3)
     (prepared,) = objective.prepare([columns], [FirstPass(logp_T, real([0.5, 0.7, 0.0]))], Denominators(2, 2), one_rank)
     objective(logp_T, real([0.5, 0.7, math.nan]), prepared, Denominators(2, 2), NONE)  # not at an action
-    with pytest.raises(NotFiniteError, match=r"sample 1 of the micro-batch .*entropy nan") as caught:
+    with pytest.raises(NotFiniteError, match="sample 1 .*nan") as caught:
         objective(logp_T, real([0.5, math.nan, 0.7]), prepared, Denominators(2, 2), NONE)
     assert caught.value.sample == 1
 
@@ -355,7 +355,7 @@ def test_without_logp_old_the_log_probs_of_the_update_stand_for_it_to_the_bit(ch
 def test_an_update_of_a_policy_that_is_not_the_engines_is_refused():
     objective = PolicyObjective(AlgorithmConfig())
     for seen in (0.02, math.nan):
-        with pytest.raises(ValueError, match="trainer and engine disagree.*algorithm.max_mismatch = 0.01"):
+        with pytest.raises(ValueError, match="algorithm.max_mismatch = 0.01"):
             objective.conclude({"mismatch/mean_abs": seen}, 0.01)
         objective.conclude({"mismatch/mean_abs": seen}, None)  # a later update has moved the policy itself
     assert objective.conclude({"mismatch/mean_abs": 0.01}, 0.01) == {"mismatch/mean_abs": 0.01}

@@ -97,7 +97,7 @@ def test_data_may_be_the_section_of_a_file(begun):
     run = grpo("model", {"train": ROWS, "columns": {"ground_truth": "answer"}}, "text", name="mine")
     section = yaml.safe_load(begun[0].read_text())["data"]
     assert section == {"columns": {"ground_truth": "answer"}, "train": f"{run.folder}/inputs/train.jsonl"}
-    with pytest.raises(ValueError, match="data is a mapping without `train`"):
+    with pytest.raises(ValueError, match="`train`"):
         grpo("model", {"columns": {}}, "text")
 
 
@@ -128,7 +128,7 @@ def test_an_open_file_is_not_copied(begun, tmp_path, mode):
         def scored(completions):
             return [float(text in words) for text in completions]
 
-        with pytest.raises(ValueError, match="its variable 'words' is a .*, which cannot be copied; make it inside"):
+        with pytest.raises(ValueError, match="'words'"):
             grpo("model", ROWS, scored)
 
 
@@ -153,13 +153,13 @@ def test_a_function_that_cannot_be_copied_is_refused_with_its_variable(begun, tm
         with lock:
             return [1.0]
 
-    with pytest.raises(ValueError, match="function scored .* its variable 'lock' is a lock, .* make it inside"):
+    with pytest.raises(ValueError, match="'lock'"):
         grpo("model", ROWS, scored)
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_row_that_is_no_json_is_refused_by_its_number(begun):
-    with pytest.raises(ValueError, match="row 2 of the data is not JSON: .*set"):
+    with pytest.raises(ValueError, match="row 2 .*JSON"):
         grpo("model", [ROWS[0], {"prompt": {1, 2}}], "text", name="bad")
     grpo("model", ROWS, "text", name="bad")  # nothing has begun: the name is free
 
@@ -172,9 +172,9 @@ def test_a_run_that_has_steps_is_not_begun_again_but_resumed(begun):
     assert run.metrics == [{"step": 0, "loss": 1.5}] and run.model is None
     run.resume(run={"steps": 40})
     assert load_config(GrpoRunConfig, [str(begun[-1])]).run.steps == 40
-    with pytest.raises(ValueError, match="rollout.prompts_per_stp: unknown key"):
+    with pytest.raises(ValueError, match="rollout.prompts_per_stp"):
         run.resume(rollout={"prompts_per_stp": 1})
-    with pytest.raises(ValueError, match="has no inputs/grpo.yaml; continue it with the command"):
+    with pytest.raises(ValueError, match="inputs/grpo.yaml"):
         Run("elsewhere").resume()
 
 
@@ -247,7 +247,7 @@ def test_numbers_of_numpy_are_numbers_of_a_configuration(begun):
     config = load_config(GrpoRunConfig, [str(begun[0])])
     assert config.run.steps == 3 and config.policy.optimizer.betas == (0.9, 0.99) and config.algorithm.overlong_filter
     assert config.policy.optimizer.eps == 1e-8 and config.policy.optimizer.lr == pytest.approx(1e-6)
-    with pytest.raises(ValueError, match="files is one path, 'cluster.yaml'; give a list"):
+    with pytest.raises(ValueError, match="cluster.yaml"):
         grpo("model", ROWS, "text", files="cluster.yaml")
 
 
@@ -259,5 +259,5 @@ def test_a_data_set_that_cannot_be_saved_is_written_row_by_row_and_several_are_r
     folder = grpo("model", rows, "text", name="written").folder / "inputs"
     assert len((folder / "train.jsonl").read_text().splitlines()) == len(ROWS)
     several = type("DatasetDict", (dict,), {"save_to_disk": None})(train=rows, test=rows)
-    with pytest.raises(ValueError, match="the data is a DatasetDict of 'train', 'test'; give one of them"):
+    with pytest.raises(ValueError, match="DatasetDict of 'train', 'test'"):
         grpo("model", several, "text")

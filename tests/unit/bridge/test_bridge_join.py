@@ -66,7 +66,7 @@ def test_ranks_that_wait_and_those_that_come_later_end_when_joining_is_given_up(
         join._part_of(store, setup).wait([f"rank/{rank}"])
         join.give_up(store, setup, "engine 0 died")
         for joining in (waiting, pool.submit(join.Joining, setup, 1 - rank, cpu)):
-            with pytest.raises(RuntimeError, match="engine 0 died: a rank did not join the bridge"):
+            with pytest.raises(RuntimeError, match="engine 0 died"):
                 joining.result()
         again = replace(setup, epoch=1)
         for joining in [pool.submit(join.Joining, again, r, cpu) for r in (0, 1)]:

@@ -387,7 +387,7 @@ def test_a_reader_of_files_starts_with_nothing_less_than_all(tmp_path):
     """One of two trainers wrote its part: the deadline passes, no parameter is touched."""
     with joined(Mesh(tensor=2), Engines(1, 1), folder=str(tmp_path), timeout_s=deadline(0.3)) as ranks:
         ranks.senders[0].push(5)
-        with pytest.raises(RuntimeError, match="trainer-1-engine-0.complete did not come within the deadline"):
+        with pytest.raises(RuntimeError, match="trainer-1-engine-0.complete"):
             ranks.intakes[0].receive(5)
         assert all(value.isnan().all() for value in ranks.engines[0].values())
 
@@ -408,7 +408,7 @@ def test_files_of_another_plan_or_spoilt_are_refused(tmp_path):
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-        with pytest.raises(RuntimeError, match="engine 0, rank 0 holds other bytes than trainer rank 0 sent"):
+        with pytest.raises(RuntimeError, match="engine 0, rank 0 .*trainer rank 0"):
             ranks.intakes[0].receive(0)
     with joined(folder=str(tmp_path)) as ranks:
         file.write_bytes(data[:-5])
@@ -464,9 +464,9 @@ def test_the_first_failure_ends_all_at_once(engines):
 def test_another_version_is_an_error_on_both_sides():
     with joined() as ranks:
         push = ranks.pool.submit(ranks.senders[0].push, 4)
-        with pytest.raises(RuntimeError, match="was to receive version 3, trainer rank 0 pushed version 4"):
+        with pytest.raises(RuntimeError, match="version 3.*rank 0 pushed version 4"):
             ranks.intakes[0].receive(3)
-        with pytest.raises(RuntimeError, match="pushed version 4, engine rank 0 expected 3"):
+        with pytest.raises(RuntimeError, match="version 4, engine rank 0 expected 3"):
             push.result()
 
 
@@ -474,9 +474,9 @@ def test_an_engine_whose_fed_engine_refuses_fails_too():
     with joined(engines=Engines(2, 1, num_chains=1)) as ranks:
         push = ranks.pool.submit(ranks.senders[0].push, 4)
         first = ranks.pool.submit(ranks.intakes[0].receive, 4)
-        with pytest.raises(RuntimeError, match="was to receive version 3, trainer rank 0 pushed version 4"):
+        with pytest.raises(RuntimeError, match="version 3.*rank 0 pushed version 4"):
             ranks.intakes[1].receive(3)
-        with pytest.raises(RuntimeError, match="engine 0, rank 0 fed an engine that refused version 4"):
+        with pytest.raises(RuntimeError, match="engine 0, rank 0 .*version 4"):
             first.result()
         wait([push])  # the first engine may have answered the trainer before it knew
 
@@ -509,7 +509,7 @@ def test_a_spoilt_message_is_seen_by_the_first_push_and_when_asked(share_memory,
                 RuntimeError, match=f"engine rank 0 holds other bytes than were sent, in message 1 of version {version}"
             ):
                 sent[0].result()
-            with pytest.raises(RuntimeError, match="holds other bytes than trainer rank 0 sent"):
+            with pytest.raises(RuntimeError, match="other bytes .*trainer rank 0"):
                 received[0].result()
             ranks.setup = replace(ranks.setup, epoch=ranks.setup.epoch + 1)
             ranks.join()
@@ -531,28 +531,28 @@ def test_ranks_that_disagree_refuse_on_both_sides():
         ends = [pool.submit(BridgeSender, setup, 0, trainer)]
         ends += [pool.submit(Intake, replace(setup, bucket_bytes=100), 0, 0, Parameters(engine), CPU)]
         for end in ends:
-            with pytest.raises(ValueError, match="rank 0 says .* rank 1 says .*bucket 100"):
+            with pytest.raises(ValueError, match="rank 0.*rank 1.*bucket 100"):
                 end.result()
 
 
 def test_an_engine_of_another_dtype_is_named():
     setup = BridgeSetup(SHAPE, Mesh(), False, Engines(), "bfloat16", "127.0.0.1", 1)
     engine = cut(vllm_shards(SHAPE, 1, 0), hf_weights(SHAPE, 0))
-    with pytest.raises(ValueError, match="engine 0, rank 0: .* is torch.float32, the bridge brings bfloat16"):
+    with pytest.raises(ValueError, match="engine 0, rank 0: .*float32.*bfloat16"):
         Intake(setup, 0, 0, Parameters(engine), CPU)
 
 
 def test_a_missing_rank_is_named():
     store = host_store("127.0.0.1")
     setup = BridgeSetup(SHAPE, Mesh(), False, Engines(), "float32", "127.0.0.1", store.port, timeout_s=0.5)
-    with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 did not join the bridge within 0.5 s"):
+    with pytest.raises(RuntimeError, match=r"\[1\] of 2 .*0.5 s"):
         BridgeSender(setup, 0, cut(megatron_shards(SHAPE, Mesh(), 0), hf_weights(SHAPE, 0)))
 
 
 def test_an_unknown_or_missing_trainer_parameter_is_named():
     setup = BridgeSetup(SHAPE, Mesh(), False, Engines(), "float32", "127.0.0.1", 1)
     good = cut(megatron_shards(SHAPE, Mesh(), 0), hf_weights(SHAPE, 0))
-    with pytest.raises(ValueError, match="trainer rank 0: parameter decoder.stray"):
+    with pytest.raises(ValueError, match="rank 0.*decoder.stray"):
         BridgeSender(setup, 0, good | {"decoder.stray": torch.zeros(1)})
     name = "decoder.layers.1.mlp.linear_fc2.weight"
     with pytest.raises(ValueError, match=name):

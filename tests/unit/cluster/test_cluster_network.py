@@ -54,7 +54,7 @@ def test_an_interface_that_the_user_names_is_taken_or_refused_with_those_that_ex
     assert find_interface({"GLOO_SOCKET_IFNAME": loopback()}).address in ("127.0.0.1", "::1")
     with pytest.raises(ValueError, match=rf"no network interface ib7 .*{loopback()}.*cluster.interface"):
         find_interface({"GLOO_SOCKET_IFNAME": "ib7"})
-    with pytest.raises(ValueError, match="no network interface has the address 203.0.113.9, .*--node-ip-address"):
+    with pytest.raises(ValueError, match="address 203.0.113.9.*--node-ip-address"):
         find_interface({})
 
 

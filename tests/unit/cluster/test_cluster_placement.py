@@ -304,7 +304,7 @@ def test_a_critic_shares_the_gpus_of_the_policy_and_has_cpus_of_its_own(tensor, 
     blocks = [critics[i : i + critic] for i in range(0, 16, critic)]
     assert all(len({rank.node.id for rank in block}) == 1 for block in blocks)
     assert len(smallest_cluster(demands, 8).nodes) == 2
-    with pytest.raises(NoRoom, match="8 CPUs and 1 GPU each, of which 4 CPUs for its critic rank"):
+    with pytest.raises(NoRoom, match="8 CPUs and 1 GPU .*4 CPUs"):
         place(demands, nodes[:1])
     with pytest.raises(ValueError, match="CPU"):
         place(demands, [node(i, cpus=32) for i in range(2)])  # enough for the policy's ranks alone
@@ -315,7 +315,7 @@ def test_a_lost_node_of_shared_gpus_ends_the_run_with_what_to_do():
     lives = [one for one in plan.nodes if one.id != "id1"]
     for role, index in (("trainer", 0), ("critic", 0), ("engine", 2)):
         assert place_again(plan, role, index, plan.nodes) == plan
-        with pytest.raises(ValueError, match=r"the node 10.0.0.1 is gone, .* --resume auto"):
+        with pytest.raises(ValueError, match="node 10.0.0.1.*--resume auto"):
             place_again(plan, role, index, lives)
 
 

@@ -138,7 +138,7 @@ def test_groups_of_a_lost_engine_do_not_count(failures):
 
 def test_an_error_of_a_call_is_raised(failures):
     rewards = [FunctionReward(path=f"{__name__}:refuses", on_error="stop")]
-    with pytest.raises(ValueError, match="reward refuses, row 0: .* too odd"):
+    with pytest.raises(ValueError, match="row 0: .*too odd"):
         group_of(rewards, [InProcess(rewards)], failures).decide([group(0, [4])], [])
 
 

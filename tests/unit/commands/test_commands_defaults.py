@@ -182,9 +182,9 @@ def test_epochs_are_as_many_steps_as_train_all_their_rows(tmp_path, epochs, step
     assert f"run.steps is {steps}: {epochs} epoch{'' if epochs == '1' else 's'} of 10 rows, 4 in a step" in told
     again = read_config(SftRunConfig, [*words, f"run.steps={config.run.steps}"])
     assert config == again, "the number of steps is all that the run knows of them"
-    with pytest.raises(ValueError, match="run.epochs and run.steps are both given"):
+    with pytest.raises(ValueError, match="run.epochs and run.steps"):
         read_config(SftRunConfig, [*words, "run.epochs=1", "run.steps=3"])
-    with pytest.raises(ValueError, match="there is no .*none.jsonl, and run.epochs counts its rows"):
+    with pytest.raises(ValueError, match="none.jsonl, and run.epochs"):
         read_config(SftRunConfig, [*words, "run.epochs=1", f"sft.rows={tmp_path}/none.jsonl"])
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     read_config(SftRunConfig, [*words, f"run.epochs={epochs}"], told.append)

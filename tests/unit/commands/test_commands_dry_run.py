@@ -171,7 +171,7 @@ def test_the_nodes_are_told_with_the_parts_of_engines_that_are_wider_than_a_node
     assert "slurm" not in printed(*given, {"nodes": 2, "rollout_nodes": 3})
     text = printed(*given, {"nodes": 4, "rollout_nodes": 3})
     assert "slurm.nodes is 4, and the plan needs 2: the other nodes stay empty" in text
-    with pytest.raises(ValueError, match="slurm.rollout_nodes is 2, and the plan needs 3; raise it"):
+    with pytest.raises(ValueError, match="slurm.rollout_nodes is 2.*needs 3"):
         printed(*given, {"nodes": 4, "rollout_nodes": 2})
     del cluster["pools"]
     assert "slurm" not in printed(*given, {"nodes": 2, "rollout_nodes": 3}), "the job's script sets the pools"

@@ -109,19 +109,17 @@ def test_other_settings_are_refused_and_other_engines_are_not(folder):
     check_settings(path, settings_of(config()), results)  # the start before left nothing
     results[0].write_text("{}\n")
     check_settings(path, settings_of(config(num_engines=2, max_sequences=7)), results)
-    with pytest.raises(ValueError, match="other settings: rollout.max_response_tokens from 9 to 8 changed"):
+    with pytest.raises(ValueError, match="rollout.max_response_tokens from 9 to 8"):
         check_settings(path, settings_of(config(max_response_tokens=8)), results)
     sampling = {"temperature": 0.5, "top_p": 0.5, "top_k": 1}
     others = config(samples_per_prompt=2, max_response_tokens=8, max_prompt_tokens=7, sampling=sampling)
-    with pytest.raises(ValueError, match="rollout.sampling.temperature from 1.0 to 0.5 and 2 more changed"):
+    with pytest.raises(ValueError, match="rollout.sampling.temperature from 1.0 to 0.5 and 2"):
         check_settings(path, settings_of(others), results)
 
 
 def test_a_function_whose_file_is_not_there_is_told(folder):
     rewards = [{"kind": "exact_answer"}, {"kind": "function", "path": "none.py:f"}]
-    with pytest.raises(
-        ValueError, match="there is no none.py, which the configuration names as the file of a function"
-    ):
+    with pytest.raises(ValueError, match="none.py"):
         settings_of(validate(GrpoRunConfig, RUN | {"rewards": rewards}))
 
 
@@ -168,9 +166,9 @@ def test_the_configuration_is_that_of_a_run(tmp_path):
     given = configured([*OVERRIDES, "cluster.colocate=true"], tmp_path / "out", 8)
     assert given.run_folder == tmp_path / "out"
     assert given.rollout.samples_per_prompt == 8 and not given.cluster.colocate
-    with pytest.raises(ValueError, match=r"convert it with `megatron-rl convert to-hf`, give the result as model.path"):
+    with pytest.raises(ValueError, match="`megatron-rl convert to-hf`.*model.path"):
         configured([*OVERRIDES, "model.weights=checkpoint"], tmp_path / "out", 8)
-    with pytest.raises(ValueError, match=r"name the one that does with eval.verifier, one of \['brevity'\]"):
+    with pytest.raises(ValueError, match="eval.verifier.*'brevity'"):
         configured([*OVERRIDES, "rewards=[{kind: function, path: 'my_rewards:brevity'}]"], tmp_path / "out", 8)
     with pytest.raises(ValueError, match="give its sources one by one"):
         configured([*OVERRIDES, "data.train=[{path: a.jsonl, weight: 1}]"], tmp_path / "out", 8)

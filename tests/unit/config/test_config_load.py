@@ -187,7 +187,7 @@ def test_supervised_training_is_best_by_its_loss():
 def test_supervised_training_has_no_choices_of_an_engine():
     row = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}, "sft": {"rows": "r.jsonl"}}
     config = row | {"balance": {"max_tokens_per_microbatch": 4096}, "policy": {"routing_replay": True}}
-    with pytest.raises(ValueError, match="policy.routing_replay replays the choices of engines"):
+    with pytest.raises(ValueError, match="policy.routing_replay"):
         validate(SftRunConfig, config)
 
 
@@ -197,12 +197,12 @@ def test_all_faults_are_told_at_once():
 
 
 def test_missing_key_file_and_broken_yaml(tmp_path):
-    with pytest.raises(ValueError, match="run.steps: this key is required") as told:
+    with pytest.raises(ValueError, match="run.steps: .*required") as told:
         validate(SftRunConfig, {"run": {"name": "x"}})
     keys = [line.split(":")[0].strip() for line in str(told.value).splitlines()[1:]]
     assert keys == ["run.steps", "model.path", "sft.rows"], "and no section"
     assert "sets it; run.epochs may take its place\n" in str(told.value)
-    with pytest.raises(ValueError, match="run.steps: this key is required") as told:
+    with pytest.raises(ValueError, match="run.steps: .*required") as told:
         validate(GrpoRunConfig, {"run": {"name": "x"}})
     assert "sft" not in str(told.value), "prompts have no epochs"
     with pytest.raises(ValueError, match="no such file"):

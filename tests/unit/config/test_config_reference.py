@@ -95,7 +95,7 @@ def test_kinds_and_keys_of_sections_that_are_described_elsewhere_are_found(path,
 
 
 def test_an_unknown_key_gets_the_nearest_ones(capsys):
-    with pytest.raises(ValueError, match="did you mean .*rollout.num_engines"):
+    with pytest.raises(ValueError, match="rollout.num_engines"):
         find("rollout.num_engine")
     assert tool.main(["nothing.like.it"]) == 2
     assert "error: there is no key and no section 'nothing.like.it'" in capsys.readouterr().err

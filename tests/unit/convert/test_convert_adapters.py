@@ -57,14 +57,14 @@ def test_the_digest_does_not_depend_on_the_files_but_on_every_tensor(folder, tmp
 
 
 def test_a_folder_without_weights_is_named(tmp_path):
-    with pytest.raises(ValueError, match="has neither safetensors files nor a manifest.json"):
+    with pytest.raises(ValueError, match="manifest.json"):
         base_digest(tmp_path)
 
 
 def test_a_tensor_of_another_dtype_is_named(tmp_path):
     path = tmp_path / "one.safetensors"
     save_file({"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int8)}, path)
-    with pytest.raises(ValueError, match="one.safetensors: tensor b is I8, which is no dtype that can be read"):
+    with pytest.raises(ValueError, match="one.safetensors: tensor b is I8"):
         read_safetensors(path)
 
 

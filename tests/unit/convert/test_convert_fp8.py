@@ -176,9 +176,7 @@ def test_scales_of_two_bytes(tmp_path, dtype):
 def test_the_written_folder_is_not_quantised_and_a_run_asks_for_it(tmp_path):
     write_fp8(tmp_path / "fp8", (7, 5), num_hidden_layers=2)
     shape = read_shape(tmp_path / "fp8")
-    with pytest.raises(
-        ValueError, match="fp8 weights in blocks of 7 x 5.*megatron-rl convert to-megatron .*fp8 TARGET"
-    ):
+    with pytest.raises(ValueError, match="7 x 5.*convert to-megatron .*fp8 TARGET"):
         check_model(tmp_path / "fp8", shape, Mesh())
     write(to_open(open_checkpoint(tmp_path / "fp8")), tmp_path / "open")
     for folder, config in (
@@ -194,7 +192,7 @@ def test_config_json_must_give_a_dtype(tmp_path):
     write_fp8(tmp_path / "fp8", num_hidden_layers=2)
     path = tmp_path / "fp8" / "config.json"
     path.write_text(path.read_text().replace("torch_dtype", "other"))
-    with pytest.raises(ValueError, match="config.json gives no dtype to quantised weights"):
+    with pytest.raises(ValueError, match="config.json gives no dtype"):
         open_checkpoint(tmp_path / "fp8")
 
 

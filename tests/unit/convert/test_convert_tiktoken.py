@@ -138,7 +138,7 @@ def test_a_pattern_that_cannot_be_read_is_named(folder, tmp_path, code, message)
     with pytest.raises(ValueError, match=message):
         tiktoken_files.tokenizer_files(tmp_path)
     (tmp_path / "tokenization_kimi.py").unlink()
-    with pytest.raises(ValueError, match=r"tokenization_kimi.py must be there"):
+    with pytest.raises(ValueError, match="tokenization_kimi.py"):
         tiktoken_files.tokenizer_files(tmp_path)
 
 

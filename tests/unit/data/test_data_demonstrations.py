@@ -135,20 +135,20 @@ def test_turns_of_weight_0_are_read_and_not_trained(trained):
     wrong = {"role": "assistant", "content": "a mistake", "weight": 0}
     texts, whole = trained(PLAIN, USER, wrong, USER, ANSWER | {"weight": 1})
     assert texts == ["good day<end>"] and "a mistake<end>" in whole
-    with pytest.raises(ValueError, match="the `weight` of every turn that would be trained is 0"):
+    with pytest.raises(ValueError, match="`weight`.*is 0"):
         trained(PLAIN, USER, wrong)
-    with pytest.raises(ValueError, match="turn 2 has the `weight` 0.5; it is 1"):
+    with pytest.raises(ValueError, match="turn 2.*`weight` 0.5; it is 1"):
         trained(PLAIN, USER, ANSWER | {"weight": 0.5})
 
 
 def test_a_thought_that_is_left_out_later_is_trained_in_the_last_turn_alone(trained):
     turns = [USER, ANSWER | {"reasoning_content": "hm"}]
     assert trained(FORGETS, *turns)[0] == ["<think>hm</think>good day<end>"]
-    with pytest.raises(ValueError, match="writes turn 2 differently once later turns follow.*set sft.turns to last"):
+    with pytest.raises(ValueError, match="turn 2.*sft.turns"):
         trained(FORGETS, *turns, *turns)
     assert trained(FORGETS, *turns, *turns, which="last")[0] == ["<think>hm</think>good day<end>"]
     no_ends = template("{{ m.content }}")
-    with pytest.raises(ValueError, match="no stop token after turn 2.*set sft.turns to last"):
+    with pytest.raises(ValueError, match="turn 2.*sft.turns"):
         trained(no_ends, *turns[:1], ANSWER, USER, ANSWER)
 
 
@@ -235,7 +235,7 @@ def test_histories_may_lose_thoughts_but_no_text_and_no_call(write, source, turn
 def test_the_name_of_a_lost_call_may_stand_elsewhere(write):
     source = "{% for tool in tools %}{{ tool.name }}{% endfor %}" + PLAIN
     call = CALLS | {"tool_calls": [{"function": {"name": "get", "arguments": {}}}]}
-    with pytest.raises(ValueError, match="turn 2 of the role assistant: .*does not write `tool_calls`"):
+    with pytest.raises(ValueError, match="turn 2.*`tool_calls`"):
         load_prompts(
             write({"messages": [USER, call, USER], "tools": [{"name": "get"}]}), tokenizer_of(source), Rules(999)
         )
@@ -243,7 +243,7 @@ def test_the_name_of_a_lost_call_may_stand_elsewhere(write):
 
 @pytest.mark.parametrize("calls", ["text", [1], {"name": "get"}])
 def test_calls_are_a_list_of_mappings(trained, calls):
-    with pytest.raises(ValueError, match=r"`messages\[1\]` must have `tool_calls` as a list of mappings"):
+    with pytest.raises(ValueError, match=r"`messages\[1\]`.*`tool_calls`"):
         trained(PLAIN, USER, ANSWER | {"tool_calls": calls})
 
 

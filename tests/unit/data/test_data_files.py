@@ -75,9 +75,7 @@ def test_rows_whose_columns_have_other_names(tokenizer, write):
     columns = {"messages": "question", "ground_truth": "answer.final"}
     [prompt] = load_prompts(path, tokenizer, TRUTHFUL, Reading(columns))
     assert tokenizer.decode(prompt.token_ids) == "<u>hi<eos>\n<a>" and prompt.columns["ground_truth"] == "3"
-    with pytest.raises(
-        ValueError, match=r"the row has \['answer', 'question'\]; .* data.columns=\{ground_truth: NAME\}"
-    ):
+    with pytest.raises(ValueError, match="'answer', 'question'.*data.columns.*ground_truth: NAME"):
         load_prompts(path, tokenizer, TRUTHFUL, Reading({"messages": "question"}))
 
 
@@ -109,7 +107,7 @@ def test_a_bad_prompt_stops_with_file_and_line(tokenizer, write, bad, message):
 def test_a_right_answer_that_no_prefix_can_be_valued_by_is_refused_with_its_line(tokenizer, write):
     rules = Rules(10, prefix_values=PrefixValues())
     path = write({"prompt": "1", "ground_truth": ["2", 3]}, {"prompt": "1"}, {"prompt": "1", "ground_truth": " "})
-    with pytest.raises(ValueError, match=r"rows.jsonl:3: column `ground_truth` has ' ', but rollout.prefix_values"):
+    with pytest.raises(ValueError, match="rows.jsonl:3.*`ground_truth`.*rollout.prefix_values"):
         load_prompts(path, tokenizer, rules)
 
 

@@ -146,11 +146,11 @@ def test_the_system_prompt_and_the_template_arguments_of_a_run():
     assert question.messages == (system, USER) and question.template == {"enable_thinking": False, "effort": "high"}
     assert recognise({"prompt": [own, USER]}, reading).messages == (own, USER)
     for part in (Reading(system_prompt="Be brief."), Reading(chat_template={"enable_thinking": False})):
-        with pytest.raises(BadRow, match=r"belong to chats, .* plain text; set data.columns=\{messages: prompt\}"):
+        with pytest.raises(BadRow, match=r"data.columns=\{messages: prompt\}"):
             recognise({"prompt": "hello"}, part)
     turned = recognise({"prompt": "hello"}, Reading({"messages": "prompt"}, "Be brief."))
     assert turned.messages == (system, {"role": "user", "content": "hello"}) and turned.columns == {}
-    with pytest.raises(BadRow, match=r"data.chat_template must not hold \['add_generation_prompt'\]"):
+    with pytest.raises(BadRow, match="data.chat_template.*'add_generation_prompt'"):
         recognise({"messages": [USER]}, Reading(chat_template={"add_generation_prompt": False}))
 
 
@@ -290,7 +290,7 @@ def test_the_configuration_names_columns_and_sources():
     assert json.loads(data.model_dump_json()) | given == json.loads(data.model_dump_json())
     assert data.absolute().train == "hf://openai/gsm8k/main:train" and data.absolute().eval.is_absolute()
     assert DataConfig.model_validate_json(data.model_dump_json()) == data
-    with pytest.raises(ValueError, match="must be the path of a file or folder, or hf://owner/name:split, but it is 3"):
+    with pytest.raises(ValueError, match="hf://owner/name:split, .* 3"):
         DataConfig(train=3)
     with pytest.raises(ValueError, match="a row has one question; remove one of them"):
         DataConfig(train="rows.jsonl", columns={"messages": "question", "prompt": "text"})
@@ -323,6 +323,6 @@ def test_with_several_turns_all_rows_are_chats_with_the_same_arguments(row, mess
     ],
 )
 def test_turns_that_were_written_as_text_in_another_form_are_no_question(text):
-    with pytest.raises(BadRow, match="`prompt` is a text that looks like chat turns"):
+    with pytest.raises(BadRow, match="`prompt`"):
         recognise({"prompt": text}, Reading())
     assert recognise({"prompt": f"What is {text}?"}, Reading()).messages.startswith("What")

@@ -39,7 +39,7 @@ def test_a_source_that_would_be_empty(share):
 
 def test_an_order_that_would_not_repeat_soon():
     assert sum(whole_shares({"a": 1, "b": MAX_TURNS - 1}).values()) == MAX_TURNS
-    with pytest.raises(ValueError, match="only after 1,000,001 prompts.*fewer digits"):
+    with pytest.raises(ValueError, match="after 1,000,001"):
         whole_shares({"a": 1, "b": MAX_TURNS})
 
 

@@ -49,7 +49,7 @@ def test_a_file_that_was_cut_anywhere_is_refused(tmp_path):
     whole = path_of(tmp_path, 0).read_bytes()
     for size in range(0, len(whole), 7):
         path_of(tmp_path, 0).write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="was cut off or changed; write it again with rollout.dump"):
+        with pytest.raises(ValueError, match="rollout.dump"):
             read_step(tmp_path, 0)
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
@@ -59,12 +59,12 @@ def test_a_file_that_was_cut_anywhere_is_refused(tmp_path):
 
 
 def test_a_missing_step_is_told(tmp_path):
-    with pytest.raises(ValueError, match="has no rollouts of step 0: it has no step"):
+    with pytest.raises(ValueError, match="step 0: it has no step"):
         read_step(tmp_path, 0)
     groups, payloads = groups_and_tokens()
     for step in (3, 4):
         write_step(tmp_path, step, Rollouts(groups, None, {}), payloads, {})
-    with pytest.raises(ValueError, match="has no rollouts of step 5: it has the steps 3 to 4"):
+    with pytest.raises(ValueError, match="step 5.*steps 3 to 4"):
         read_step(tmp_path, 5)
 
 
@@ -76,5 +76,5 @@ def test_a_renamed_file_and_other_settings_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"was written with rewards {'a': 1.0}, but this run has {'b': 1.0}; give it"):
         read_step(tmp_path, 3, settings | {"rewards": {"b": 1.0}})
     path_of(tmp_path, 3).rename(path_of(tmp_path, 4))
-    with pytest.raises(ValueError, match="step_000004.groups has the rollouts of step 3"):
+    with pytest.raises(ValueError, match="step_000004.groups.*step 3"):
         read_step(tmp_path, 4)

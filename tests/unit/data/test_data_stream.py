@@ -60,7 +60,7 @@ def test_a_state_of_another_run_is_refused():
     state = ShuffledStream("abc", 2, seed=0).state()
     with pytest.raises(ValueError, match="seed 0, this run has 1"):
         ShuffledStream("abc", 2, seed=1).restore(state)
-    with pytest.raises(ValueError, match="3 rows in the source all, this run has 4"):
+    with pytest.raises(ValueError, match="3 rows.*has 4"):
         ShuffledStream("abcd", 2, seed=0).restore(state)
 
 

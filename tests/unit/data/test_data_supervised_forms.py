@@ -91,5 +91,5 @@ def test_a_row_of_no_form_or_for_other_training_is_refused(row, message):
 
 @pytest.mark.parametrize("row", [{"text": "once"}, {"conversations": [HUMAN]}, ALPACA])
 def test_prompts_have_no_such_forms(row):
-    with pytest.raises(BadRow, match="a row must have either `messages`"):
+    with pytest.raises(BadRow, match="`messages`"):
         recognise(row, Reading())

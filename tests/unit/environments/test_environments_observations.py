@@ -105,7 +105,7 @@ def test_a_template_that_drops_thoughts_before_a_turn_of_the_user_can_have_tools
     """Qwen3's own template does this."""
     Continuation(renderer(DROPS_BEFORE_A_USER), ["<end>"], "tool", "</think>")
     Continuation(renderer(DROPS_BEFORE_A_USER), ["<end>"], "user", "")
-    with pytest.raises(ValueError, match="would change; use a chat_template.jinja that keeps earlier turns"):
+    with pytest.raises(ValueError, match="chat_template.jinja"):
         Continuation(renderer(DROPS_BEFORE_A_USER), ["<end>"], "user", "</think>")
 
 
@@ -151,18 +151,18 @@ def test_a_thought_that_the_prompt_opens_is_continued():
 
 
 def test_an_end_that_the_model_does_not_sample_is_refused():
-    with pytest.raises(ValueError, match="ends an answer with '<end>.* the model ends it with one of '<eos>'"):
+    with pytest.raises(ValueError, match="'<end>.*'<eos>'"):
         Continuation(renderer(KEEPS), ["<eos>"], "user", "")
 
 
 def test_a_template_without_the_role_of_observations_is_refused():
     mute = KEEPS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
-    with pytest.raises(ValueError, match="writes nothing of a turn with the role 'tool'"):
+    with pytest.raises(ValueError, match="'tool'"):
         Continuation(renderer(mute), ["<end>"], "tool", "")
 
 
 def test_a_template_that_offers_no_tools_is_refused_with_the_numbers():
     tools = [{"function": {"name": name}} for name in ("add", "multiply")]
     require_offered(renderer(KEEPS, tools=tools), renderer(KEEPS), tools)
-    with pytest.raises(ValueError, match=r"cannot offer tools: 2 of 2 \(add, multiply\) do not appear"):
+    with pytest.raises(ValueError, match=r"2 of 2 \(add, multiply\)"):
         require_offered(renderer(OFFERS_NOTHING, tools=tools), renderer(OFFERS_NOTHING), tools)

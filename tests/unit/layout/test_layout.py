@@ -65,7 +65,7 @@ def test_a_gap_in_the_sources_is_named():
     shape = ModelShape("qwen3", 2, 8, 2, 2, 4, 8, 16, 1e4, 1e-6, 64, False)
     mesh = Mesh(tensor=2)
     only_first_rank = [megatron_shards(shape, mesh, 0)]
-    with pytest.raises(ValueError, match=r"q_proj\.weight .* hold 32 of the 64 elements"):
+    with pytest.raises(ValueError, match=r"q_proj\.weight .*32 of the 64"):
         plan_shards(only_first_rank, [vllm_shards(shape, 1, 0)])
 
 
@@ -105,7 +105,7 @@ def test_a_tensor_that_does_not_divide_is_named():
     """Only Megatron's local layers split the down projections of latent attention."""
     shape = replace(SHAPES["deepseek_v3"], latent=replace(SHAPES["deepseek_v3"].latent, query_rank=6))
     megatron_shards(shape, Mesh(tensor=4), 0, fused_norms=True)
-    with pytest.raises(ValueError, match="q_a_proj.weight: 6 does not divide into 4"):
+    with pytest.raises(ValueError, match="q_a_proj.weight: 6 does.*into 4"):
         megatron_shards(shape, Mesh(tensor=4), 0)
 
 

@@ -161,7 +161,7 @@ def test_other_quantised_formats_are_refused_by_name(tmp_path, changes, message)
 def test_a_tensor_in_two_files_is_named(tmp_path):
     folder = write_model(tmp_path / "m")
     save_file({NORM: torch.zeros(8)}, folder / "more.safetensors")
-    with pytest.raises(ValueError, match="more.safetensors: tensor model.norm.weight .* another file"):
+    with pytest.raises(ValueError, match="more.safetensors.*model.norm.weight"):
         scan(folder, read_shape(folder))
 
 
@@ -174,7 +174,7 @@ def test_a_folder_with_an_index_has_the_files_that_the_index_names(tmp_path):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert set(scan(folder, shape).files.values()) == {folder / "model.safetensors"}
     (folder / "model.safetensors").rename(folder / "other.safetensors")
-    with pytest.raises(ValueError, match=r"index.json names model.safetensors, .* \(1 of 1 files are missing\)"):
+    with pytest.raises(ValueError, match="index.json names model.safetensors.*1 of 1"):
         scan(folder, shape)
 
 
@@ -187,7 +187,7 @@ def test_a_tensor_twice_in_one_header_is_named(tmp_path):
     entry = json.dumps(json.loads(header)[NORM])
     twice = header[:-1] + f',"{NORM}":{entry}}}'.encode()
     path.write_bytes(struct.pack("<Q", len(twice)) + twice + content[8 + length :])
-    with pytest.raises(ValueError, match="it contains model.norm.weight twice"):
+    with pytest.raises(ValueError, match="model.norm.weight twice"):
         scan(folder, read_shape(folder))
 
 

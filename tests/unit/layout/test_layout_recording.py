@@ -118,7 +118,7 @@ def test_experts_in_an_order_of_their_own_are_refused():
         replace(s, local_box=((7 - s.local_box[0][0], 8 - s.local_box[0][0]), *s.local_box[1:]))
         for s in expert_shards()
     ]
-    with pytest.raises(ValueError, match=r"w13_weight: the experts \[0, 1, .* do not lie one after the other"):
+    with pytest.raises(ValueError, match=r"w13_weight: .*\[0, 1,"):
         Recording.of(turned, FAMILIES["mixtral"])
 
 

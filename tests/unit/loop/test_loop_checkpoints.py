@@ -172,5 +172,5 @@ def test_a_checkpoint_from_before_a_key_was_there_is_resumed_with_its_default(tm
         Checkpoints(tmp_path, config(policy={"lora": lora | {"base": "fp8"}}), resume="auto")
     saved["config"]["policy"]["removed"] = 1
     extra.write_text(json.dumps(saved))
-    with pytest.raises(ValueError, match="policy.removed: 1 -> .no such key."):
+    with pytest.raises(ValueError, match="policy.removed: 1"):
         Checkpoints(tmp_path, config(policy={"lora": lora}), resume="auto")

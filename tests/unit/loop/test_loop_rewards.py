@@ -47,7 +47,7 @@ def test_a_reward_is_silent_only_about_rows_that_it_should_score():
         silent.count([group("a", OF_A)], {}, sink)  # no row of b
     silent.count([group("a", OF_A), group("b", UNSCORED)], {}, sink)
     silent.count([group("a", OF_A)], {}, sink)
-    with pytest.raises(ValueError, match="reward for_b scored none of 1 answers in 2 steps in a row"):
+    with pytest.raises(ValueError, match="reward for_b .* 2 steps"):
         silent.count([group("a", OF_A), group("b", UNSCORED)], {}, sink)
 
 
@@ -66,7 +66,7 @@ def test_a_run_ends_after_some_prompts_in_a_row_without_a_score_not_at_the_first
     assert "every one of 7 answers was left without a score" in sink.warnings[0]
     unscored.count([group("a", UNSCORED), group("a", OF_A)], sink)
     unscored.count([group("a", UNSCORED)] * (UNSCORED_PROMPTS - 1), sink)
-    with pytest.raises(ValueError, match="8 prompts in a row have no answer with a score: every one of 1 answers"):
+    with pytest.raises(ValueError, match="8 prompts in a row"):
         unscored.count([group("a", UNSCORED)], sink)
 
 
@@ -81,7 +81,7 @@ def test_a_reward_that_may_abstain_for_ever_stops_the_run_if_it_fails():
     silent.count(of_one, failed, sink)
     silent.count(of_one, {}, sink)  # it did not fail in a row
     silent.count(of_one, failed, sink)
-    with pytest.raises(ValueError, match="mine scored none of 1 answers in 2 steps in a row.*max_failed_steps"):
+    with pytest.raises(ValueError, match="mine .* 2 steps .*max_failed_steps"):
         silent.count(of_one, failed, sink)
 
 

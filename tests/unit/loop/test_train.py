@@ -84,7 +84,7 @@ def test_abstentions_are_counted_and_silence_stops_the_run(tmp_path):
     world = World(score=lambda group, i: None if group == 0 else float(i))
     run(world, tmp_path / "a", config())
     assert world.logged[0][1]["samples/abstained"] == 2 and world.logged[0][1]["samples/active"] == 6
-    with pytest.raises(ValueError, match="every one of 8 answers .* is: the judge was away"):
+    with pytest.raises(ValueError, match="8 answers .*the judge was away"):
         run(World(score=lambda group, i: None), tmp_path / "b", config())
 
 
@@ -92,7 +92,7 @@ def test_abstentions_are_counted_and_silence_stops_the_run(tmp_path):
 def test_disagreement_of_engine_and_trainer_stops_before_the_update(tmp_path, seen):
     world = World()
     world.mismatch = seen
-    with pytest.raises(ValueError, match="step 0: trainer and engine disagree.*algorithm.max_mismatch = 0.2"):
+    with pytest.raises(ValueError, match="step 0.*algorithm.max_mismatch = 0.2"):
         run(world, tmp_path / "c", config())
     assert world.updates == 0
 
@@ -155,5 +155,5 @@ def test_what_this_recipe_cannot_feed_is_refused(algorithm, reason):
 def test_an_estimator_without_groups_takes_single_answers():
     rollout = {"prompts_per_step": 4, "samples_per_prompt": 1, "max_prompt_tokens": 8, "max_response_tokens": 8}
     config(algorithm={"adv_estimator": {"kind": "reinforce_plus_plus"}}, rollout=rollout)
-    with pytest.raises(ValueError, match="every rloo advantage would be 0"):
+    with pytest.raises(ValueError, match="every rloo advantage"):
         config(algorithm={"adv_estimator": {"kind": "rloo"}}, rollout=rollout)

@@ -171,7 +171,7 @@ def test_a_resumed_file_reads_as_if_it_had_never_stopped(tmp_path):
         sink.log(step, {"reward/mean": step / 10})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # killed here
-    with pytest.raises(ValueError, match="files of an earlier run; continue it with --resume auto"):
+    with pytest.raises(ValueError, match="--resume auto"):
         sink_of(tmp_path)
     resumed, _ = sink_of(tmp_path, resume_at=3)
     for step in (3, 4):
@@ -193,7 +193,7 @@ def test_records_hold_what_json_has_no_word_for(tmp_path):
 def test_a_line_without_a_step_is_an_error_with_its_place(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 .*remove this line to read the others"):
+    with pytest.raises(ValueError, match="metrics.jsonl:2"):
         read_lines(path)
     with pytest.raises(ValueError, match=r"metrics.jsonl:2 "):
         cut(path, 3)
@@ -277,7 +277,7 @@ def test_a_rule_that_the_configuration_names_ends_the_run(tmp_path):
     sink, screen = sink_of(tmp_path)
     with sink:
         sink.warn("the disk is nearly full", "disk")
-        with pytest.raises(ValueError, match="it jumps. The run stops here, because run.stop_on has jump"):
+        with pytest.raises(ValueError, match="jumps.*run.stop_on"):
             sink.warn("it jumps", "jump")
     assert "the disk is nearly full" in screen.getvalue()
     assert "it jumps" not in screen.getvalue(), "the error that ends the run shows it"

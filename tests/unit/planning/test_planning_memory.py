@@ -303,9 +303,7 @@ def test_the_stages_of_an_engine_by_hand():
     assert memory.engine.longest == min(fitting) == fitting[1] < fitting[0]
     assert memory.engine.gpu in stages and memory.gpus[1:] == [*stages]
     assert memory.problems == []
-    with pytest.raises(
-        ValueError, match="65 pipeline stages cannot have the 64 layers .* lower rollout.parallel.pipeline"
-    ):
+    with pytest.raises(ValueError, match="65 pipeline.*the 64.*rollout.parallel.pipeline"):
         run_memory(config(rollout={"parallel": {"tensor": 4, "pipeline": 65}}), SHAPE)
 
 

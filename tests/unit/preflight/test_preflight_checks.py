@@ -247,7 +247,7 @@ def test_an_adapter_of_the_output_layer_needs_a_layer_of_its_own_and_merged_push
     require_fitting(home / "started", shape, home / "model")
     copied = {"base_model.model.lm_head.base_layer.weight": (shape.vocab_size, shape.hidden_size)}
     held.write_bytes(safetensors(tensors | copied))
-    with pytest.raises(ValueError, match=r"PEFT's copy of a weight of the base model; .*save_embedding_layers=False"):
+    with pytest.raises(ValueError, match="PEFT's copy .*save_embedding_layers=False"):
         require_fitting(home / "started", shape, home / "model")
 
 
@@ -301,7 +301,7 @@ def test_targets_are_names_of_the_family():
 
 
 def test_merged_weights_need_adapters():
-    with pytest.raises(ValueError, match="rollout.lora: merged has no effect without policy.lora"):
+    with pytest.raises(ValueError, match="rollout.lora.*policy.lora"):
         grpo(rollout__lora="merged")
 
 

@@ -71,7 +71,7 @@ def test_easy_prompts_come_first_and_rates_that_changed_are_told(environment, to
     with pytest.raises(ValueError, match="names, tokens or pass rates have changed"):
         stream(s=0.25, u=0, m=1, c=0.75).restore(first.state())
     for wrong in (None, "easy", 62.5, float("nan")):
-        with pytest.raises(ValueError, match=r"rows.jsonl:2: `pass_rate` must be a number from 0 to 1, but it is"):
+        with pytest.raises(ValueError, match="rows.jsonl:2: `pass_rate`.*from 0 to 1"):
             stream(s=0.25, u=wrong)
 
 
@@ -114,5 +114,5 @@ def test_the_run_refuses_rows_with_which_no_object_can_begin(environment, tokeni
     objects = f"{Path(__file__).parents[1]}/rollout/some_objects.py:Breaks"
     keys = [f"data.train={tmp_path}/rows.jsonl", "data.eval=null", "rollout.delimiter=''"]
     keys += [f"rollout.environment={{kind: tools, objects: '{objects}'}}", "data.deduplicate=true"]
-    with pytest.raises(ValueError, match="rows.jsonl:2: reset of rollout.environment.objects asks for 'at', but it"):
+    with pytest.raises(ValueError, match="rows.jsonl:2.*rollout.environment.objects.*'at'"):
         read_prompts(load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", *keys]), tokenizer)

@@ -162,15 +162,13 @@ def test_a_verifier_that_fails_gives_no_score(verdict, reason):
 
 
 def test_faults_of_a_server_name_it():
-    with pytest.raises(
-        RuntimeError, match="http://127.*/elsewhere/seed_session answered with status 404: 404: Not Found"
-    ):
+    with pytest.raises(RuntimeError, match="elsewhere/seed_session .*404"):
         episode(Counter(), path="/elsewhere")
     with pytest.raises(ClientError, match="[Dd]isconnected"):
         episode(Counter(), says("", call("add", '{"die": true}')))
-    with pytest.raises(ClientError, match="Cannot connect to host 127.0.0.1:1 "):
+    with pytest.raises(ClientError, match="host 127.0.0.1:1"):
         asyncio.run(play(ROW, "http://127.0.0.1:1/v1", "http://127.0.0.1:1"))
-    with pytest.raises(Malformed, match=r"no column `responses_create_params`.*\['messages'\]"):
+    with pytest.raises(Malformed, match="`responses_create_params`.*'messages'"):
         episode(Counter(), row={"messages": []})
 
 

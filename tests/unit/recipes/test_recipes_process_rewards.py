@@ -62,7 +62,7 @@ def test_demonstrations_are_rarely_right():
 
 
 def test_the_files_fit_the_configuration_and_columns_are_passages(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron_rl.recipes.process_rewards.task.write_random_qwen3", lambda *_, **__: None)
+    monkeypatch.setattr("megatron_rl.recipes.tiny.model.write_random_qwen3", lambda *_, **__: None)
     write_task(tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     heldout = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]

@@ -95,7 +95,7 @@ def test_a_program_that_can_play_nothing_says_why(program):
         within_limit(play(replies(reward=1), URL, **refused))
     with pytest.raises(FileNotFoundError, match="/nowhere/python"):
         within_limit(play(replies(reward=1), URL, {}, "/nowhere/python"))
-    with pytest.raises(ValueError, match=r"a task of verifiers in the column `task`; it has \['name'\]"):
+    with pytest.raises(ValueError, match="`task`.*'name'"):
         within_limit(play({"name": 1}, URL, **program))
 
 
@@ -103,5 +103,5 @@ def test_a_python_without_the_library_says_what_to_install(tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
     python.chmod(0o755)
-    with pytest.raises(RuntimeError, match=r"cannot import verifiers \(.*pip install verifiers.*arguments.python"):
+    with pytest.raises(RuntimeError, match="pip install verifiers.*arguments.python"):
         within_limit(play(replies(reward=1), URL, {}, str(python)))

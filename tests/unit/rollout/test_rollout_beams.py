@@ -223,10 +223,10 @@ def test_what_fits(folders, path):
     assert budgets.beams.call == Call(1, num_candidates=40), "the whole vocabulary, which is small"
     smaller = Budgets(folders[0], rollout(path, {"candidates": 7}), on_gpu=False)
     assert smaller.beams.call.num_candidates == 7
-    with pytest.raises(ValueError, match="prompt row 3 has closed its thought already"):
+    with pytest.raises(ValueError, match="row 3 has closed"):
         budgets.of(Prompt("row 3", (5, 16, 18), ""), 0)
 
 
 def test_more_beams_than_candidates_are_refused(path):
-    with pytest.raises(ValidationError, match="width is 8, but the engine gives the log-probs of 7 tokens"):
+    with pytest.raises(ValidationError, match="width is 8.*7 tokens"):
         rollout(path, {"width": 8, "candidates": 7})

@@ -124,7 +124,7 @@ def test_an_engine_that_does_not_keep_the_budget_ends_the_run():
         def forced(self, response, budget):
             return None
 
-    with pytest.raises(ValueError, match=r"had to force \(3,\), but the answer goes on with \(7,\)"):
+    with pytest.raises(ValueError, match=r"force \(3,\).*\(7,\)"):
         carry_out(program("native", N, M), Deaf(lambda _: x))
     carry_out(program("native", N, M), Deaf(CASES["delimiter at n - 1"].wants))
 

@@ -81,7 +81,7 @@ def test_a_parameter_that_the_plan_does_not_write_is_named(stage, changes, messa
 
 def test_an_engine_of_another_dtype_is_refused(stage):
     other = replace(stage.trainers.setup, dtype="bfloat16")
-    with pytest.raises(ValueError, match="is torch.float32, the bridge brings bfloat16"):
+    with pytest.raises(ValueError, match="float32.*bfloat16"):
         stage.run(stage.engine.weights.init_transfer({"setup": other.as_dict(), "engine": 0}))
     stage.rejoin()
 
@@ -147,13 +147,13 @@ def test_bad_prompts_are_named(stage, folders):
     ]:
         with pytest.raises(ValueError, match=message):
             stage.run(stage.generate([*prompts(), Prompt("gsm8k:3", ids, "")], 2, 7, seed=0))
-    with pytest.raises(ValueError, match="version 8 was asked for, but the engine holds version 7"):
+    with pytest.raises(ValueError, match="version 8.*version 7"):
         stage.run(stage.generate(prompts(), 2, 8, seed=0))
 
 
 def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(stage, folders):
     stage.trainers.begin_push(folders[0], 9)
-    with pytest.raises(RuntimeError, match="was to receive version 8, trainer rank 0 pushed version 9"):
+    with pytest.raises(RuntimeError, match="version 8.*rank 0 pushed version 9"):
         stage.run(stage.engine.weights.receive(8))
     errors = stage.trainers.end_push()
     assert all(isinstance(error, RuntimeError) for error in errors)
@@ -183,7 +183,7 @@ def engine(folder, **rollout) -> VllmEngine:
 
 
 def test_more_tokens_than_positions_are_refused(folders):
-    with pytest.raises(ValueError, match="= 257 exceeds the 256 positions"):
+    with pytest.raises(ValueError, match="257 exceeds the 256"):
         engine(folders[0], max_response_tokens=249)
 
 

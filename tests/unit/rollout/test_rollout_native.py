@@ -191,17 +191,17 @@ def test_a_prompt_that_has_closed_its_thought_has_no_budget(stage, folders, mode
 def test_vllms_budget_needs_a_prompt_that_opens_the_thought(stage, folders):
     use(stage, folders[0], "native")
     for ids in ((5, 6), (5, O, D, 6)):
-        with pytest.raises(ValueError, match="prompt row does not open a thought with '<think>'"):
+        with pytest.raises(ValueError, match="'<think>'"):
             generated(stage, [Prompt("row", ids, "", {"n": 3})], 1, seed=0)
 
 
 def test_a_row_with_a_wrong_budget_is_refused(stage, folders):
     use(stage, folders[0], "two_call")
     for columns in ({}, {"n": -1}, {"n": 41}, {"n": 3.0}, {"n": True}):
-        with pytest.raises(ValueError, match="prompt row: column `n` has .* needs an integer from 0 to 40"):
+        with pytest.raises(ValueError, match="`n`.*from 0 to 40"):
             generated(stage, [Prompt("row", (5,), "", columns)], 1, seed=0)
     given = Prompt("row", (5,), "", {"n": 3}, thought_budgets=(41,))
-    with pytest.raises(ValueError, match="has a budget of 41 thought tokens, not one of 0 to 40"):
+    with pytest.raises(ValueError, match="of 41.*of 0 to 40"):
         generated(stage, [given], 1, seed=0)
 
 

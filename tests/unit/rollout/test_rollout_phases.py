@@ -80,10 +80,10 @@ def test_what_a_phase_does_not_allow_is_refused_by_name(stage, folders):
     enter(stage, "training")
     with pytest.raises(RuntimeError, match="the phase training, in which the trainers have the memory of its weights"):
         stage.run(stage.engine.weights.receive(1))
-    with pytest.raises(RuntimeError, match="memory of its kv_cache and weights; it must enter the phase generating"):
+    with pytest.raises(RuntimeError, match="kv_cache and weights.*generating"):
         answers(stage, 0)
     enter(stage, "pushing")
-    with pytest.raises(RuntimeError, match="memory of its kv_cache; it must enter the phase generating first"):
+    with pytest.raises(RuntimeError, match="memory of its kv_cache; .*generating"):
         answers(stage, 0)
     enter(stage, "generating")
     with pytest.raises(

@@ -222,7 +222,7 @@ def test_objects_that_cannot_serve_are_refused(name, message):
 def test_an_object_without_tools_may_go_with_functions_of_other_names():
     functions = (f"{HERE.parent.parent}/environments/some_tools.py:multiply",)
     Sessions(ToolsEnvironment(objects=f"{HERE}:NoTool", paths=functions), "")
-    with pytest.raises(ValueError, match="rollout.environment: two tools are named 'multiply'; rename one"):
+    with pytest.raises(ValueError, match="rollout.environment.*'multiply'"):
         Sessions(ToolsEnvironment(objects=f"{HERE}:Multiplies", paths=functions), "")
 
 

@@ -39,11 +39,11 @@ def test_rows_without_a_token_and_named_tokens_are_forbidden(folder):
     Tokenizer(models.WordLevel(tokens, unk_token="a")).save(str(folder / "tokenizer.json"))
     assert forbidden_ids(folder, 8, _rollout()) == (3, 4, 6, 7)
     assert forbidden_ids(folder, 6, _rollout("<pad>")) == (2, 3, 4)
-    with pytest.raises(ValueError, match="rollout.sampling.forbid: the tokenizer of .* has no token '<pat>' .did you "):
+    with pytest.raises(ValueError, match="rollout.sampling.forbid.*'<pat>'"):
         forbidden_ids(folder, 8, _rollout("<pat>"))
-    with pytest.raises(ValueError, match="'</s>' ends answers .* remove it"):
+    with pytest.raises(ValueError, match="'</s>'"):
         forbidden_ids(folder, 8, _rollout("</s>"))
-    with pytest.raises(ValueError, match="'b' is a token of rollout.delimiter 'b', so that no thought would end"):
+    with pytest.raises(ValueError, match="'b' .*rollout.delimiter 'b'"):
         forbidden_ids(folder, 8, _rollout("b", delimiter="b"))
     with pytest.raises(ValueError, match="'<pat>'.*; '</s>' ends answers.*; 'b' is a token.*; .* no token 'zzzzz'$"):
         forbidden_ids(folder, 8, _rollout("<pat>", "</s>", "<pad>", "b", "zzzzz", delimiter="b"))

@@ -164,7 +164,7 @@ def test_a_submission_writes_the_script_and_says_how_to_follow_it(config, tmp_pa
 def test_a_refused_submission_tells_why(config, tmp_path, monkeypatch):
     stand_in(tmp_path / "bin", "echo 'sbatch: error: invalid account' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    with pytest.raises(ValueError, match="train.sbatch: sbatch: error: invalid account"):
+    with pytest.raises(ValueError, match="sbatch: error: invalid account"):
         submit(read_job(config, "sft", []), Console())
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match="this machine has no sbatch; the script is written"):

@@ -88,9 +88,9 @@ def test_arguments_that_change_the_meaning_are_refused_together():
     told = r"num_iterations=2 is not supported: .*; top_p=0.9, top_k=3 are not supported: .*; loss_type='v' is not .*"
     with pytest.raises(ValueError, match=told + "scale_rewards='all'"):
         GRPOConfig(num_iterations=2, top_p=0.9, top_k=3, loss_type="v", scale_rewards="all")
-    with pytest.raises(TypeError, match="no argument 'num_generation': did you mean 'num_generations'"):
+    with pytest.raises(TypeError, match="'num_generation'.*'num_generations'"):
         GRPOConfig(num_generation=4)
-    with pytest.raises(TypeError, match="'max_prompt_len': did you .*'one'.*; top_p=0.9 is not supported"):
+    with pytest.raises(TypeError, match="'max_prompt_len'.*'one'.*top_p=0.9"):
         GRPOConfig(max_prompt_len=3, one=1, top_p=0.9)
 
 
@@ -139,7 +139,7 @@ def test_a_script_learns_all_its_faults_at_once():
 
 def test_a_script_under_a_launcher_is_told_to_start_plainly(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match="with `python`, not with accelerate or torchrun"):
+    with pytest.raises(ValueError, match="`python`"):
         GRPOConfig()
 
 
@@ -208,11 +208,9 @@ def test_a_trainer_refuses_by_name_what_it_would_ignore():
     with pytest.raises(ValueError, match=f"GRPOTrainer: rollout_func is not supported: .*; {told}"):
         args = GRPOConfig(reward_weights=[1.0, 2.0])
         GRPOTrainer(**given, args=args, peft_config=object(), rollout_func=len)
-    with pytest.raises(
-        ValueError, match="neither a folder nor in the hub's cache .* `hf download a/b --local-dir models/b`"
-    ):
+    with pytest.raises(ValueError, match="`hf download a/b --local-dir models/b`"):
         GRPOTrainer(**given | {"model": "a/b"}, args=GRPOConfig()).train()
-    with pytest.raises(TypeError, match="callbacks: <function .* has no method on_init_end, .*TrainerCallback"):
+    with pytest.raises(TypeError, match="on_init_end.*TrainerCallback"):
         GRPOTrainer(**given, callbacks=[lambda *told: None])
     with pytest.raises(ValueError, match="nothing was evaluated"):
         GRPOTrainer(**given).evaluate()

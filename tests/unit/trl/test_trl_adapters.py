@@ -79,9 +79,9 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(name, value, why):
 
 
 def test_all_faults_are_told_together_and_other_methods_are_refused():
-    with pytest.raises(ValueError, match=r"bias='all': .*; use_dora=True: "):
+    with pytest.raises(ValueError, match="bias='all'.*use_dora=True"):
         adapters_of(peft(bias="all", use_dora=True))
-    with pytest.raises(ValueError, match="peft_config: SimpleNamespace is no LoraConfig of PEFT; of its methods only"):
+    with pytest.raises(ValueError, match="peft_config: SimpleNamespace is no LoraConfig of PEFT"):
         adapters_of(peft(peft_type=PeftType.ADALORA))
 
 
@@ -94,7 +94,7 @@ def test_the_trainers_run_has_the_adapters_and_sections_have_the_last_word(tmp_p
     assert plain["policy"]["lora"] == adapters_of(peft())
     assert changed["policy"]["lora"] == adapters_of(peft()) | {"rank": 2}
     model = SimpleNamespace(peft_config={"default": peft(), "other": peft()}, get_base_model=None)
-    with pytest.raises(ValueError, match="model has the adapters default, other; give a model of PEFT with one"):
+    with pytest.raises(ValueError, match="adapters default, other"):
         GRPOTrainer(**given | {"model": model})
     without = GRPOTrainer(**given | {"peft_config": None})._all_given().sections(tmp_path / "run")
     assert "lora" not in without["policy"]

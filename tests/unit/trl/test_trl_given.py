@@ -79,9 +79,9 @@ def test_a_parser_of_command_lines_reads_the_arguments_and_a_script_extends_them
     assert args.get_process_log_level() == 30 and args.world_size == 1 and str(args.device) == "cpu"
     assert args.get_warmup_steps(100) == 10 and args.to_dict()["hub_token"] == "<HUB_TOKEN>"
     assert json.loads(args.to_json_string())["seed"] == 42
-    with pytest.raises(TypeError, match="no argument 'system_promt': did you mean 'system_prompt'"):
+    with pytest.raises(TypeError, match="'system_promt'.*'system_prompt'"):
         Scripts(system_promt="")
-    with pytest.raises(AttributeError, match="has no 'lr': it has TRL's arguments"):
+    with pytest.raises(AttributeError, match="no 'lr'"):
         args.lr  # noqa: B018
 
 
@@ -110,7 +110,7 @@ def test_arguments_of_another_class_are_taken_or_refused():
     args = as_arguments(Theirs())
     assert (args.num_generations, args.steps_per_generation, args.generation_batch_size) == (4, None, None)
     for wrong in ({}, SimpleNamespace(output_dir="x"), GRPOConfig):
-        with pytest.raises(TypeError, match="GRPOTrainer: args is a .*; give a GRPOConfig"):
+        with pytest.raises(TypeError, match="GRPOTrainer: args .*GRPOConfig"):
             as_arguments(wrong)
     changed = GRPOConfig()
     changed.top_p = 0.5
@@ -132,7 +132,7 @@ class FutureLora:
 def test_a_default_of_peft_changes_nothing_and_another_value_is_refused(monkeypatch):
     monkeypatch.setattr(adapters, "_table_of_peft", lambda: {"qwen3": ["q_proj", "v_proj"]})
     assert adapters_of(FutureLora(), "qwen3")["targets"] == ["q_proj", "v_proj"]
-    with pytest.raises(ValueError, match=r"target_modules=None: .*'other'.*; qalora_group_size=8: .*; of_tomorrow="):
+    with pytest.raises(ValueError, match="target_modules=None.*'other'.*qalora_group_size=8.*of_tomorrow"):
         adapters_of(FutureLora(qalora_group_size=8, of_tomorrow={"a": 2}), "other")
 
 
@@ -145,7 +145,7 @@ def test_layers_by_whole_names_are_all_of_a_kind_and_absent_ones_are_told():
     with pytest.warns(UserWarning, match="the model has no layer dense"):
         assert adapters_of(FutureLora(target_modules=["q_proj", "dense"]), "qwen3", layers)["targets"] == ["q_proj"]
     dropout = SimpleNamespace(peft_type="LORA", target_modules=["q_proj"], lora_dropout=0.05)
-    with pytest.warns(UserWarning, match="lora_dropout=0.05: adapters have no dropout here"):
+    with pytest.warns(UserWarning, match="lora_dropout=0.05"):
         adapters_of(dropout)
 
 
@@ -160,9 +160,9 @@ def test_a_tokenizer_of_the_script_is_in_the_folder_of_the_run(model, tmp_path):
     assert (Path(model) / "chat_template.jinja").read_text() == KEEPS, "the user's folder is as it was"
     more = tokenizer()
     more.add_tokens([f"<{i}>" for i in range(60)])
-    with pytest.raises(ValueError, match="processing_class has 161 tokens, and the model 128; .*resize_token"):
+    with pytest.raises(ValueError, match="processing_class has 161.*model 128.*resize_token"):
         GivenModel(model, more).save(tmp_path / "d")
-    with pytest.raises(ValueError, match="processing_class is 'name', which is no tokenizer"):
+    with pytest.raises(ValueError, match="processing_class is 'name'"):
         GivenModel(model, "name")
 
 
@@ -222,7 +222,7 @@ def test_long_prompts_raise_the_bound_and_too_long_ones_are_told(model):
     assert bound(short) == 1024 and bound(short, max_completion_length=4000) == 96
     assert 2000 < bound(short, long) < 2050 and bound(short, heldout=[long]) == bound(long)
     assert bound(short, max_prompt_length=300) == 300
-    with pytest.raises(ValueError, match="max_prompt_length=300, but row 1 of train_dataset has a prompt of 20.. tok"):
+    with pytest.raises(ValueError, match="max_prompt_length=300.*row 1 of train_dataset"):
         bound(short, long, max_prompt_length=300)
     with pytest.raises(ValueError, match="row 0 of eval_dataset .*max_completion_length=3000 .* 4096 positions"):
         bound(short, heldout=[long], max_completion_length=3000)
@@ -237,7 +237,7 @@ def test_several_evaluation_sets_are_one_with_their_names():
     sets = {"one": [{"prompt": "a"}], "two": iter([{"prompt": "b"}])}
     assert joined(sets) == [{"prompt": "a", "dataset": "one"}, {"prompt": "b", "dataset": "two"}]
     assert joined(ROWS) is ROWS and joined(None) is None
-    with pytest.raises(ValueError, match="the rows of 'one' have a column `dataset` already"):
+    with pytest.raises(ValueError, match="'one'.*`dataset`"):
         joined({"one": [{"prompt": "a", "dataset": "x"}]})
 
 
@@ -318,7 +318,7 @@ def test_all_rows_of_the_evaluation_are_evaluated(model, begun):
     trainer = GRPOTrainer(model, score, args, ROWS, {"all": [{"prompt": str(i)} for i in range(300)]})
     trainer.train()
     assert "num_prompts: 300" in begun[0].read_text()
-    with pytest.raises(ValueError, match="train_dataset is a dict of train; give one of them"):
+    with pytest.raises(ValueError, match="train_dataset is a dict"):
         GRPOTrainer(model, score, args, {"train": ROWS})
 
 
@@ -416,9 +416,9 @@ def test_a_trainer_has_what_scripts_ask_for_after_training_and_says_what_is_else
     assert trainer.train_dataset is ROWS and trainer.processing_class.chat_template == KEEPS
     with pytest.raises(ValueError, match="there is no trained model yet"):
         trainer.push_to_hub()
-    with pytest.raises(AttributeError, match="has no 'get_train_dataloader': rows are read by the run"):
+    with pytest.raises(AttributeError, match="'get_train_dataloader'"):
         trainer.get_train_dataloader()
-    with pytest.raises(AttributeError, match="has no 'unknown': of transformers' Trainer it has"):
+    with pytest.raises(AttributeError, match="'unknown'"):
         trainer.unknown  # noqa: B018
     with pytest.raises(AttributeError, match="trainer.accelerator has no 'backward' here"):
         trainer.accelerator.backward(1)
@@ -428,7 +428,7 @@ def test_a_folder_that_has_a_run_keeps_its_model(model, begun):
     first = GRPOTrainer(model, score, GRPOConfig("out", max_steps=2), ROWS, processing_class=tokenizer("{{ 1 }}"))
     first.train()
     (first.run.folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\n')
-    with pytest.raises(ValueError, match="has a run already: train.resume_from_checkpoint=True. continues it"):
+    with pytest.raises(ValueError, match="train.resume_from_checkpoint=True"):
         GRPOTrainer(model, score, GRPOConfig("out", max_steps=2), ROWS, processing_class=tokenizer("{{ 2 }}")).train()
     assert (first.run.folder / "model" / "chat_template.jinja").read_text() == "{{ 1 }}"
 

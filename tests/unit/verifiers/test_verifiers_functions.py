@@ -143,7 +143,7 @@ def test_a_completion_of_several_turns_is_its_turns_and_environments_are_their_a
     environment.total.append(2)
     seen["completions"][0][0]["content"] = "changed"
     assert said.state == {"total": [1]} and said.turns[0]["content"] == "a", "functions get copies"
-    with pytest.raises(AttributeError, match="this environment has no 'lock', only total: reward functions get the at"):
+    with pytest.raises(AttributeError, match="'lock'"):
         _ = environment.lock
 
 
@@ -620,7 +620,7 @@ def test_a_time_out_of_one_asynchronous_function_leaves_the_others():
 
 def test_an_asynchronous_function_stops_the_run_if_on_error_says_so():
     rewards = RewardSet([trl("grades"), trl("crashes_later", on_error="stop")], Letters(), "")
-    with pytest.raises(ValueError, match=r"reward crashes_later, rows.jsonl:1: .* the judge is slow"):
+    with pytest.raises(ValueError, match="crashes_later, rows.jsonl:1"):
         rewards.score([0, 1], TWO, STATE)
 
 

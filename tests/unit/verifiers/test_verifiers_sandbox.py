@@ -350,7 +350,7 @@ def test_a_signal_without_a_name_is_named_by_its_number():
 
 def test_a_machine_that_isolates_nothing_is_named(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(SandboxError, match="Linux on x86_64 or aarch64, but this machine is linux on riscv64"):
+    with pytest.raises(SandboxError, match="x86_64 or aarch64.*riscv64"):
         sandbox._isolation.__wrapped__()
 
 
