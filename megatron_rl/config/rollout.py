@@ -117,6 +117,7 @@ class RolloutConfig(Section):
     """The place of a class of your own that answers in the place of vLLM: `package.module:Class`, or
     `folder/file.py:Class`. It implements `megatron_rl.rollout.backend.EngineBackend`. null means vLLM."""
     parallel: EngineParallel = EngineParallel()
+    """How each engine is split over ranks."""
     prompts_per_step: PositiveInt = 64
     """The number of prompts in a training step."""
     samples_per_prompt: PositiveInt = 8
