@@ -225,7 +225,7 @@ def built(config: Any) -> Any:
 
 def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
     """The recordings of all ranks of an engine against the family's table."""
-    from megatron_rl.bridge import receiver
+    from megatron_rl.bridge import model_parameters
     from megatron_rl.bridge.vllm_loaders import record_loading
 
     folder = folder_of(name, MODELS[name], home)
@@ -245,7 +245,7 @@ def record(name: str, options: dict[str, Any], home: Path) -> dict[str, Any]:
             table = Recording.of(shards, FAMILIES[shape.family])
             differing = {repr(shard) for shard in recorded.shards} ^ {repr(shard) for shard in table.shards}
             found["differing"] += sorted(differing)
-            found["repacked"] |= {key for key, *_ in receiver._repacked_layers(model)}
+            found["repacked"] |= {key for key, *_ in model_parameters.repacked_layers(model)}
             found["classes"] |= {type(module.impl).__name__ for module in model.modules() if hasattr(module, "impl")}
     shutil.rmtree(folder)
     return {key: sorted(value) for key, value in found.items()}

@@ -54,7 +54,7 @@ def empty(name: str, model, before) -> None:
 
 def damage(worker, rank: int, how: Damage) -> None:
     """Do this damage in the next push, on one rank."""
-    from megatron_rl.bridge.receiver import ModelParameters
+    from megatron_rl.bridge.model_parameters import ModelParameters
 
     model = worker.model_runner.get_model()
     before = {name: tensor.clone() for name, tensor in tensors_of(model).items()}

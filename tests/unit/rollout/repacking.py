@@ -9,7 +9,7 @@ form."""
 
 def note_repacking(worker) -> None:
     """Let a worker write down the layers that it repacks from now on."""
-    from megatron_rl.bridge.receiver import ModelParameters
+    from megatron_rl.bridge.model_parameters import ModelParameters
 
     repack = ModelParameters._repack
 
@@ -26,6 +26,6 @@ def notes(worker) -> list[tuple[str, int]]:
 
 def repack_experts(worker) -> None:
     """Let a worker on a CPU treat unquantised experts as those are treated whose kernel has a form of its own."""
-    from megatron_rl.bridge import receiver
+    from megatron_rl.bridge import model_parameters
 
-    receiver.IN_PLACE = set()
+    model_parameters.IN_PLACE = set()

@@ -165,7 +165,7 @@ def test_experts_are_written_in_place_where_vllm_keeps_the_form_of_the_checkpoin
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    from megatron_rl.bridge.receiver import _is_repacked
+    from megatron_rl.bridge.model_parameters import _is_repacked
 
     kinds = unquantized.UnquantizedMoeBackend
     method = UnquantizedFusedMoEMethod(experts)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_trainers import write_model
 
-from megatron_rl.bridge import receiver, verification
+from megatron_rl.bridge import model_parameters, verification
 from megatron_rl.bridge.verification import PUSHES, disagreement, element_sums, is_sampled, read
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.types import Mesh
@@ -36,7 +36,7 @@ def test_a_later_push_sums_nothing_outside_of_its_sample_and_waits_three_times_f
     shape = read_shape(folders[0])
     shards = FAMILIES["qwen3"].vllm_shards(shape, 1, 0)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (receiver, verification):
+        for module in (model_parameters, verification):
             patch.setattr(module, "element_sums", sums)
             patch.setattr(module, "read", wait)
         stage.push(folders[0], 0)
