@@ -30,6 +30,7 @@ _SPEED = "a matter of speed or memory, which does not change what is trained"
 _FILES = "the run's folder has all of it: metrics.jsonl, samples.jsonl, report.html"
 _SERVER = "the run starts its own engines; sections `rollout` and `cluster` place them"
 _LOADER = "rows are read once and tokenized before the run"
+_EVALUATED = "evaluations are batched by the engine"
 _HUB = "the model is uploaded after the run, and by `trainer.push_to_hub()`"
 _ROUTE = "the actor is Megatron's: tensor, pipeline and data parallelism are in `policy.parallel`"
 
@@ -72,9 +73,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "run.seed", seed=42),
     **_all("mapped", "`train(resume_from_checkpoint=...)`", resume_from_checkpoint=None),
     **_all(
-        "mapped",
-        "model.dtype, from `dtype` or `torch_dtype`, and `revision` of a hub's name",
-        model_init_kwargs=None,
+        "mapped", "model.dtype, from `dtype` or `torch_dtype`, and `revision` of a hub's name", model_init_kwargs=None
     ),
     **_all("mapped", "policy.load_balancing_loss", router_aux_loss_coef=None),
     **_all("mapped", "rollout.max_response_tokens", max_completion_length=512),
@@ -145,13 +144,9 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", _FILES, log_level_replica="warning", disable_tqdm=None, run_name=None, project="huggingface"),
     **_all("implied", _FILES, num_completions_to_print=None, log_unique_prompts=False, skip_memory_metrics=True),
     **_all("implied", _FILES, debug="", eval_on_start=False, eval_delay=0),
-    **_all(
-        "implied", "evaluations are batched by the engine", per_device_eval_batch_size=8, eval_accumulation_steps=None
-    ),
-    **_all(
-        "implied", "evaluations are batched by the engine", eval_do_concat_batches=True, eval_use_gather_object=False
-    ),
-    **_all("implied", "evaluations are batched by the engine", prediction_loss_only=False, batch_eval_metrics=False),
+    **_all("implied", _EVALUATED, per_device_eval_batch_size=8, eval_accumulation_steps=None),
+    **_all("implied", _EVALUATED, eval_do_concat_batches=True, eval_use_gather_object=False),
+    **_all("implied", _EVALUATED, prediction_loss_only=False, batch_eval_metrics=False),
     **_all("implied", "checkpoints are complete or absent", save_on_each_node=False, enable_jit_checkpoint=False),
     **_all("implied", "a resumed run continues to the bit", ignore_data_skip=False, full_determinism=False),
     **_all("implied", "a resumed run continues to the bit", restore_callback_states_from_checkpoint=False),

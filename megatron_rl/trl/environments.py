@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_rl.config.environment import CHOOSES
 from megatron_rl.environments import Kind, kind_from
-from megatron_rl.trl.rows import one_set
 from megatron_rl.trl.step_sizes import StepSizes
 
 NO_PROMPT = [{"role": "user", "content": ""}]
@@ -87,7 +86,10 @@ class GivenEnvironments:
             if args.max_steps <= 0:
                 raise ValueError("without train_dataset the length of the training is max_steps; give it")
             return [{"prompt": NO_PROMPT} for _ in range(StepSizes.of(args).prompts)]
-        return one_set(given)
+        if isinstance(given, Mapping):
+            sets = ", ".join(map(str, given))
+            raise ValueError(f"train_dataset is a {type(given).__name__} of {sets}; give one of them")
+        return given
 
     def complete(self, rows: Any) -> Any:
         """The rows with prompts.

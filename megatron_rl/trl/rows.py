@@ -6,17 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def one_set(train_dataset: Any) -> Any:
-    """
-    Raises:
-        ValueError: it is several data sets.
-    """
-    if isinstance(train_dataset, Mapping):
-        sets = ", ".join(map(str, train_dataset))
-        raise ValueError(f"train_dataset is a {type(train_dataset).__name__} of {sets}; give one of them")
-    return train_dataset
-
-
 def joined(eval_dataset: Any) -> Any:
     """The rows for evaluations. Rows of several data sets get the set's name as the column `dataset`.
 

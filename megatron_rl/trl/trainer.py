@@ -9,7 +9,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
-from itertools import islice
+from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,6 @@ from megatron_rl.trl.after_training import Accelerator, Finished
 from megatron_rl.trl.callbacks import Callbacks
 from megatron_rl.trl.configuration import GRPOConfig, as_arguments
 from megatron_rl.trl.environments import GivenEnvironments
-from megatron_rl.trl.evaluation import evaluated
 from megatron_rl.trl.metrics import named
 from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.notices import tell
@@ -213,7 +213,7 @@ class GRPOTrainer(Finished):
             rows = self._environments.complete(list(joined(eval_dataset) or ()))
             given = Given(self.args, self._given, rows, rows, self._environments, self._lora)
             model = self._given.save(self._output / "model") if self.run is None else self.trained()
-            found = [evaluated(given, self._rewards, model, self._output)]
+            found = [_evaluated(given, self._rewards, model, self._output)]
         else:
             found = [] if self.run is None else self.run.evaluations
         if not found:
@@ -290,3 +290,23 @@ def _lora(model: GivenModel | None, peft_config: Any) -> dict[str, Any] | None:
     except (OSError, ValueError):  # the model's own fault, which is told when it is read
         model_type, layers = None, None
     return adapters_of(asked, model_type, layers)
+
+
+def _evaluated(given: Given, rewards: GivenRewards, model: Path, output: Path) -> dict[str, float]:
+    """The record of an evaluation of rows that are no part of a training, by our names. It is a run that stops when it
+    has evaluated its model.
+
+    Args:
+        given: of a trainer, with the rows as `heldout`.
+        model: the folder of the model.
+        output: the trainer's folder. Its folder `evaluations` has the runs.
+
+    Raises:
+        ValueError, RuntimeError: the run is refused, or has failed.
+    """
+    folder = next(one for i in count(1) if not (one := output / "evaluations" / str(i)).exists())
+    args: Any = replace(given.args, max_steps=given.sizes.updates, eval_strategy="no", save_strategy="no")
+    given = replace(given, args=args, train=given.heldout)
+    inputs = Inputs(model, given.train, given.heldout, rewards.entries(folder / "reward_models"))
+    run = start("grpo", inputs, folder.name, (), given.sections(folder), lambda run: bool(run.evaluations))
+    return run.evaluations[0]

@@ -3,8 +3,8 @@
 The words of a row; one of them says what becomes of the key:
 
     keys            patterns: `@` is actor_rollout_ref, and {a,b} stands for each name
-    use: KEY        our key with the same meaning; `values` converts, `set` is a constant, `usual` needs no key
-    by: FUNCTION    a function of algorithm.py, content.py, machine.py or adapters.py; `here` says it in words
+    use: KEY        our key with the same meaning; `values` converts, `set` is ours if theirs is on, `usual` needs none
+    by: FUNCTION    a function of one of conversion.py's MODULES; `here` says it in words
     same: WHY       training is the same with every value
     only: [...]     the values that change nothing here, and `why`; others are refused (`refuse`) or left out (`leave`)
     refuse, leave   refused, or left out with the same training, unless the value is null, false, 0 or empty
