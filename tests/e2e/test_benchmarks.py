@@ -85,7 +85,7 @@ def test_a_stream_of_stubs_carries_a_step_of_32_gpus():
     """8 answers a GPU, whose tokens each data-parallel replica fetches once."""
     options = ["--modes", "rate", "step", "--rate", "100", "--seconds", "1", "--gpus", "32"]
     found = numbers("stream", *options, NUM_ENGINES=2, NUM_RANK_PROCESSES=2)
-    assert found["rate"]["answers_per_s"] > 50
+    assert 0 < found["rate"]["answers"] <= 108, "a hundred a second for a second, in groups of eight"
     step = found["step"]
     assert step["answers"] == 256 and step["fetched_gb_of_all_replicas"] >= step["stored_gb"] > 0
 

@@ -171,7 +171,7 @@ def at_a_rate(stream: RayStream, verifiers: VerifierGroup, rate: float, seconds:
     while done < asked:
         done += len(stream.collect(0).groups)
     cores = {f"{name}_cores": (after[name] - before[name]) / now for name in processes}
-    return {"answers_per_s": SAMPLES * asked / now, **cores}
+    return {"answers": SAMPLES * done, "answers_per_s": SAMPLES * asked / now, **cores}
 
 
 def a_step(config: GrpoRunConfig, stream: RayStream, num_ranks: int) -> dict[str, float]:

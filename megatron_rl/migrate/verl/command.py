@@ -60,23 +60,22 @@ def read(given: argparse.Namespace) -> VerlCall:
         ScriptError: neither can be read.
         OSError: the file cannot be read.
     """
-    words = given.words
-    if "=" not in words[0] or Path(words[0]).is_file():
-        variables = {name: os.environ[name] for name in FROM_SHELL if name in os.environ}
-        for pair in given.set:
-            name, equals, value = pair.partition("=")
-            if not equals:
-                raise ScriptError(f"--set {pair}: write it as --set NAME=VALUE")
-            variables[name] = value
-        try:
-            call = read_script(Path(words[0]).read_text(), variables)
-        except UnsetVariables as error:
-            exported = [f'--set {name}="${name}"' for name in error.names if name in os.environ]
-            hint = f"\nThis shell has a value: {' '.join(exported)}" if exported else ""
-            raise ScriptError(f"{error}{hint}") from error
-        call.overrides += read_overrides(words[1:]).overrides
-        return call
-    return read_overrides(words)
+    script, *words = given.words
+    if "=" in script and not Path(script).is_file():
+        return read_overrides(given.words)
+    variables = {name: os.environ[name] for name in FROM_SHELL if name in os.environ}
+    for pair in given.set:
+        name, equals, variables[name] = pair.partition("=")
+        if not equals:
+            raise ScriptError(f"--set {pair}: write it as --set NAME=VALUE")
+    try:
+        call = read_script(Path(script).read_text(), variables)
+    except UnsetVariables as error:
+        exported = [f'--set {name}="${name}"' for name in error.names if name in os.environ]
+        hint = f"\nThis shell has a value: {' '.join(exported)}" if exported else ""
+        raise ScriptError(f"{error}{hint}") from error
+    call.overrides += read_overrides(words).overrides
+    return call
 
 
 def count_rows(settings: Settings) -> list[int] | None:
@@ -96,10 +95,9 @@ def problems_of(configuration: dict[str, Any]) -> list[str]:
     try:
         validate(GrpoRunConfig, configuration)
     except ValueError as error:
-        sizes = yaml.safe_dump(
-            configuration.get("policy", {}).get("parallel", {}), default_flow_style=True, width=WIDTH
-        )
-        told = re.sub(r"Mesh\(.*?\)(?=:)", lambda _: sizes.strip(), str(error))
+        parallel = configuration.get("policy", {}).get("parallel", {})
+        sizes = yaml.safe_dump(parallel, default_flow_style=True, width=WIDTH).strip()
+        told = re.sub(r"Mesh\(.*?\)(?=:)", lambda _: sizes, str(error))
         return [line.strip() for line in told.splitlines()[1:]] or [told]
     return []
 
@@ -130,9 +128,8 @@ def shown(title: str, rows: Sequence[KeyRow]) -> Table:
         table.add_column(name, overflow="fold", justify="right" if name == "line" else "left")
     for row in rows:
         here = ", ".join(f"{key}={_short(value)}" for key, value in row.to.items())
-        text = f"{here}: {row.why}" if here and row.why else here or row.why
-        theirs = f"{row.key}={_short(row.value)}"
-        table.add_row(str(row.line or ""), *map(escape, (theirs, row.status, text)), style=STYLES[row.status])
+        cells = (f"{row.key}={_short(row.value)}", row.status, ": ".join(filter(None, (here, row.why))))
+        table.add_row(str(row.line or ""), *map(escape, cells), style=STYLES[row.status])
     return table
 
 
@@ -177,7 +174,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         target.write_text(text)
     if given.json:
-        print(json.dumps(_as_dict(found, notes, problems, command)))
+        told: dict[str, Any] = {"configuration": None if found.refused else found.configuration}
+        told |= {"keys": [asdict(row) for row in found.rows], "defaults": [asdict(row) for row in found.defaults]}
+        told |= {"counts": found.counts(), "notes": notes, "refused": found.refused, "to_add": problems}
+        print(json.dumps({**told, "command": command}))
     else:
         _print(found, notes, problems, "" if given.out or found.refused else text)
         print(f"\nnext: {NEXT if found.refused else command}")
@@ -192,19 +192,6 @@ def _numbers(text: str) -> list[int]:
     return [int(one) for one in text.split(",")]
 
 
-def _as_dict(found: Converted, notes: list[str], problems: list[str], command: str) -> dict[str, Any]:
-    return {
-        "configuration": None if found.refused else found.configuration,
-        "keys": [asdict(row) for row in found.rows],
-        "defaults": [asdict(row) for row in found.defaults],
-        "counts": found.counts(),
-        "notes": notes,
-        "refused": found.refused,
-        "to_add": problems,
-        "command": command,
-    }
-
-
 def _print(found: Converted, notes: list[str], problems: list[str], text: str) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(shown("every key of the script", found.rows))
@@ -214,10 +201,9 @@ def _print(found: Converted, notes: list[str], problems: list[str], text: str) -
     downloads = [row.why for row in found.rows if row.why.startswith("hf download")]
     for note in (*notes, *dict.fromkeys(downloads)):
         console.print(f"- {note}", soft_wrap=True, markup=False)
-    for refusal in found.refused:
-        console.print(f"refused: {refusal}", style="red", soft_wrap=True, markup=False)
-    for problem in problems:
-        console.print(f"to add: {problem}", style="red", soft_wrap=True, markup=False)
+    for what, lines in {"refused": found.refused, "to add": problems}.items():
+        for line in lines:
+            console.print(f"{what}: {line}", style="red", soft_wrap=True, markup=False)
     if text:
         print(f"\n{text}", end="")
 

@@ -10,15 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.migrate.verl import adapters, algorithm, content, machine, training
-from megatron_rl.migrate.verl.call import Override, VerlCall
+from megatron_rl.migrate.verl.call import Override
 from megatron_rl.migrate.verl.keys import ROWS, TableRow, nearest, old_name, row_of
 from megatron_rl.migrate.verl.lexer import ScriptError
-from megatron_rl.migrate.verl.settings import Meaning, Settings, Status, engine_of, owner_of
+from megatron_rl.migrate.verl.settings import Meaning, Settings, Status, engine_of, implied, owner_of, refused
 from megatron_rl.migrate.verl.values import parse
 
 NAMES = {int: "an integer", float: "a number", bool: "True or False", str: "a text", list: "a list"}
 MODULES = (adapters, algorithm, content, machine, training)
-NO_CRITIC = Meaning("implied", {}, "this estimator has no critic")
 OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 
@@ -60,27 +59,25 @@ def convert(settings: Settings) -> Converted:
         ScriptError: a value has the wrong type.
     """
     found = Converted()
-    for name, option in settings.call.options.items():
-        row = _option(name, option.text, settings.call)
-        found.rows.append(row)
-        found.refused += [f"line {row.line}: {name}={row.value}: {row.why}"] if row.status == "refused" else []
-    for override in settings.call.overrides:
-        verdict = _judge_override(settings, override)
-        text = override.text if override.problem is None else ""
-        key = override.prefix + override.key
-        found.rows.append(KeyRow(key, text, override.line, verdict.status, verdict.to, verdict.why))
+
+    def add(rows: list[KeyRow], key: str, value: str, line: int | None, verdict: Meaning) -> None:
+        rows.append(KeyRow(key, value, line, verdict.status, verdict.to, verdict.why))
         if verdict.status == "refused":
-            where = f"line {override.line}: " if override.line else ""
-            found.refused.append(f"{where}{key}{f'={text}' if text else ''}: {verdict.why}")
+            where = "verl's default " if line is None else f"line {line}: " if line else ""
+            found.refused.append(f"{where}{key}{f'={value}' if value else ''}: {verdict.why}")
+
+    for name, option in settings.call.options.items():
+        add(found.rows, name, option.text, settings.call.line, _option(name, option.text))
+    for override in settings.call.overrides:
+        text = override.text if override.problem is None else ""
+        add(found.rows, override.prefix + override.key, text, override.line, _judge_override(settings, override))
     for known in ROWS:
         key = known.pattern
         if "always" in known.words and key not in settings and engine_of(key) in (None, settings.engine):
             value = settings[key]
             verdict = meaning_of(settings, known, key, value)
             if verdict.to or verdict.status == "refused":
-                found.defaults.append(KeyRow(key, str(value), None, verdict.status, verdict.to, verdict.why))
-                if verdict.status == "refused":
-                    found.refused.append(f"verl's default {key}={value}: {verdict.why}")
+                add(found.defaults, key, str(value), None, verdict)
     for row in (*found.rows, *found.defaults):
         for target, value in row.to.items():
             put(found.configuration, target, value)
@@ -97,36 +94,31 @@ def put(configuration: dict[str, Any], target: str, value: Any) -> None:
     place[name] = value
 
 
-def _option(name: str, text: str, call: VerlCall) -> KeyRow:
-    if name == "--config-name":
-        plain = text.removesuffix(".yaml")
-        known = plain in ("ppo_trainer", "ppo_megatron_trainer") or plain.startswith("one_step_off_ppo")
-        if known:
-            why = "it chooses verl's engine" if "megatron" in plain else "verl's own configuration"
-            return KeyRow(name, text, call.line, "implied", {}, why)
-        why = "the file is not read; add the keys that it sets to the command, as key=value"
-        return KeyRow(name, text, call.line, "refused", {}, why)
-    return KeyRow(name, text, call.line, "implied", {}, "an option of Hydra")
+def _option(name: str, text: str) -> Meaning:
+    if name != "--config-name":
+        return implied("an option of Hydra")
+    plain = text.removesuffix(".yaml")
+    if plain in ("ppo_trainer", "ppo_megatron_trainer") or plain.startswith("one_step_off_ppo"):
+        return implied("it chooses verl's engine" if "megatron" in plain else "verl's own configuration")
+    return refused("the file is not read; add the keys that it sets to the command, as key=value")
 
 
 def _judge_override(settings: Settings, override: Override) -> Meaning:
     if override.problem is not None:
-        return Meaning("refused", {}, override.problem)
+        return refused(override.problem)
     if override.prefix == "~":
-        return Meaning("refused", {}, "a default of verl cannot be removed here; give the value that verl then has")
+        return refused("a default of verl cannot be removed here; give the value that verl then has")
     key = old_name(override.key)
-    last = settings.given[key]
+    last, row, value = settings.given[key], row_of(key), settings[key]
     if last is not override:
         where = f"line {last.line} gives it again" if last.line else "it is given again"
-        return Meaning("implied", {}, f"{where}, and the last value counts")
-    row = row_of(key)
+        return implied(f"{where}, and the last value counts")
     if row is None:
-        return Meaning("refused", {}, f"verl has no such key; did you mean {nearest(override.key)}?")
+        return refused(f"verl has no such key; did you mean {nearest(override.key)}?")
     if engine_of(key) not in (None, settings.engine):
         return _unread(settings)
-    value = settings[key]
     if isinstance(value, str) and "${" in value:
-        return Meaning("refused", {}, f"Hydra computes {value}; write its value")
+        return refused(f"Hydra computes {value}; write its value")
     _check_type(row, override, parse(override.text) if not isinstance(value, str) else value)
     if isinstance(value, bool | int | float) and row.kinds == (str,):
         value = override.text
@@ -134,56 +126,48 @@ def _judge_override(settings: Settings, override: Override) -> Meaning:
 
 
 def _unread(settings: Settings) -> Meaning:
-    return Meaning("implied", {}, f"verl's trainer of this script is {settings.trainer}, which does not read it")
+    return implied(f"verl's trainer of this script is {settings.trainer}, which does not read it")
 
 
 def meaning_of(settings: Settings, row: TableRow, key: str, value: Any) -> Meaning:
     """What becomes of a key with this value, by the words of its row (keys.py)."""
-    words, of_critic = row.words, key.startswith("critic.")
-    if not settings.has_critic and ("critic" in words or (of_critic and ("owner" in words or "lora" in words))):
-        return NO_CRITIC
+    words, owner = row.words, owner_of(key)
+    if not settings.has_critic and ("critic" in words or (owner == "critic" and words.keys() & {"owner", "lora"})):
+        return implied("this estimator has no critic")
     if settings.engine not in words.get("engine", settings.engine):
         return _unread(settings)
     for other, values in words.get("read", {}).items():
         other = other.replace("@", "actor_rollout_ref.")
         if settings[other] not in values:
-            return Meaning("implied", {}, f"verl does not read it with {other}={settings[other]}")
-    if "lora" in words and not adapters.has_adapters(settings, f"{key.partition('.model.')[0]}.model."):
-        return Meaning("implied", {}, "all weights are trained")
+            return implied(f"verl does not read it with {other}={settings[other]}")
+    if "lora" in words and not adapters.has_adapters(settings, key):
+        return implied("all weights are trained")
     if value is None and (row.kinds or "use" in words) and words.get("nulls") != "read" and "usual" not in words:
-        return Meaning("implied", {}, "null is off")
+        return implied("null is off")
     if "by" in words:
         judge = next(getattr(module, words["by"]) for module in MODULES if hasattr(module, words["by"]))
         found = judge(settings, key, value)
         assert isinstance(found, Meaning)
         return found
-    if "use" in words:
-        return _used(words, row, key, value)
-    name = key.rpartition(".")[2]
     if "same" in words:
-        return Meaning("implied", {}, words["same"])
-    status: Status = "left out" if "leave" in words else "refused"
-    if "only" in words:
-        if value is None or value in words["only"]:
-            return Meaning("implied", {}, words["why"])
-    elif "never" not in words and value in OFF:
-        return Meaning("implied", {}, "it is off")
-    why = words.get("never") or words.get("leave") or words["refuse"]
-    return Meaning(status, {}, why.replace("{name}", name).replace("{owner}", owner_of(key)))
-
-
-def _used(words: dict[str, Any], row: TableRow, key: str, value: Any) -> Meaning:
-    target = words["use"].replace("{owner}", owner_of(key))
-    target = target.replace("{rest}", key.removeprefix(row.pattern.removesuffix(".*")))
-    if value in words.get("usual", ()):
-        return Meaning("implied", {}, words["why"])
-    if "set" in words:
-        return Meaning("mapped", {target: words["set"]})
-    if "values" not in words:
-        return Meaning("used", {target: value})
-    if value in words["values"]:
-        return Meaning("mapped", {target: words["values"][value]})
-    return Meaning("refused", {}, words["refuse"])
+        return implied(words["same"])
+    if value in words.get("usual", words.get("only", ())) or ("only" in words and value is None):
+        return implied(words["why"])
+    if not words.keys() & {"only", "never", "use"} or "set" in words:
+        if value in OFF:
+            return implied("it is off")
+    filled = {"{key}": key, "{name}": key.rpartition(".")[2], "{owner}": owner}
+    filled["{rest}"] = key.removeprefix(row.pattern.removesuffix(".*"))
+    told = words.get("use") or words.get("never") or words.get("leave") or words["refuse"]
+    for name, text in filled.items():
+        told = told.replace(name, text)
+    if "use" not in words:
+        return Meaning("left out" if "leave" in words else "refused", {}, told)
+    if "values" in words and value not in words["values"]:
+        return refused(words["refuse"])
+    ours = words["values"][value] if "values" in words else words.get("set", value)
+    why = words.get("why", "") if "set" in words else ""
+    return Meaning("mapped" if "values" in words or ours != value else "used", {told: ours}, why)
 
 
 def _check_type(row: TableRow, override: Override, value: Any) -> None:

@@ -303,8 +303,7 @@ COMPARED: dict[type, Callable[[int, int], bool]] = {
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt},
     **{ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
 }
-SIGNS = {"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
-    "-ge": operator.ge}  # fmt: skip
+SIGNS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 NOT_KNOWN = Problem("")
 
 
@@ -338,7 +337,7 @@ def decide(tokens: Sequence[RawWord | Operator | Word], variables: Variables) ->
         case ["-n", text] | [text]:
             return bool(text)
         case [left, ("=" | "==" | "!=") as sign, right]:
-            is_equal = matches(left, right) if isinstance(tokens[-1], RawWord) else left == right
+            is_equal = fnmatchcase(left, right) if isinstance(tokens[-1], RawWord) else left == right
             return is_equal == (sign != "!=")
         case [left, sign, right] if sign in SIGNS and re.fullmatch(r"-?\d+ -?\d+", f"{left} {right}"):
             return bool(SIGNS[sign](int(left), int(right)))
@@ -369,8 +368,3 @@ def _words(text: str, line: int) -> list[RawWord]:
 def _unknown(piece: str, line: int) -> Word:
     shown = " ".join(piece.split())
     return Word(problem=Problem(f"line {line}: {shown} is a form of bash that is not read here; {ADVICE}"))
-
-
-def matches(text: str, pattern: str) -> bool:
-    """Whether a pattern of the shell matches the whole text."""
-    return fnmatchcase(text, pattern)

@@ -28,12 +28,8 @@ from typing import Any
 import yaml
 
 KINDS: dict[str, tuple[type, ...]] = {
-    "text": (str,),
-    "bool": (bool,),
-    "int": (int,),
-    "number": (int, float),
-    "list": (list,),
-    "bool int": (bool, int),
+    **{"text": (str,), "bool": (bool,), "int": (int,), "list": (list,)},
+    **{"number": (int, float), "bool int": (bool, int)},
 }
 ENGINES = {"dp": "FSDP", "megatron": "Megatron", "veomni": "VeOmni", "torchtitan": "TorchTitan"}
 """verl's engines -> the names of their trainers."""

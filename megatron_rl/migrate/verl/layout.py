@@ -23,6 +23,7 @@ from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.preflight.adapters import unserved
+from megatron_rl.types import ModelShape
 
 TRAINED_BYTES = 6
 """Of each parameter of a rank: its weight in bfloat16 and its gradient in fp32."""
@@ -30,6 +31,7 @@ GUESSED_SHARE = 24e9
 """A rank with fewer bytes of weights and gradients is not split further in the first guess."""
 
 
+CHANGED = "changed to fit into the GPUs: "
 CHANGEABLE = ("policy.", "critic.parallel", "model.recompute", "rollout.gpu_memory_utilization")
 NONE_FITS = "no layout of the trainer fits"
 MORE = "; set trainer.nnodes higher, or cluster.gpu_memory_gb to the memory of your GPUs"
@@ -46,13 +48,10 @@ def converted(settings: Settings) -> tuple[Converted, list[str]]:
     found.open += [note for note in notes if note.startswith(NONE_FITS)]
     notes = [note for note in notes if note not in found.open]
     config = _read(found.configuration)
-    if config is None or config.policy.lora is None or config.rollout.lora == "merged":
+    shape = _shape(config)
+    if config is None or shape is None or config.policy.lora is None or config.rollout.lora == "merged":
         return found, notes
-    try:
-        problem = next(unserved(config, config.policy.lora, planned_shape(config)), None)
-    except ValueError:
-        return found, notes
-    if problem is not None:
+    if (problem := next(unserved(config, config.policy.lora, shape), None)) is not None:
         found.configuration["rollout"]["lora"] = "merged"
         notes.append(f"rollout.lora is merged, because engines do not serve these adapters: {problem}")
     return found, notes
@@ -73,21 +72,26 @@ def _fitting(settings: Settings) -> tuple[Converted, list[str]]:
             if factor == 1:
                 return first
             continue
-        share = found.configuration["rollout"]["gpu_memory_utilization"]
+        rollout = found.configuration["rollout"]
+        share = rollout["gpu_memory_utilization"]
         for more in SHARES:
-            if not 0 < share + more < 1:
-                continue
-            found.configuration["rollout"]["gpu_memory_utilization"] = round(share + more, 3)
-            if not _problems(found.configuration):
-                if factor > 1:
-                    notes.append(f"changed to fit into the GPUs: an engine has {factor} times as many stages")
-                if more:
-                    notes.append(f"changed to fit into the GPUs: rollout.gpu_memory_utilization is {share + more:.3g}")
+            rollout["gpu_memory_utilization"] = round(share + more, 3) if more else share
+            if 0 < share + more < 1 and not _problems(found.configuration):
+                notes += [f"{CHANGED}an engine has {factor} times as many stages"] if factor > 1 else []
+                notes += [f"{CHANGED}rollout.gpu_memory_utilization is {share + more:.3g}"] if more else []
                 _follow(found)
                 return found, notes
-        found.configuration["rollout"]["gpu_memory_utilization"] = share
+        rollout["gpu_memory_utilization"] = share
     assert first is not None, "there are factors"
     return first
+
+
+def _shape(config: GrpoRunConfig | None) -> ModelShape | None:
+    """The sizes of the model; None if they are not known."""
+    try:
+        return None if config is None else planned_shape(config)
+    except ValueError:
+        return None
 
 
 def _problems(configuration: dict[str, Any]) -> list[str]:
@@ -95,16 +99,22 @@ def _problems(configuration: dict[str, Any]) -> list[str]:
     config = _read(configuration)
     if config is None:
         return ["the configuration is not valid"]
+    shape = _shape(config)
     try:
-        shape = planned_shape(config)
-    except ValueError:
-        return []
-    try:
-        config = with_layers(config)
-        FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)
-        return list(run_memory(config, shape).problems)
+        return [] if shape is None else _lacking(config, shape)
     except ValueError as error:
         return [str(error)]
+
+
+def _lacking(config: GrpoRunConfig, shape: ModelShape) -> list[str]:
+    """What does not fit into the memory of the GPUs.
+
+    Raises:
+        ValueError: the model cannot be split as configured.
+    """
+    config = with_layers(config)
+    FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)
+    return list(run_memory(config, shape).problems)
 
 
 def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
@@ -113,10 +123,7 @@ def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
         settings.mesh = {"tensor": 1, "context": settings.context}
     found = convert(settings)
     config = _read(found.configuration)
-    try:
-        shape = planned_shape(config) if config is not None else None
-    except ValueError:
-        shape = None
+    shape = _shape(config)
     if shape is None or config is None:
         if settings.is_megatron:
             return found, []
@@ -124,12 +131,11 @@ def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
         text = "the sizes of the model are not known here; once its folder is there, use megatron-rl size-run"
         return convert(settings), [f"policy.parallel is {settings.mesh_reason}: {text}"]
     try:
-        config = with_layers(config)
-        FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)
-        if settings.is_megatron and not run_memory(config, shape).problems:
+        if not _lacking(config, shape) and settings.is_megatron:
             return found, []
         if settings.has_critic:
             return _with_critic(settings)
+        config = with_layers(config)
         layouts = fitting_layouts(config, shape)
     except ValueError as error:
         return found, [str(error)]
@@ -137,12 +143,18 @@ def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
         return found, [f"{NONE_FITS} on {settings.num_trainer_gpus} GPUs of {config.cluster.gpu_memory_gb:g} GB{MORE}"]
     best = _nearest(layouts, config, settings)
     if not settings.is_megatron:
-        settings.mesh = {**_sizes(best), "tensor": best.parallel.tensor}
+        sizes = best.parallel.model_dump(include={"pipeline", "context", "expert"}).items()
+        settings.mesh = {name: size for name, size in sizes if size > 1} | {"tensor": best.parallel.tensor}
+        settings.mesh |= {"expert_tensor": best.parallel.expert_tensor} if best.parallel.expert_tensor else {}
         settings.mesh_reason = "chosen by the planner of megatron-rl size-run"
         found = convert(settings)
-    note = _replace(found.configuration, best)
+    changes = _replace(found.configuration, best)
     _follow(found)
-    return found, [note] if note else []
+    return found, _told(changes)
+
+
+def _told(changes: list[str]) -> list[str]:
+    return [f"{CHANGED}{', '.join(dict.fromkeys(changes))}"] if changes else []
 
 
 def _with_critic(settings: Settings) -> tuple[Converted, list[str]]:
@@ -155,25 +167,23 @@ def _with_critic(settings: Settings) -> tuple[Converted, list[str]]:
     for offload, tensor, recompute in product((False, True), tensors, ("none", "full")):
         found = convert(settings)
         configuration, changes = found.configuration, []
-        if recompute == "none" and configuration["model"].get("recompute") == "full":
+        policy, critic, model = (configuration[name] for name in ("policy", "critic", "model"))
+        if recompute == "none" and model.get("recompute") == "full":
             continue
         if tensor != (sizes["tensor"] or 1) or not settings.is_megatron:
             parallel = {**others, "tensor": tensor, "data": ways // tensor}
-            for owner in ("policy", "critic"):
-                configuration[owner]["parallel"] = {name: size for name, size in parallel.items() if size > 1}
-            changes = [f"both have tensor {tensor}"] if tensor > 1 else []
-        if recompute == "full":
-            for model in (configuration["model"], configuration["critic"].get("model", {"recompute": "full"})):
-                changes += ["model.recompute is full"] if model.get("recompute") != "full" else []
-                model["recompute"] = "full"
+            for one in (policy, critic):
+                one["parallel"] = {name: size for name, size in parallel.items() if size > 1}
+            changes += [f"both have tensor {tensor}"] if tensor > 1 else []
+        for one in (model, critic.get("model", {})) if recompute == "full" else ():
+            changes += ["model.recompute is full"] if one and one.get("recompute") != "full" else []
+            one["recompute"] = "full"
         if offload:
             changes.append("policy.optimizer.offload and critic.optimizer.offload are true")
-            for owner in ("policy", "critic"):
-                configuration[owner]["optimizer"]["offload"] = True
+            policy["optimizer"]["offload"] = critic["optimizer"]["offload"] = True
         if not _problems(configuration):
             _follow(found)
-            text = ", ".join(dict.fromkeys(changes))
-            return found, [f"changed to fit into the GPUs: {text}"] if text else []
+            return found, _told(changes)
     return convert(settings), [f"{NONE_FITS} together with a critic on {settings.num_trainer_gpus} GPUs{MORE}"]
 
 
@@ -220,15 +230,6 @@ def guessed_mesh(settings: Settings) -> tuple[dict[str, int], str]:
     return {"tensor": tensor, "context": settings.context}, f"a first guess for a model {text}"
 
 
-def _sizes(layout: Layout) -> dict[str, int]:
-    mesh = layout.parallel.mesh
-    sizes = {"pipeline": mesh.pipeline, "context": mesh.context, "expert": mesh.expert}
-    found = {name: size for name, size in sizes.items() if size > 1}
-    if layout.parallel.expert_tensor is not None:
-        found["expert_tensor"] = layout.parallel.expert_tensor
-    return found
-
-
 def _read(configuration: dict[str, Any]) -> GrpoRunConfig | None:
     """The configuration, with one step if the number of steps is not known yet; None if it is not valid. Rewards do not
     change what fits."""
@@ -240,8 +241,8 @@ def _read(configuration: dict[str, Any]) -> GrpoRunConfig | None:
         return None
 
 
-def _replace(configuration: dict[str, Any], layout: Layout) -> str:
-    """Give the configuration the layout; returns what has changed, or an empty text."""
+def _replace(configuration: dict[str, Any], layout: Layout) -> list[str]:
+    """Give the configuration the layout; returns what has changed."""
     changes = []
     policy, model = configuration.setdefault("policy", {}), configuration["model"]
     parallel = layout.parallel.model_dump(exclude_defaults=True)
@@ -250,12 +251,10 @@ def _replace(configuration: dict[str, Any], layout: Layout) -> str:
     if {name: size for name, size in policy.get("parallel", {}).items() if size not in (1, None)} != parallel:
         changes.append(f"policy.parallel is {layout.label}")
     policy["parallel"] = parallel
-    if "critic" in configuration:
-        configuration["critic"]["parallel"] = dict(parallel)
     if model.get("recompute", "none") != layout.recompute:
         changes.append(f"model.recompute is {layout.recompute}")
         model["recompute"] = layout.recompute
     if layout.offload and not policy.get("optimizer", {}).get("offload"):
         changes.append("policy.optimizer.offload is true")
         policy.setdefault("optimizer", {})["offload"] = True
-    return f"changed to fit into the GPUs: {', '.join(changes)}" if changes else ""
+    return changes

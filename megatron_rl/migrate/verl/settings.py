@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePath
 from typing import Any, Literal
 
@@ -25,10 +26,7 @@ Status = Literal["used", "mapped", "implied", "left out", "refused"]
 would train something else, and ends the conversion."""
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-STRATEGIES = {
-    **dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo"), "dp"),
-    **{name: name for name in ENGINES if name != "dp"},
-}
+STRATEGIES = dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo"), "dp") | {name: name for name in ENGINES if name != "dp"}
 """The values of `actor.strategy` -> the engine that has it."""
 ENGINE_GROUP = f"actor@{ACTOR}"
 """Hydra's name of the configuration that `model_engine` chooses."""
@@ -50,13 +48,7 @@ class NoSuchEngine(ScriptError):
     """The script chooses an engine that verl does not have."""
 
 
-ENGINE_PARTS = {
-    "fsdp_config": "dp",
-    "fsdp": "dp",
-    "megatron": "megatron",
-    "veomni": "veomni",
-    "torchtitan": "torchtitan",
-}
+ENGINE_PARTS = {"fsdp_config": "dp", "fsdp": "dp", **{name: name for name in ENGINES if name != "dp"}}
 """Sections of the actor, the reference and the critic that one engine alone reads -> the engine."""
 
 
@@ -78,6 +70,22 @@ class Meaning:
     status: Status
     to: dict[str, Any]
     why: str = ""
+
+
+def used(to: dict[str, Any], why: str = "") -> Meaning:
+    return Meaning("used", to, why)
+
+
+def mapped(to: dict[str, Any], why: str = "") -> Meaning:
+    return Meaning("mapped", to, why)
+
+
+def implied(why: str) -> Meaning:
+    return Meaning("implied", {}, why)
+
+
+def refused(why: str) -> Meaning:
+    return Meaning("refused", {}, why)
 
 
 class Settings:
@@ -126,33 +134,34 @@ class Settings:
     def num_rows(self) -> int | None:
         return None if self.rows is None else sum(self.rows)
 
-    @property
+    @cached_property
     def engine(self) -> str:
         """verl's engine: the key of ENGINES.
 
         Raises:
             NoSuchEngine: verl has none of this name, or the script names two.
         """
-        option = self.call.options.get("--config-name")
-        group, strategy = self._values.get(ENGINE_GROUP), self._values.get(f"{ACTOR}.strategy")
-        named = {
-            "model_engine": self._values.get("model_engine"),
-            ENGINE_GROUP: None if group is None else str(group).removesuffix("_actor"),
-            f"{ACTOR}.strategy": None if strategy is None else STRATEGIES.get(strategy, strategy),
+        given = {key: self._values.get(key) for key in ("model_engine", ENGINE_GROUP, f"{ACTOR}.strategy")}
+        legal: dict[str, dict[str, str]] = {
+            "model_engine": ENGINES,
+            ENGINE_GROUP: {f"{one}_actor": one for one in ENGINES},
         }
-        found = {key: name for key, name in named.items() if name is not None}
-        for key, name in found.items():
-            if name not in ENGINES:
-                legal = ", ".join(ENGINES if key == "model_engine" else STRATEGIES)
-                legal = ", ".join(f"{one}_actor" for one in ENGINES) if key == ENGINE_GROUP else legal
-                what = f"{self._where(key)} names an engine that is not verl's own; verl has {legal}"
+        found: dict[str, str] = {}
+        if (group := given[ENGINE_GROUP]) is not None:
+            given[ENGINE_GROUP] = f"{str(group).removesuffix('_actor')}_actor"
+        for key, name in given.items():
+            known = legal.get(key, STRATEGIES)
+            if name is not None and name not in known:
+                what = f"{self._where(key)} names an engine that is not verl's own; verl has {', '.join(known)}"
                 raise NoSuchEngine(f"{what}. Choose one of them, with its keys")
+            if name is not None:
+                found[key] = name if key == "model_engine" else known[name]
         if len(set(found.values())) > 1:
             both = " and ".join(self._where(key) for key in found)
             raise NoSuchEngine(f"{both} name different engines; keep one of them")
-        if found:
-            return next(iter(found.values()))
-        return "megatron" if option is not None and "megatron" in option.text else "dp"
+        option = self.call.options.get("--config-name")
+        default = "megatron" if option is not None and "megatron" in option.text else "dp"
+        return next(iter(found.values()), default)
 
     def _where(self, key: str) -> str:
         given = self.given[key]
@@ -193,9 +202,9 @@ class Settings:
             return int(self["rollout.nnodes"] or 1) * int(self["rollout.n_gpus_per_node"])
         return self.num_trainer_gpus
 
-    @property
-    def updates_per_step(self) -> int:
-        return max(-(-int(self["data.train_batch_size"]) // int(self[f"{ACTOR}.ppo_mini_batch_size"])), 1)
+    def updates_per_step(self, owner: str) -> int:
+        """The optimizer steps of a training step of ACTOR or `critic`."""
+        return max(-(-int(self["data.train_batch_size"]) // int(self[f"{owner}.ppo_mini_batch_size"])), 1)
 
     @property
     def context(self) -> int:

@@ -15,10 +15,11 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import reduce
 
 from megatron_rl.migrate.verl.call import OVERRIDE, Override, UnsetVariables, VerlCall, take
-from megatron_rl.migrate.verl.expansion import Problem, Variables, Word, decide, matches
+from megatron_rl.migrate.verl.expansion import Problem, Variables, Word, decide
 from megatron_rl.migrate.verl.lexer import ADVICE, ENDS, Cursor, Lexer, Operator, RawWord, ScriptError
 
 MODULE = re.compile(r"[\w.]+\.main_(?:ppo|dapo)")
@@ -66,16 +67,13 @@ def read_script(text: str, given: Mapping[str, str]) -> VerlCall:
         raise UnsetVariables(reduce(Problem.and_also, reader.variables.required))
     if end is not None:
         raise ScriptError(f"line {end.line}: the script ends here, before it has called verl's trainer")
-    raise ScriptError(
-        "the script has no call such as `python3 -m verl.trainer.main_ppo key=value ...`; give the script that "
-        "starts verl, or the overrides themselves"
-    )
+    what = "the script has no call such as `python3 -m verl.trainer.main_ppo key=value ...`"
+    raise ScriptError(f"{what}; give the script that starts verl, or the overrides themselves")
 
 
 @dataclass(slots=True)
-class Shell(Cursor):
-    """The variables, and whether the present statement runs. A status is True, False, or None where only a real shell
-    knows it."""
+class _Reader(Cursor):
+    """Reads statements and follows them at once. A status is True, False, or None where only a real shell knows it."""
 
     variables: Variables = field(default_factory=Variables)
     runs: bool = True
@@ -84,6 +82,13 @@ class Shell(Cursor):
     """Why the present statement may not run."""
     unknown: Problem = field(default_factory=lambda: Problem(""))
     """Why the last status is not known."""
+    calls: list[VerlCall] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    functions: set[str] = field(default_factory=set)
+    unsure_call: Problem | None = None
+    depth: int = 0
+    """The number of subshells that the present statement is in."""
+    comments: Sequence[int] = ()
 
     @contextmanager
     def _when(self, runs: bool, why: Problem | None = None) -> Iterator[None]:
@@ -94,11 +99,6 @@ class Shell(Cursor):
             yield
         finally:
             self.runs, self.unsure = before
-
-    def _needed(self, word: Word, line: int) -> Problem | None:
-        """Why a statement is not decided; a variable that is not set is empty in bash."""
-        is_known = word.problem is None or word.problem.is_unset or not self.runs
-        return None if is_known or word.problem is None else Problem(f"line {line} ({word.problem.text})")
 
     def _decided(self, tokens: Sequence[RawWord | Operator | Word], line: int) -> bool | None:
         found = decide(tokens, self.variables)
@@ -142,19 +142,6 @@ class Shell(Cursor):
             self.variables.values.pop(name, None)
         else:
             self.variables.values[name] = value
-
-
-@dataclass(slots=True)
-class _Reader(Shell):
-    """Reads statements and follows them at once."""
-
-    calls: list[VerlCall] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    functions: set[str] = field(default_factory=set)
-    unsure_call: Problem | None = None
-    depth: int = 0
-    """The number of subshells that the present statement is in."""
-    comments: Sequence[int] = ()
 
     def read(self, text: str, line: int = 1) -> None:
         lexer = Lexer(text.replace("\r\n", "\n"), line)
@@ -262,21 +249,27 @@ class _Reader(Shell):
                 why = why or self.unknown
             with self._when(not done and status is not False, why):
                 self._list(("elif", "else", "fi"))
-            done = done or (status is True)
-            if self._keyword() == "elif":
-                self.place += 1
-                continue
+            done = done or status is True
             if self._keyword() == "else":
                 self.place += 1
                 with self._when(not done, why):
                     self._list(("fi",))
-            self._expect("fi", "if", line)
-            return None if why else True
+            if self._keyword() != "elif":
+                self._expect("fi", "if", line)
+                return None if why else True
+            self.place += 1
 
     def _case(self) -> bool | None:
         line, word = self._take().line, self._take()
-        chosen = self.variables.text(word.text, word.line)
-        why, done = self._needed(chosen, line), False
+        chosen, why, done = self.variables.text(word.text, word.line), None, False
+
+        def note(told: Word) -> None:
+            """Take note of a word that is not known; a variable that is not set is empty in bash."""
+            nonlocal why
+            if told.problem is not None and not told.problem.is_unset and self.runs:
+                why = why or Problem(f"line {line} ({told.problem.text})")
+
+        note(chosen)
         self._skip_lines()
         self._expect("in", "case", line)
         while True:
@@ -288,8 +281,8 @@ class _Reader(Shell):
             found = False
             while not self._at(")"):
                 pattern = self.variables.pattern(self._take().text, line)
-                why = why or self._needed(pattern, line)
-                found = found or (pattern.text != "|" and matches(chosen.text, pattern.text))
+                note(pattern)
+                found = found or (pattern.text != "|" and fnmatchcase(chosen.text, pattern.text))
             self.place += 1
             with self._when(bool(why) or (found and not done), why):
                 self._list(("esac",))

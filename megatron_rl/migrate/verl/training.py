@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.migrate.verl.machine import num_steps
-from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings, owner_of
+from megatron_rl.migrate.verl.settings import ACTOR, Meaning, Settings, implied, mapped, owner_of, refused, used
 
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "torch.float32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
 }
-SAME_TYPE = Meaning("implied", {}, "computed in bfloat16, added in float32")
+SAME_TYPE = implied("computed in bfloat16, added in float32")
 DTYPE_OF = {"dp": "fsdp_config.dtype", "megatron": "megatron.dtype", "torchtitan": "torchtitan.dtype"}
 """verl's engines -> the actor's key of the type that its layers compute in. VeOmni has none."""
 SCHEDULES = {
@@ -37,52 +37,46 @@ def warmup(settings: Settings, key: str, value: Any) -> Meaning:
     """The number of steps, or their share. verl counts training steps, and we count optimizer steps."""
     owner, prefix = owner_of(key), key.rpartition(".")[0]
     steps, ratio = settings[f"{prefix}.lr_warmup_steps"], settings[f"{prefix}.lr_warmup_steps_ratio"]
-    has_steps = steps is not None and steps > 0 and settings.engine != "veomni"
-    if steps is not None and steps > 0 and settings.engine == "veomni" and not key.endswith("ratio"):
-        return Meaning("implied", {}, "verl's VeOmni trainer does not read it, but lr_warmup_steps_ratio")
+    has_steps = steps is not None and steps > 0
+    if has_steps and settings.engine == "veomni":
+        has_steps = False
+        if not key.endswith("ratio"):
+            return implied("verl's VeOmni trainer does not read it, but lr_warmup_steps_ratio")
     if not has_steps and not ratio:
-        return Meaning("implied", {}, "no warm-up is the default")
+        return implied("no warm-up is the default")
     if key.endswith("ratio") == has_steps:
-        return Meaning(
-            "implied", {}, f"verl reads {'lr_warmup_steps' if has_steps else 'lr_warmup_steps_ratio'} instead"
-        )
+        return implied(f"verl reads {'lr_warmup_steps' if has_steps else 'lr_warmup_steps_ratio'} instead")
     if not has_steps:
         total = num_steps(settings)
         if total is None:
-            why = f"it is {ratio} x the training steps, which the number of rows says; give --rows N"
-            return Meaning("refused", {}, why)
+            return refused(f"it is {ratio} x the training steps, which the number of rows says; give --rows N")
         steps = int(ratio * total)
-    each = settings.updates_per_step if owner == "policy" else _critic_updates(settings)
+    each = settings.updates_per_step(ACTOR if owner == "policy" else "critic")
     why = f"{steps} training steps x {each} optimizer steps"
-    return Meaning("mapped", {f"{owner}.optimizer.warmup_steps": steps * each}, why)
-
-
-def _critic_updates(settings: Settings) -> int:
-    size = settings["critic.ppo_mini_batch_size"]
-    return max(-(-int(settings["data.train_batch_size"]) // int(size)), 1)
+    return mapped({f"{owner}.optimizer.warmup_steps": steps * each}, why)
 
 
 def clip_grad(settings: Settings, key: str, value: Any) -> Meaning:
     prefix = "critic" if owner_of(key) == "critic" else ACTOR
     if key == f"{prefix}.grad_clip" and (settings.engine != "dp" or f"{prefix}.optim.clip_grad" in settings):
-        return Meaning("implied", {}, f"verl's {settings.trainer} trainer reads {prefix}.optim.clip_grad")
-    return Meaning("used", {f"{owner_of(key)}.optimizer.clip_grad": value})
+        return implied(f"verl's {settings.trainer} trainer reads {prefix}.optim.clip_grad")
+    return used({f"{owner_of(key)}.optimizer.clip_grad": value})
 
 
 def schedule(settings: Settings, key: str, value: Any) -> Meaning:
     """The names of the schedule: `lr_scheduler_type`, `warmup_style`, `lr_decay_style` and `decay_type`."""
     read = SCHEDULES[settings.engine]
     if key.rpartition(".")[2] not in read:
-        return Meaning("implied", {}, f"verl's {settings.trainer} trainer does not read it, but {read[0]}")
+        return implied(f"verl's {settings.trainer} trainer does not read it, but {read[0]}")
     if key not in settings and value in (None, "constant"):
-        return Meaning("implied", {}, "the rate is constant by default")
+        return implied("the rate is constant by default")
     if value not in ("constant", "linear", "cosine"):
-        return Meaning("refused", {}, "the schedules here are constant, linear and cosine")
+        return refused("the schedules here are constant, linear and cosine")
     owner, prefix = owner_of(key), key.rpartition(".")[0]
     to: dict[str, Any] = {f"{owner}.optimizer.schedule": value}
     if value != "constant" and all(settings[f"{prefix}.{name}"] is None for name in LOWEST):
         to[f"{owner}.optimizer.min_lr_ratio"] = 0.0
-    return Meaning("used", to)
+    return used(to)
 
 
 def lowest_rate(settings: Settings, key: str, value: Any) -> Meaning:
@@ -90,62 +84,53 @@ def lowest_rate(settings: Settings, key: str, value: Any) -> Meaning:
     prefix = key.rpartition(".")[0]
     kinds = {settings[f"{prefix}.{name}"] for name in SCHEDULES[settings.engine]}
     if not kinds & {"linear", "cosine"}:
-        return Meaning("implied", {}, "the learning rate is constant")
+        return implied("the learning rate is constant")
     rate = value if key.endswith(("ratio", "factor")) else value / settings[f"{prefix}.lr"]
-    return Meaning("mapped", {f"{owner_of(key)}.optimizer.min_lr_ratio": rate})
-
-
-def offload(settings: Settings, key: str, value: Any) -> Meaning:
-    if not value:
-        return Meaning("implied", {}, "it is off")
-    return Meaning("used", {f"{owner_of(key)}.optimizer.offload": True})
+    return mapped({f"{owner_of(key)}.optimizer.min_lr_ratio": rate})
 
 
 def of_muon(settings: Settings, key: str, value: Any) -> Meaning:
-    kind = str(settings[f"{key.partition('optim.')[0]}optim.optimizer"] or "adam")
-    if "muon" not in kind:
-        return Meaning("implied", {}, "the optimizer is not Muon")
-    return Meaning("refused", {}, "policy.optimizer has no such key; megatron-rl config prints its keys")
+    if "muon" not in str(settings[f"{key.partition('optim.')[0]}optim.optimizer"]):
+        return implied("the optimizer is not Muon")
+    return refused("policy.optimizer has no such key; megatron-rl config prints its keys")
 
 
 def balancing(settings: Settings, key: str, value: Any) -> Meaning:
     prefix = key.rpartition(".")[0]
     kind, coefficient = settings[f"{prefix}.moe_router_load_balancing_type"], settings[f"{prefix}.moe_aux_loss_coeff"]
     if kind == "none" or not coefficient:
-        return Meaning("implied", {}, "no load is balanced by a loss")
+        return implied("no load is balanced by a loss")
     if kind not in BALANCED:
-        why = f"policy.load_balancing_loss counts all tokens of a mini-batch, which {kind} does not"
-        return Meaning("refused", {}, why)
-    return Meaning("used", {"policy.load_balancing_loss": coefficient})
+        return refused(f"policy.load_balancing_loss counts all tokens of a mini-batch, which {kind} does not")
+    return used({"policy.load_balancing_loss": coefficient})
 
 
 def router_bias(settings: Settings, key: str, value: Any) -> Meaning:
     if key.endswith("enable_expert_bias") and not value:
-        return Meaning("refused", {}, "the model's family says whether its routers have a bias; remove the key")
+        return refused("the model's family says whether its routers have a bias; remove the key")
     rate = settings[f"{key.rpartition('.')[0]}.moe_router_bias_update_rate"]
-    return Meaning("used", {"policy.router_bias_update_rate": MEGATRONS_RATE if rate is None else rate})
+    return used({"policy.router_bias_update_rate": MEGATRONS_RATE if rate is None else rate})
 
 
 def routing(settings: Settings, key: str, value: Any) -> Meaning:
     """The replay of the choice of experts. R2 is the trainer's own choice, R3 the engine's."""
     if value in (None, False, "disabled"):
-        return Meaning("implied", {}, "no choice is replayed by default")
+        return implied("no choice is replayed by default")
     modes = [settings[f"{ACTOR}.{place}router_replay.mode"] for place in ("", "megatron.", "veomni.")]
     if value == "R2" or "R2" in modes:
-        return Meaning("refused", {}, "experts are replayed from the engine only; policy.routing_replay is R3")
-    return Meaning("used", {"policy.routing_replay": True})
+        return refused("experts are replayed from the engine only; policy.routing_replay is R3")
+    return used({"policy.routing_replay": True})
 
 
 def dtype(settings: Settings, key: str, value: Any) -> Meaning:
     """The type of the engine's weights, which is the trainer's too."""
-    ours = DTYPES.get(value)
+    ours, theirs = DTYPES.get(value), trained_in(settings)
     if ours is None:
-        return Meaning("refused", {}, "weights are bfloat16 or float32 here; choose one of them")
-    theirs = trained_in(settings)
+        return refused("weights are bfloat16 or float32 here; choose one of them")
     if ours != theirs and theirs in DTYPES:  # another one is refused by its own key
         why = f"trainer and engine have one type here, and verl's trainer computes in {theirs}; give both the same"
-        return Meaning("refused", {}, why)
-    return Meaning("used", {"model.dtype": ours})
+        return refused(why)
+    return used({"model.dtype": ours})
 
 
 def trained_in(settings: Settings) -> str:
@@ -155,34 +140,33 @@ def trained_in(settings: Settings) -> str:
 
 
 def trainer_dtype(settings: Settings, key: str, value: Any) -> Meaning:
-    ours = DTYPES.get(value)
+    ours, engines = DTYPES.get(value), "actor_rollout_ref.rollout.dtype"
     if ours is None:
-        return Meaning("refused", {}, "training computes in bfloat16 or float32 here; choose one of them")
-    if ours != DTYPES.get(settings[f"{ROLLOUT}.dtype"]):
-        why = f"trainer and engine have one type here; give {ROLLOUT}.dtype the same value"
-        return Meaning("refused", {}, why)
-    return Meaning("implied", {}, f"model.dtype is {ours}")
+        return refused("training computes in bfloat16 or float32 here; choose one of them")
+    if ours != DTYPES.get(settings[engines]):
+        return refused(f"trainer and engine have one type here; give {engines} the same value")
+    return implied(f"model.dtype is {ours}")
 
 
 def weights_dtype(settings: Settings, key: str, value: Any) -> Meaning:
     """The type of the weights that verl's optimizer changes; here it has its own in float32."""
     ours = DTYPES.get(value)
     if ours == "float32" or (ours == "bfloat16" and ".ref." in key):
-        return Meaning("implied", {}, "the optimizer's weights are float32")
+        return implied("the optimizer's weights are float32")
     if ours is None:
-        return Meaning("refused", {}, "the optimizer's weights are float32 here; remove the key")
-    why = "the optimizer's own weights stay float32, so that small updates are not rounded away as in verl"
-    return Meaning("mapped", {"model.dtype": "bfloat16"}, why)
+        return refused("the optimizer's weights are float32 here; remove the key")
+    return mapped(
+        {"model.dtype": "bfloat16"},
+        "the optimizer's own weights stay float32, so that small updates are not rounded away as in verl",
+    )
 
 
 def mixed(settings: Settings, key: str, value: Any) -> Meaning:
     """The types of FSDP's mixed precision."""
     name, ours = key.rpartition(".")[2], DTYPES.get(value)
-    is_critic = key.startswith("critic.")
-    if name == "reduce_dtype" and ours == "bfloat16" and not (is_critic and not settings.has_critic):
-        owner = "critic" if is_critic else "policy"
-        return Meaning("mapped", {f"{owner}.optimizer.gradients": "bfloat16"}) if ".ref." not in key else SAME_TYPE
     usual = {"param_dtype": "bfloat16", "output_dtype": "bfloat16"}.get(name, "float32")
-    if ours == usual or ".ref." in key and ours is not None:
+    if ours == usual or (".ref." in key and ours is not None):
         return SAME_TYPE
-    return Meaning("refused", {}, f"it is {usual} here; remove the key")
+    if name == "reduce_dtype" and ours == "bfloat16":
+        return mapped({f"{owner_of(key)}.optimizer.gradients": "bfloat16"})
+    return refused(f"it is {usual} here; remove the key")
