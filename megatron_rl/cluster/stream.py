@@ -116,7 +116,8 @@ class RayStream:
         self._num_again = self._num_restarts = 0
         """The number of parts that were asked for again since the last `collect`."""
         self._verifiers = verifiers
-        self._in_turns = not config.rollout.is_asynchronous if in_turns is None else in_turns
+        self._in_turns = not config.rollout.one_by_one if in_turns is None else in_turns
+        self._overlaps = config.rollout.overlaps
         self._early = [i for i, reward in enumerate(config.rewards) if not reward.needs_all_answers]
         self._num_verifiers = len(verifiers.verifiers)
         for verifier in verifiers.verifiers:
@@ -124,7 +125,7 @@ class RayStream:
 
     def ask(self, requests: Sequence[GroupRequest], version: int) -> None:
         """See `ports.Stream`. Each part goes to the engine that works on the fewest answers."""
-        if self._in_turns and not self._asked:  # the time while the trainer worked does not count
+        if not self._overlaps and not self._asked:  # the time while the trainer worked does not count
             self._idle.take(time.perf_counter())
         parts = []
         for request in requests:

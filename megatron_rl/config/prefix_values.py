@@ -29,7 +29,7 @@ class PrefixValues(Section):
     by: Literal["engine", "trainer"] = "engine"
     """Who computes the log-probs: the engine while it generates other answers, or the trainer before the update, in a
     separate forward pass, with the weights that are trained, also if the engine is quantised. `trainer` needs a
-    synchronous run, without `rollout.max_lag` and `rollout.active_sampling`."""
+    synchronous run, without `rollout.max_lag`."""
     force: str = "\n</think>\n\nThe answer is "
     """The text between a prefix of the thought and the answer. It closes the thought."""
     column: str = "ground_truth"
@@ -103,10 +103,10 @@ class PrefixValues(Section):
                 f"rollout.prefix_values gives rewards at single tokens, which algorithm.adv_estimator {estimator.kind} "
                 "does not use; choose grpo_process or gae, or remove rollout.prefix_values"
             )
-        if self.by == "trainer" and rollout.is_asynchronous:
+        if self.by == "trainer" and rollout.overlaps:
             yield (
                 "rollout.prefix_values.by is trainer, which computes values before a step's update, but with "
-                "rollout.max_lag or rollout.active_sampling groups are chosen and kept before that; set it to engine"
+                "rollout.max_lag the answers are of older weights; set it to engine"
             )
         if rollout.beams:
             yield "rollout.prefix_values reward one thought and its answer, and rollout.beams has several answers"

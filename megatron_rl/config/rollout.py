@@ -208,15 +208,22 @@ class RolloutConfig(Section):
         return options
 
     @property
-    def is_asynchronous(self) -> bool:
-        """Whether engines answer prompts of later steps while the trainer trains. Otherwise they take turns with it."""
-        return self.max_lag > 0 or bool(self.active_sampling)
+    def overlaps(self) -> bool:
+        """Whether engines answer prompts of later steps while the trainer trains. Otherwise nothing runs when a step
+        is trained, also with `active_sampling`."""
+        return self.max_lag > 0
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether each group is judged and handed out as soon as its answers are complete, because further prompts
+        depend on it, or an earlier step may take it. Otherwise all groups of a step are handed out together."""
+        return self.overlaps or bool(self.active_sampling)
 
     @property
     def num_adapters(self) -> int:
         """The number of versions of a run's adapters that an engine holds. While engines answer and the trainer trains,
         an evaluation keeps the version that it began with, next to the newest one."""
-        return 2 if self.is_asynchronous else 1
+        return 2 if self.overlaps else 1
 
     @property
     def engine_ranks(self) -> int:
@@ -257,7 +264,7 @@ class RolloutConfig(Section):
                 "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "
                 "rollout.max_lag no token could show whether engine and trainer agree; set prefix_cache to cleared"
             )
-        if self.late != "wait" and not self.is_asynchronous:
+        if self.late != "wait" and not self.one_by_one:
             yield (
                 f"rollout.late: {self.late} has no effect without rollout.max_lag and rollout.active_sampling, "
                 "because every group is then of the step that waits for it; remove it"
@@ -331,11 +338,10 @@ class RolloutConfig(Section):
                 f"{cluster.gpus_per_node} GPUs of a node (cluster.gpus_per_node); lower rollout.parallel.tensor or "
                 "rollout.parallel.pipeline, or give trainers and engines GPUs of their own"
             )
-        if self.is_asynchronous:
-            name = "rollout.max_lag" if self.max_lag else "rollout.active_sampling"
+        if self.overlaps:
             yield (
-                f"cluster.colocate: engines have no memory while trainers train, so that {name}, with which they "
-                "answer meanwhile, is not possible; remove one of the two"
+                "cluster.colocate: engines have no memory while trainers train, so that rollout.max_lag, with which "
+                "they answer meanwhile, is not possible; remove one of the two"
             )
         if cluster.mirror:
             yield (

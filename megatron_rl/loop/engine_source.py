@@ -93,7 +93,7 @@ class EngineSource:
             self._evaluate()
         if version == num_steps:
             return
-        if self._config.rollout.is_asynchronous:
+        if self._config.rollout.one_by_one:
             if self._written is None:  # the run begins, so a journal belongs to an earlier start
                 prune_journal(self._journal, version=2**62)
             prune_journal(self._journal, max(find_checkpoints(self._checkpoints), default=0) - self._max_lag)
@@ -134,13 +134,13 @@ class EngineSource:
         """Wait until all groups are there. In a run in turns, measurements of this wait do not belong to the step."""
         while None in groups.values():
             self._collect()
-        if not self._config.rollout.is_asynchronous:
+        if not self._config.rollout.overlaps:
             self._measured.forget()
 
     def _evaluate(self) -> None:
         num_samples = self._config.eval.samples_per_prompt
         self._evaluating = self._aside.ask(self._heldout, num_samples, self._version, STEPS - 1, is_greedy=False)
-        if not self._config.rollout.is_asynchronous:
+        if not self._config.rollout.overlaps:
             with self._stopping.promptly(), self._sink.phase("evaluate"):
                 self._wait_for(self._evaluating)
 
@@ -180,14 +180,14 @@ class EngineSource:
         position = self._prompts.position
         self._prompts.restore(state)
         waiting = state.get("waiting", [])
-        if self._config.rollout.is_asynchronous:
+        if self._config.rollout.one_by_one:
             # In a run that goes on after its policy was lost, the engines still work on groups that are younger than
             # the state. They are kept, so the stream does not go back behind them.
             self._prompts.position = max(position, self._prompts.position)
         else:
             waiting = [*waiting, *self._keep(state["step"])]
         if self._written is None:
-            self._written = read_journal(self._journal) if self._config.rollout.is_asynchronous else {}
+            self._written = read_journal(self._journal) if self._config.rollout.one_by_one else {}
             self._resumed_at = state["step"]
         self._step = state["step"]
         self._aside.cancel(self._evaluating)
@@ -309,7 +309,7 @@ class EngineSource:
 
     def _describe(self, groups: list[Group], step: int, num_late: int) -> Metrics:
         metrics = describe_verified(self._config, groups) | self._measured.of_step(step)
-        if not self._config.rollout.is_asynchronous:
+        if not self._config.rollout.one_by_one:
             return metrics
         resting, self._num_resting = self._num_resting, 0
         admission = self._admission

@@ -62,7 +62,7 @@ def _fitting(settings: Settings) -> tuple[Converted, list[str]]:
     for factor in MORE_STAGES:
         settings.more_stages = factor
         tensor, stages, _ = engine_sizes(settings)
-        if first is not None and settings.is_sharing and tensor * stages > gpus_of_engine_node(settings):
+        if first is not None and not settings.is_apart and tensor * stages > gpus_of_engine_node(settings):
             continue
         found, notes = _with_trainer(settings)
         first = first or (found, notes)

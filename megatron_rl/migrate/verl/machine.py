@@ -112,8 +112,6 @@ def fsdp(settings: Settings, key: str, value: Any) -> Meaning:
 def hybrid(settings: Settings, key: str, value: Any) -> Meaning:
     if settings.is_apart:
         return mapped({"cluster.colocate": False, "rollout.max_lag": 1}, "engines have GPUs of their own")
-    if not settings.is_sharing:
-        return mapped({"cluster.colocate": False}, "active sampling needs engines on GPUs of their own")
     return mapped({"cluster.colocate": True}, "trainers and engines take turns on the same GPUs")
 
 
@@ -125,7 +123,7 @@ def engines(settings: Settings, key: str, value: Any) -> Meaning:
     if key.endswith("pipeline_model_parallel_size"):
         return Meaning("used", of_stages) if of_stages else implied("one stage is the default")
     to = {"rollout.parallel.tensor": tensor, "rollout.num_engines": number, **of_stages}
-    if settings.is_sharing and tensor * stages > gpus_of_engine_node(settings):
+    if not settings.is_apart and tensor * stages > gpus_of_engine_node(settings):
         why = "an engine on the trainer's GPUs is in one node; give engines GPUs of their own (cluster.colocate=false)"
         return Meaning("left out", to, why)
     if total < tensor * stages:
@@ -134,7 +132,7 @@ def engines(settings: Settings, key: str, value: Any) -> Meaning:
         why = f"{total} GPUs are no multiple of {tensor * stages}, the GPUs of an engine; lower rollout.parallel.tensor"
         return Meaning("left out", to, why)
     if tensor != given:
-        where = "an engine on the trainer's GPUs is in one node" if settings.is_sharing else "stages span the nodes"
+        where = "stages span the nodes" if settings.is_apart else "an engine on the trainer's GPUs is in one node"
         return mapped(to, f"{given} GPUs of an engine: tensor ranks are in one node, and {where}")
     return Meaning("used", to, f"{total} GPUs / {tensor * stages} of an engine")
 
@@ -147,7 +145,7 @@ def engine_sizes(settings: Settings) -> tuple[int, int, int]:
     stages = int(settings[f"{ROLLOUT}.pipeline_model_parallel_size"] or 1) * settings.more_stages
     of_node = gpus_of_engine_node(settings)
     if tensor > of_node and tensor % of_node == 0:
-        tensor, stages = of_node, stages if settings.is_sharing else stages * (tensor // of_node)
+        tensor, stages = of_node, stages * (tensor // of_node) if settings.is_apart else stages
     return tensor, stages, max(settings.num_engine_gpus // (tensor * stages), 1)
 
 

@@ -183,18 +183,12 @@ class Settings:
         return "one_step_off" in self.call.module or self["rollout.nnodes"] is not None
 
     @property
-    def is_sharing(self) -> bool:
-        """Whether trainers and engines take turns on the same GPUs. Active sampling needs engines of their own."""
-        return not self.is_apart and not self["algorithm.filter_groups.enable"]
-
-    @property
     def has_critic(self) -> bool:
         return bool(self["algorithm.adv_estimator"] == "gae")
 
     @property
     def num_trainer_gpus(self) -> int:
-        gpus = int(self["trainer.nnodes"]) * int(self["trainer.n_gpus_per_node"])
-        return gpus if self.is_apart or self.is_sharing else max(gpus // 2, 1)
+        return int(self["trainer.nnodes"]) * int(self["trainer.n_gpus_per_node"])
 
     @property
     def num_engine_gpus(self) -> int:

@@ -123,7 +123,7 @@ def make_stage(is_asynchronous: bool) -> SimpleNamespace:
     """A stream with two engines; groups of 8 are dealt in two parts."""
     engines, verifier = [HeldEngine(), HeldEngine()], OnesVerifier()
     rollout = SimpleNamespace(max_lag=0, prompts_per_step=4, samples_per_prompt=8, num_engines=2, prefix_values=None)
-    rollout.is_asynchronous = is_asynchronous
+    rollout.one_by_one = rollout.overlaps = is_asynchronous
     config = SimpleNamespace(rollout=rollout, policy=SimpleNamespace(routing_replay=False), rewards=REWARDS)
     group = SimpleNamespace(
         engines=engines,

@@ -80,7 +80,6 @@ CONFLICTS = [
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.thinking.thought_tokens=0"], "may be 0"),
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.sampling.top_k=5"], "the engine's full"),
     ([COLOCATED, "policy.parallel.data=2"], "there are 2 trainer ranks"),
-    ([COLOCATED, "rollout.active_sampling=true"], "so that rollout.active_sampling, with which they answer meanwhile"),
     ([COLOCATED, "cluster.mirror=true"], "set cluster.mirror to false"),
     ([COLOCATED, "cluster.gpus_per_trainer=1"], "must both be 1, or both 0"),
     (["cluster.node_memory_gb=500"], "set cluster.gpus_per_node"),

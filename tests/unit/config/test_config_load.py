@@ -104,7 +104,6 @@ def thinks(tokens, **others) -> dict:
             "rollout.max_sequences (3) is below rollout.parallel.pipeline (4), so that some stages would always wait",
         ),
         ({"cluster": {"colocate": True}, "rollout": {"max_lag": 1}}, "so that rollout.max_lag, with which they answer"),
-        ({"cluster": {"colocate": True}, "rollout": {"active_sampling": True}}, "so that rollout.active_sampling"),
         ({"cluster": {"colocate": True}, "rollout": {"replay": "saved"}}, "and cluster.colocate needs engines"),
         ({"rollout": {"replay": "saved", "dump": True}}, "and rollout.dump needs engines"),
         ({"cluster": {"colocate": True, "mirror": True}}, "set cluster.mirror to false"),

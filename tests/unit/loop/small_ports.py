@@ -221,5 +221,5 @@ def run(
     stream = ShuffledStream(train_on, cfg.rollout.prompts_per_step, seed=0)
     checkpoints = open_checkpoints(folder, cfg, resume)
     ports = Ports(world, world, world)
-    world.in_turns = not cfg.rollout.is_asynchronous
+    world.in_turns = not cfg.rollout.one_by_one
     return train(cfg, SHAPE, ports, Prompts(stream, heldout), (world, checkpoints), stopping)

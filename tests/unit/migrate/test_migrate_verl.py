@@ -230,7 +230,7 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
         "rollout.active_sampling",
         10,
     ),
-    (("algorithm.filter_groups.enable=True",), "cluster.colocate", False),
+    (("algorithm.filter_groups.enable=True",), "cluster.colocate", True),
     # GPUs: 16 = TP4 x PP2 x DP2; engines of 2
     (("trainer.nnodes=2", *MEGATRON, f"{ACTOR}.megatron.pipeline_model_parallel_size=2"), "policy.parallel.data", 2),
     (("trainer.nnodes=2",), "rollout.num_engines", 8),
@@ -238,7 +238,7 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     ((f"{ROLLOUT}.tensor_model_parallel_size=4",), "rollout.num_engines", 2),
     # half of 32 GPUs are of engines; an engine of 16 is TP8 x PP2
     (
-        ("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=16", "algorithm.filter_groups.enable=True"),
+        ("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=16", "rollout.nnodes=2"),
         "rollout.parallel.pipeline",
         2,
     ),

@@ -199,9 +199,9 @@ def test_all_refused_keys_are_listed_at_once(capsys):
 
 
 def test_an_engine_that_has_more_ranks_than_there_are_gpus_is_refused(capsys):
-    """Active sampling takes one of two GPUs for the trainer, and an engine has two by verl's default."""
-    two = ["algorithm.filter_groups.enable=True", "trainer.n_gpus_per_node=2", "--rows", "100000", "--json"]
-    assert main([*BASE, "algorithm.adv_estimator=grpo", *two]) == 1
+    """Engines have one GPU of their own, and an engine has two by verl's default."""
+    one = ["rollout.nnodes=1", "rollout.n_gpus_per_node=1", "--rows", "100000", "--json"]
+    assert main([*BASE, "algorithm.adv_estimator=grpo", *one]) == 1
     [told] = json.loads(capsys.readouterr().out)["refused"]
     assert "tensor_model_parallel_size=2: 1 GPUs are left for engines, and one has 2" in told
 
