@@ -64,7 +64,10 @@ def _with_steps(kind: type[Config], given: Mapping[str, Any], tell: Callable[[st
         ValueError: it gives the number of steps, too, or is refused, or its rows cannot be counted.
     """
     if _key(given, "run", "steps") is not None:
-        raise ValueError("run.epochs and run.steps are both given, and each says how long the run is; set one to null")
+        raise ValueError(
+            "run.epochs and run.steps are both given, and each says how long the run is; remove one of them, or add "
+            "run.epochs=null"
+        )
     with_one = {**given, "run": {**given["run"], "steps": 1}}
     config = with_defaults(validate(kind, with_one, lambda: False))
     assert config.run.epochs is not None, "the caller has looked"

@@ -53,8 +53,8 @@ def config_without_trainers(arguments: Sequence[str], out: Path) -> GrpoRunConfi
         ValueError: the configuration is wrong, or names weights that engines cannot load.
     """
     own = [f"run.folder={out.parent}", f"run.name={out.name}", "cluster.colocate=false", "policy.routing_replay=false"]
-    own.append("rollout.replay=null")
-    config = read_config(GrpoRunConfig, [*arguments, *own], note).absolute()
+    own += ["rollout.replay=null", "run.epochs=null"]
+    config = read_config(GrpoRunConfig, ["run.steps=1", *arguments, *own], note).absolute()
     if config.model.weights is not None:
         raise ValueError(
             f"the engines load Hugging Face's form, but model.weights is {config.model.weights}; convert it with "

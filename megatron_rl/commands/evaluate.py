@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--k needs a number, and {' '.join(options.k)} is none")
         if sizes[0] < 1:
             raise ValueError(f"--k {sizes[0]}: pass@k is about k answers, so k is 1 or more")
-        own = [f"model.path={json.dumps(str(options.model))}", "model.weights=null", "data.eval=null", "run.steps=1"]
+        own = [f"model.path={json.dumps(str(options.model))}", "model.weights=null", "data.eval=null"]
         data = f"data.train={json.dumps(options.rows)}"
         earlier = num_answered(out)
         if earlier and earlier < sizes[-1]:

@@ -32,6 +32,7 @@ COMMON: dict[str, Any] = {
     "balance": {"max_tokens_per_microbatch": 16384},
     "checkpoint": {"every": 20, "keep": 2},
 }
+SFT_POLICY: dict[str, Any] = {**COMMON["policy"], "optimizer": {"lr": 1e-5, "warmup_steps": 5}}
 STARTERS: dict[str, dict[str, Any]] = {
     "grpo": {
         **COMMON,
@@ -48,7 +49,11 @@ STARTERS: dict[str, dict[str, Any]] = {
         "rewards": [{"kind": "mathematics"}],
         "eval": {"every": 0},
     },
-    "sft": {**COMMON, "sft": {"rows": "demonstrations.jsonl", "rows_per_step": 64, "max_tokens": 4096}},
+    "sft": {
+        **COMMON,
+        "policy": SFT_POLICY,
+        "sft": {"rows": "demonstrations.jsonl", "rows_per_step": 64, "max_tokens": 4096},
+    },
 }
 """The file of each kind of run."""
 
@@ -93,15 +98,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if wrong := [word for word in options.overrides if "=" not in word]:
             raise ValueError(f"{wrong[0]!r} is no override like run.steps=10")
-        values = deepcopy(STARTERS[options.kind])
-        merge(values, merge_arguments(options.overrides))
+        values, given = deepcopy(STARTERS[options.kind]), merge_arguments(options.overrides)
+        if isinstance(run := given.get("run"), dict) and run.get("epochs") is not None:
+            del values["run"]["steps"]  # the length is one of the two
+        merge(values, given)
         text = text_of(options.kind, values)
         with open_text(options.file, "x") as file:
             file.write(text)
     except FileExistsError:
         print(f"error: {options.file} is there already; give another name", file=sys.stderr)
         return 1
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        print(f"error: {options.file} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{options.file} is written; next: megatron-rl {options.kind} {options.file} --dry-run")

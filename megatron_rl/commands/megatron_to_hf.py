@@ -1,4 +1,4 @@
-"""Convert a checkpoint that hf_to_megatron.py wrote, with or without a mesh, to a Hugging Face folder, on CPUs.
+"""Convert a checkpoint that `megatron-rl convert to-megatron` wrote to a Hugging Face folder, on CPUs.
 
 Tensors keep their bits unless --dtype asks for another type. Every byte that is read is checked against the manifest.
 

@@ -1,8 +1,8 @@
 """Push the weights of a checkpoint into running vLLM servers, without restarting them.
 
 Every server receives its own shards over the bridge, directly into its live parameters. Requests wait meanwhile. The
-checkpoint is a Hugging Face folder or a checkpoint that hf_to_megatron.py wrote. All servers must have the same model
-and the same layout, which the tool asks them for. Start each server with
+checkpoint is a Hugging Face folder or a checkpoint that `megatron-rl convert to-megatron` wrote. All servers must have
+the same model and the same layout, which the tool asks them for. Start each server with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "megatron_rl"}'
 

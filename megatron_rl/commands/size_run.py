@@ -37,6 +37,8 @@ def read(arguments: Sequence[str]) -> BaseConfig:
     """The configuration of a supervised run if there is a section `sft`, otherwise the configuration of reinforcement
     learning."""
     merged = merge_arguments(arguments)
+    if isinstance(run := merged.get("run"), dict) and run.pop("epochs", None) is not None:
+        run["steps"] = run.get("steps") or 1  # the sizes do not depend on the length
     return with_defaults(validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged))
 
 

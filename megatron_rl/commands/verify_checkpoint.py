@@ -1,4 +1,4 @@
-"""Check a checkpoint, which is a Hugging Face folder or a folder that hf_to_megatron.py wrote.
+"""Check a checkpoint, which is a Hugging Face folder or a folder that `megatron-rl convert to-megatron` wrote.
 
 The tool checks that every tensor belongs to one row of the family's table and has its extents, that every byte matches
 the manifest, if there is one, and that what is stored twice is equal. With --against it also checks that every tensor

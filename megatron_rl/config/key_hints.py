@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LACKS = "the project does not have {}"
 KEYS = {
     **dict.fromkeys(("lora", "use_lora", "peft", "use_peft", "peft_config"), "adapters (LoRA) are policy.lora"),
@@ -35,10 +37,6 @@ KEYS = {
     **dict.fromkeys(("max_completion_length", "response_length"), "it is rollout.max_response_tokens"),
     **dict.fromkeys(("max_prompt_length", "prompt_length"), "it is rollout.max_prompt_tokens"),
     **dict.fromkeys(("temperature", "top_p", "top_k"), "sampling is rollout.sampling"),
-    **dict.fromkeys(("tensor_model_parallel_size", "tensor_parallel_size", "tp"), "it is policy.parallel.tensor"),
-    **dict.fromkeys(("pipeline_model_parallel_size", "pp"), "it is policy.parallel.pipeline"),
-    **dict.fromkeys(("context_parallel_size", "cp"), "it is policy.parallel.context"),
-    **dict.fromkeys(("expert_model_parallel_size", "ep"), "it is policy.parallel.expert"),
     **dict.fromkeys(("save_freq", "save_steps"), "it is checkpoint.every"),
     **dict.fromkeys(("eval_steps", "test_freq"), "it is eval.every"),
     **dict.fromkeys(("total_training_steps", "max_steps"), "it is run.steps"),
@@ -50,10 +48,31 @@ KEYS = {
     **dict.fromkeys(("epsilon", "clip_ratio", "cliprange"), "clipping is algorithm.loss"),
 }
 """The key's last name -> what to say. The keys that a sentence names exist (tests/unit/config)."""
+AXES = {
+    **dict.fromkeys(("tensor", "tp", "tensor_parallel_size", "tensor_model_parallel_size"), "tensor"),
+    **dict.fromkeys(("pipeline", "pp", "pipeline_parallel_size", "pipeline_model_parallel_size"), "pipeline"),
+    **dict.fromkeys(("context", "cp", "context_parallel_size"), "context"),
+    **dict.fromkeys(("expert", "ep", "expert_parallel_size", "expert_model_parallel_size"), "expert"),
+    "enable_expert_parallel": "expert",
+}
+"""What others call the sizes of `policy.parallel`, `critic.parallel` and `rollout.parallel`."""
 FORMER: dict[tuple[str, ...], str] = {
-    ("rollout", "tensor"): "it is rollout.parallel.tensor now",
-    ("rollout", "pipeline"): "it is rollout.parallel.pipeline now",
     ("rollout", "expert_parallel"): "it is rollout.parallel.expert now, the number of tensor ranks where it was true",
     ("sft", "epochs"): "it is run.epochs now",
+    ("algorithm", "epochs"): KEYS["ppo_epochs"],
 }
-"""A section's key of an earlier version -> what to say."""
+"""A key in its section -> what to say: keys of an earlier version, and names with another meaning there."""
+
+
+def hint(section: Sequence[str], key: str) -> str | None:
+    """What to say about an unknown key; None if nothing is known.
+
+    >>> hint(["rollout"], "tensor_parallel_size")
+    'it is rollout.parallel.tensor'
+    """
+    if (told := FORMER.get((*section, key))) is not None:
+        return told
+    if key in AXES and not (section and section[0] == "rollout" and AXES[key] == "context"):
+        owner = section[0] if section and section[0] in ("critic", "rollout") else "policy"
+        return f"it is {owner}.parallel.{AXES[key]}"
+    return KEYS.get(key)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from megatron_rl.config.key_hints import FORMER, KEYS
+from megatron_rl.config import key_hints
 from megatron_rl.config.machine import count_gpus, with_data_types, with_device
 from megatron_rl.config.package_files import find_shipped
 from megatron_rl.config.schema import BaseConfig
@@ -154,8 +154,7 @@ def _explain(kind: type[BaseModel], faults: Sequence[Any]) -> str:
         names = list(model.model_fields) if model else []
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*inside, near[0]])}?" if near else f"known here: {', '.join(names)}"
-        hint = FORMER.get((*inside, key)) or KEYS.get(key, hint)
-        return f"{'.'.join([*inside, key])}: unknown key; {hint}"
+        return f"{'.'.join([*inside, key])}: unknown key; {key_hints.hint(inside, key) or hint}"
     if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
         tags = [tag.strip(" '") for tag in fault.get("ctx", {}).get("expected_tags", "").split(",")]
         if fault["type"] == "union_tag_not_found":

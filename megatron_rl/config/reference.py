@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config.function import FunctionPath
+from megatron_rl.config.key_hints import hint
 from megatron_rl.config.losses import PolicyLoss
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.config.section import Method, Section
@@ -119,8 +120,9 @@ def find(path: str) -> list[Heading]:
             return find(plain(part.same_as) + path.removeprefix(plain(part.path)))
     known = {plain(name) for part in every for name in (part.path, *(key.path for key in part.keys))}
     near = difflib.get_close_matches(path, sorted(known), n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else "`megatron-rl config` lists the sections"
-    raise ValueError(f"there is no key and no section {path!r}; {hint}")
+    told = f"did you mean {' or '.join(near)}?" if near else "`megatron-rl config` lists the sections"
+    *section, name = path.split(".")
+    raise ValueError(f"there is no key and no section {path!r}; {hint(section, name) or told}")
 
 
 def plain(path: str) -> str:

@@ -134,9 +134,9 @@ class RunConfig(Section):
     folder: Path = Path("runs")
     """The folder of all runs."""
     steps: PositiveInt
-    """The number of training steps of the whole run."""
+    """The number of training steps of the whole run. It is required, unless `epochs` is given."""
     epochs: PositiveFloat | None = None
-    """How often all training rows are trained, in place of `steps`, which is then rows x epochs /
+    """The number of passes over the training rows, in place of `steps`, which is then rows x epochs /
     `rollout.prompts_per_step` (`sft.rows_per_step`), rounded up. Skipped (`on_bad_row`) and removed rows
     (`data.deduplicate`) do not count. It is refused with a mixture of sources, and with `active_sampling`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

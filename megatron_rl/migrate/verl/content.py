@@ -120,7 +120,10 @@ def total_steps(settings: Settings, key: str, value: Any) -> Meaning:
     if settings["trainer.total_training_steps"] is not None:
         return implied("total_training_steps says when the run ends")
     if steps is None:
-        return refused(f"the steps are {value} x (rows of data.train_files // {prompts}); give --rows N")
+        return refused(
+            f"the steps are {value} x (rows of data.train_files // {prompts}); give --rows N (verl rounds each epoch "
+            "down, and run.epochs does not)"
+        )
     if steps == 0:
         return refused(f"{rows} rows are fewer than the {prompts} of a step; give trainer.total_training_steps")
     return mapped({"run.steps": steps}, f"{value} epochs x ({rows} rows // {prompts})")

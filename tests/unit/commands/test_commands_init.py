@@ -29,6 +29,12 @@ def test_a_written_file_is_a_valid_configuration_and_says_what_its_keys_mean(tmp
         )
 
 
+def test_epochs_take_the_place_of_steps(tmp_path):
+    assert main([str(tmp_path / "run.yaml"), "run.epochs=2"]) == 0
+    run = yaml.safe_load((tmp_path / "run.yaml").read_text())["run"]
+    assert run["epochs"] == 2 and "steps" not in run
+
+
 def test_what_cannot_be_written_is_told(tmp_path, capsys):
     file = tmp_path / "run.yaml"
     file.write_text("mine")
@@ -36,4 +42,4 @@ def test_what_cannot_be_written_is_told(tmp_path, capsys):
     assert file.read_text() == "mine"
     assert main([str(tmp_path / "a.yaml"), "run.stepz=3"]) == 1
     assert "did you mean run.steps" in capsys.readouterr().err and not (tmp_path / "a.yaml").exists()
-    assert main([str(tmp_path / "none" / "a.yaml")]) == 1 and "none/a.yaml" in capsys.readouterr().err
+    assert main([str(tmp_path / "none" / "a.yaml")]) == 1 and "none/a.yaml cannot be written" in capsys.readouterr().err

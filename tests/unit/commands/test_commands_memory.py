@@ -58,6 +58,8 @@ def test_the_command_prints_tables_or_json(capsys):
     shown = capsys.readouterr().out
     assert "Megatron's local layers" in shown and "NCCL" not in shown and "that fit" not in shown
     assert "torch's, padded, without masks" in shown
+    assert size_run.main([RECIPE, "run.steps=null", "run.epochs=2", "--json"]) == 0, "no size depends on the length"
+    capsys.readouterr()
     assert size_run.main([RECIPE, "rollout.parallel.tensors=3"]) == 1
     assert "did you mean rollout.parallel.tensor" in capsys.readouterr().err
 

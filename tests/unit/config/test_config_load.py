@@ -72,6 +72,13 @@ def thinks(tokens, **others) -> dict:
         ({"model": {"lora_rank": 8}}, "model.lora_rank: unknown key; the rank of adapters is policy.lora.rank"),
         ({"policy": {"lora": {"target_modules": ["q_proj"]}}}, "policy.lora.target_modules: unknown key; layers with "),
         ({"rollout": {"num_generations": 4}}, "rollout.num_generations: unknown key; answers to a prompt are rollout."),
+        (
+            {"rollout": {"tensor_parallel_size": 2}},
+            "rollout.tensor_parallel_size: unknown key; it is rollout.parallel.te",
+        ),
+        ({"rollout": {"expert_parallel": True}}, "it is rollout.parallel.expert now"),
+        ({"policy": {"tp": 2}}, "policy.tp: unknown key; it is policy.parallel.tensor"),
+        ({"algorithm": {"epochs": 2}}, "a second pass over the same answers"),
         ({"policy": {"nonsense": 1}}, "policy.nonsense: unknown key; known here: parallel,"),
         ({"rewards": [{"kind": "mathematic"}]}, "rewards.0.kind: there is no kind 'mathematic'; did you mean math"),
         ({"rewards": [{"kind": "q"}]}, "rewards.0.kind: there is no kind 'q'; known here: exact_answer, text,"),

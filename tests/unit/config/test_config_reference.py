@@ -101,6 +101,21 @@ def test_an_unknown_key_gets_the_nearest_ones(capsys):
     assert "error: there is no key and no section 'nothing.like.it'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("lr", "the learning rate is policy.optimizer.lr"),
+        ("batch_size", "prompts of a step are rollout.prompts_per_step"),
+        ("tensor_parallel_size", "it is policy.parallel.tensor"),
+        ("rollout.tensor", "it is rollout.parallel.tensor"),
+        ("sft.epochs", "it is run.epochs now"),
+    ],
+)
+def test_a_name_of_another_library_or_version_has_the_same_hint_as_in_a_file(key, says):
+    with pytest.raises(ValueError, match=says):
+        find(key)
+
+
 def test_the_sections_are_listed(capsys):
     assert tool.main([]) == 0
     listed = capsys.readouterr().out
@@ -128,6 +143,20 @@ def exists(key: str) -> bool:
         return bool(find(key))
     except ValueError:
         return key.startswith(FREE)
+
+
+def test_the_keys_that_pages_name_exist():
+    code = re.compile(r"```.*?```|`[^`]+`", re.S)
+    found = {
+        (key, page.name)
+        for page in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("recipes/*/RECORD.md"), ROOT / "README.md"]
+        if page.name not in ("coming_from_verl.md", "coming_from_trl.md")
+        for part in code.findall(page.read_text())
+        for key in NAMED.findall(part)
+    }
+    assert len(found) > 150
+    missing = [(key, name) for key, name in sorted(found) if not key.endswith(FILES) and not exists(key)]
+    assert [one for one in missing if one[0] not in OTHERS] == []
 
 
 def test_the_keys_that_messages_and_docstrings_name_exist():

@@ -355,7 +355,7 @@ def test_epochs_become_steps_where_the_rows_are_known():
     assert "steps" not in unknown.configuration["run"]
     row = next(row for row in unknown.rows if row.key == "trainer.total_epochs")
     assert row.status == "refused"
-    assert row.why == "the steps are 15 x (rows of data.train_files // 1024); give --rows N"
+    assert row.why.startswith("the steps are 15 x (rows of data.train_files // 1024); give --rows N")
 
 
 def test_a_key_that_is_given_twice_has_two_rows_and_its_last_value():
