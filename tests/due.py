@@ -25,7 +25,7 @@ import pytest
 RESULTS = Path(__file__).with_name("deep.json")
 ALONE = "tests/slurm/"
 """Slurm's daemons wait for nodes that do not answer in time, so none of these files runs beside another one."""
-MAX_COMMITS = 200
+MAX_COMMITS = 300
 
 
 @dataclass(frozen=True)
