@@ -92,8 +92,7 @@ class RayStream:
             in_turns: whether all groups that were asked for are handed out together; None: as in the configuration.
         """
         self._engines = engines
-        self._largest_part = largest_part(config.rollout)
-        self._values = config.rollout.prefix_values
+        self._rollout, self._values = config.rollout, config.rollout.prefix_values
         self._has_routes = config.policy.routing_replay
         self._tickets, self._batches = count(), count()
         self._asked: dict[int, AskedGroup] = {}
@@ -117,7 +116,6 @@ class RayStream:
         """The number of parts that were asked for again since the last `collect`."""
         self._verifiers = verifiers
         self._in_turns = not config.rollout.one_by_one if in_turns is None else in_turns
-        self._overlaps = config.rollout.overlaps
         self._early = [i for i, reward in enumerate(config.rewards) if not reward.needs_all_answers]
         self._num_verifiers = len(verifiers.verifiers)
         for verifier in verifiers.verifiers:
@@ -125,12 +123,12 @@ class RayStream:
 
     def ask(self, requests: Sequence[GroupRequest], version: int) -> None:
         """See `ports.Stream`. Each part goes to the engine that works on the fewest answers."""
-        if not self._overlaps and not self._asked:  # the time while the trainer worked does not count
+        if not self._rollout.overlaps and not self._asked:  # the time while the trainer worked does not count
             self._idle.take(time.perf_counter())
-        parts = []
+        parts, largest = [], largest_part(self._rollout)
         for request in requests:
             asked = AskedGroup(next(self._tickets), request, version)
-            asked.parts += [AskedPart(asked, samples) for samples in deal(request.num_samples, self._largest_part)]
+            asked.parts += [AskedPart(asked, samples) for samples in deal(request.num_samples, largest)]
             with self._lock:
                 self._asked[request.number] = asked
             parts += asked.parts

@@ -72,8 +72,8 @@ def read_script(text: str, given: Mapping[str, str]) -> VerlCall:
 
 
 @dataclass(slots=True)
-class _Reader(Cursor):
-    """Reads statements and follows them at once. A status is True, False, or None where only a real shell knows it."""
+class _State(Cursor):
+    """What is known before a statement: the variables, and whether the statement runs."""
 
     variables: Variables = field(default_factory=Variables)
     runs: bool = True
@@ -82,13 +82,6 @@ class _Reader(Cursor):
     """Why the present statement may not run."""
     unknown: Problem = field(default_factory=lambda: Problem(""))
     """Why the last status is not known."""
-    calls: list[VerlCall] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    functions: set[str] = field(default_factory=set)
-    unsure_call: Problem | None = None
-    depth: int = 0
-    """The number of subshells that the present statement is in."""
-    comments: Sequence[int] = ()
 
     @contextmanager
     def _when(self, runs: bool, why: Problem | None = None) -> Iterator[None]:
@@ -142,6 +135,19 @@ class _Reader(Cursor):
             self.variables.values.pop(name, None)
         else:
             self.variables.values[name] = value
+
+
+@dataclass(slots=True)
+class _Reader(_State):
+    """Reads statements and follows them at once. A status is True, False, or None where only a real shell knows it."""
+
+    calls: list[VerlCall] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    functions: set[str] = field(default_factory=set)
+    unsure_call: Problem | None = None
+    depth: int = 0
+    """The number of subshells that the present statement is in."""
+    comments: Sequence[int] = ()
 
     def read(self, text: str, line: int = 1) -> None:
         lexer = Lexer(text.replace("\r\n", "\n"), line)
