@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.recipes.tiny.model import write_model, write_rows, write_task_of
+from megatron_rl.recipes.tiny.model import write_character_model, write_rows, write_task_of
 
 CODES = 8
 """The number of codes of each level."""
@@ -101,7 +101,7 @@ def write_task(folder: Path, seed: int = 0) -> None:
     write_rows(folder, rows[:NUM_TRAIN], rows[NUM_TRAIN:], demonstrations)
     (folder / "items.json").write_text(json.dumps([item.tokens for item in CATALOGUE]))
     own = [THINK, CLOSE, ITEM, *(f"<{level}_{code}>" for level in LEVELS for code in range(CODES))]
-    write_model(folder / "model", seed, ["<pad>", "<eos>", "<unk>", *own], own, num_positions=64)
+    write_character_model(folder / "model", seed, ["<pad>", "<eos>", "<unk>", *own], own, num_positions=64)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

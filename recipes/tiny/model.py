@@ -46,7 +46,9 @@ def write_random_qwen3(
     Qwen3ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
-def write_model(folder: Path, seed: int, vocabulary: Sequence[str], added: Sequence[str], num_positions: int) -> None:
+def write_character_model(
+    folder: Path, seed: int, vocabulary: Sequence[str], added: Sequence[str], num_positions: int
+) -> None:
     """Write such a model with a tokenizer whose tokens are single characters and the texts `added`.
 
     Args:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.recipes.tiny.model import write_model, write_rows, write_task_of
+from megatron_rl.recipes.tiny.model import write_character_model, write_rows, write_task_of
 
 VOCABULARY = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *"0123456789+=,? ."]
 NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
@@ -60,7 +60,11 @@ def write_task(folder: Path, seed: int = 0) -> None:
     chosen = [rng.choice(pairs[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
     demonstrations = [{"prompt": f"{a}+{b}=", "completion": demonstration(a, b, rng)} for a, b in chosen]
     write_rows(folder, questions[:NUM_TRAIN], questions[NUM_TRAIN:], demonstrations)
-    write_model(folder / "model", seed, VOCABULARY, ["<think>", "</think>"], num_positions=128)
+    write_model(folder / "model", seed)
+
+
+def write_model(folder: Path, seed: int) -> None:
+    write_character_model(folder, seed, VOCABULARY, ["<think>", "</think>"], num_positions=128)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -52,7 +52,8 @@ def shown(recipe):
         assert done.returncode == 0, done.stdout + done.stderr
         if not arguments and name not in seen:
             seen.add(name)
-            gone = fixed_lines(output_of(FOLDER / name).read_text()) - fixed_lines(done.stdout)
+            text = without_numbers(done.stdout)  # in one line, because its lines may be broken at another width
+            gone = {line for line in fixed_lines(output_of(FOLDER / name).read_text()) if line not in text}
             assert not gone, f"run python -m megatron_rl.tools.docs.tutorials {name[:2]}: the site shows {sorted(gone)}"
         return done.stdout
 
@@ -63,8 +64,11 @@ def fixed_lines(text: str) -> set[str]:
     """The lines that a tutorial prints in each run: neither the run's own lines nor answers, and without numbers."""
     run = r" *\d+\.\d s  | *step \d+ |[╭│╰]|.*(runs/|reward|█|■)"
     own = [line for line in text.splitlines() if not re.match(run, line)]
-    shapes = {" ".join(re.sub(r"[-+]?\d[\d,.e+-]*", "#", line).split()) for line in own}
-    return {shape for shape in shapes if len(re.findall(r"[A-Za-z]{3,}", shape)) > 2}
+    return {shape for shape in map(without_numbers, own) if len(re.findall(r"[A-Za-z]{3,}", shape)) > 2}
+
+
+def without_numbers(text: str) -> str:
+    return " ".join(re.sub(r"[-+]?\d[\d,.e+-]*", "#", text).split())
 
 
 def table(text: str, heading: str) -> list[list[str]]:
