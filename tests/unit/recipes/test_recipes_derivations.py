@@ -11,7 +11,8 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.recipes.process_rewards.task import derivation, question, write_model
+from megatron_rl.recipes.process_rewards.task import VOCABULARY, derivation, question
+from megatron_rl.recipes.tiny.model import write_character_model
 from megatron_rl.rollout.coroutine import Coroutine, begin
 from megatron_rl.rollout.programs.prefix_values import PrefixValuer
 from megatron_rl.types import Prompt
@@ -103,7 +104,7 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Trained:
     folder = tmp_path_factory.mktemp("model")
-    write_model(folder, seed=0)
+    write_character_model(folder, 0, VOCABULARY, ["<think>", "</think>"], num_positions=128)
     return Trained(folder)
 
 
