@@ -64,7 +64,7 @@ def heldout_source(data: DataConfig, environment: EnvironmentConfig | None = Non
 
 
 def prompt_rules(config: GrpoRunConfig) -> Rules:
-    """Which rows become prompts of a run."""
+    """The rules by which rows become prompts of a run."""
     rollout = config.rollout
     return Rules(
         max_prompt_tokens=rollout.max_prompt_tokens,

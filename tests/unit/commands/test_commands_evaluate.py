@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_rl.commands.engines_alone import config_without_trainers
 from megatron_rl.commands.evaluate import ANSWERS, main, name_of, record_of, result_of, show
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
@@ -115,6 +116,12 @@ def test_a_run_and_rows_that_are_not_there_are_told(tmp_path, capsys):
     (tmp_path / "hf" / "config.json").write_text("{}")
     assert main([f"{tmp_path}/hf", f"{tmp_path}/rows.jsonl", "--out", str(tmp_path / "out")]) == 1
     assert f"data.train: there is no {tmp_path}/rows.jsonl" in capsys.readouterr().out
+
+
+def test_the_length_of_a_training_run_is_not_asked(tmp_path):
+    words = ["run.epochs=2", f"model.path={tmp_path}/none", "data.train=rows.jsonl", "rewards=[{kind: text}]"]
+    config = config_without_trainers([*words, "cluster.device=cpu"], tmp_path)
+    assert (config.run.steps, config.run.epochs) == (1, None)
 
 
 def test_the_folder_of_a_result_names_model_and_rows():
