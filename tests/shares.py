@@ -56,5 +56,5 @@ def share_of(
             np.array([position for _, position, _ in rewards], np.int64),
             np.array([value for _, _, value in rewards], np.float64),
         ),
-        values={s.index: s.values for s in samples} if any(s.values is not None for s in samples) else None,
+        columns={"value": {s.index: s.values for s in samples}} if any(s.values is not None for s in samples) else {},
     )

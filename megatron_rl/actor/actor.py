@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_rl.actor import fp8_weights, platform
 from megatron_rl.actor.agreement import sum_over_data_ranks
-from megatron_rl.actor.credit import require_finite_rewards, with_credit
-from megatron_rl.actor.packing import by_sample, column_of
+from megatron_rl.actor.credit import require_finite_rewards
+from megatron_rl.actor.packing import by_sample
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained_tokens import row_norms, untrained_rows
@@ -56,9 +56,9 @@ class MegatronActor(MegatronTrainer):
             ValueError: see `take`.
         """
         self.take(share)
-        passes = self._forward(self._all(), temperature=1.0)
+        passes = self._forward(list(self.rows), temperature=1.0)
         found: dict[int, float] = {}
-        for batch, one in zip(self._all(), passes, strict=True) if self.reports_metrics else ():
+        for batch, one in zip(self.rows, passes, strict=True) if self.reports_metrics else ():
             found |= {index: float(logp.sum(dtype=np.float64)) for index, logp in by_sample(batch, one.logp_T).items()}
         return found
 
@@ -66,11 +66,10 @@ class MegatronActor(MegatronTrainer):
         """Take the samples of a training step that belong to this data-parallel rank, and compute the log-probs that
         the objective needs of the policy and its reference at the step's start.
 
-        A step with a single update needs no forward pass for logp_old (`Needs.logp_old`), because `update` computes the
-        same log-probs.
+        These are the passes over all samples in `Needs.passes`.
 
         Args:
-            share: see `take`. It has the critic's values, if the estimator needs them.
+            share: see `take`. It has the columns that other models compute, such as a critic's values.
             coefficients: see `update`.
 
         Returns:
@@ -82,30 +81,19 @@ class MegatronActor(MegatronTrainer):
             ValueError: see `take`, or a log-prob or value that advantages are computed from is not finite.
         """
         self.take(share)
-        if share.values is not None:
-            self._set("value_T", [column_of(batch, share.values) for batch in self._all()])
-        needs = self.spec.objective.needs
-        if needs.logp_ref:
-            with self._as_reference():
-                self._keep("logp_ref_T", self._forward_all())
-        metrics = self._describe_untrained()
-        if needs.begins_with_pass(len(self.minibatches)):
-            passes = self._forward_all()
-            self._at_start = passes[: len(self.minibatches[0])]
-            self._keep("logp_old_T", passes)
-            metrics = self._describe_mismatch()
-        if needs.token_advantages:
+        needs, metrics = self.spec.objective.needs, self._describe_untrained()
+        for one in needs.passes(len(share.minibatches) * share.epochs):
+            if one.leaves == "logp_ref":
+                with self._as_reference():
+                    self._keep("logp_ref", self._forward(list(self.rows)))
+            elif one.leaves == "logp_old":
+                results = self._forward(list(self.rows))
+                self._at_start = results[: len(self.rows.minibatches[0])]
+                self._keep("logp_old", results)
+                metrics |= self._describe_mismatch()
+        if needs.credit:
             metrics |= self._give_credit(coefficients)
         return metrics
-
-    def returns(self) -> dict[int, np.ndarray]:
-        """The critic's targets at the tokens of this replica's samples, each float32 [L], by the sample's index in the
-        step. Only the rank that reports the replica's metrics has them; on others it is empty. It is no collective."""
-        found: dict[int, np.ndarray] = {}
-        for batch in self._all() if self.reports_metrics else []:
-            assert batch.columns.return_T is not None, "`begin` has computed them with the estimator gae"
-            found |= by_sample(batch, batch.columns.return_T)
-        return found
 
     @torch.no_grad()
     def sent(self, shape: ModelShape) -> Mapping[str, Tensor]:
@@ -137,7 +125,7 @@ class MegatronActor(MegatronTrainer):
     def keep_reference(self) -> None:
         """Keep a copy of the present weights as the reference policy's, if the objective needs a reference. With
         adapters the reference is the base model, and nothing is copied."""
-        if self.spec.objective.needs.logp_ref and self.spec.shape.adapters is None:
+        if "logp_ref" in self.spec.objective.needs and self.spec.shape.adapters is None:
             live = self._policy_parameters()
             self._reference = {name: parameter.detach().cpu().clone() for name, parameter in live.items()}
 
@@ -165,21 +153,24 @@ class MegatronActor(MegatronTrainer):
             exchange()
 
     def _keep(self, column: str, passes: Sequence[FirstPass]) -> None:
-        """Store the log-probs of the passes as a column of the micro-batches."""
+        """Store the log-probs of the passes as a column of the rows."""
         if passes:
-            self._set(column, [one.logp_T for one in passes])
+            self.rows.set(column, [one.logp_T for one in passes])
 
     def _give_credit(self, coefficients: Mapping[str, float]) -> Metrics:
         """Give the step's tokens the advantages that the objective computes."""
         objective, reports = self.spec.objective, []
         with self.agreement.on_errors():
-            if self._is_last_stage:
-                require_finite_rewards(self.minibatches)
-        if self._is_last_stage:
-            self.minibatches, kl = with_credit(objective, self.minibatches, coefficients, sum_over_data_ranks)
-            if objective.needs.logp_old_in_credit and self.reports_metrics:
-                num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
-                reports.append({"kl": Metric(kl / num_tokens, "sum")})
+            if self.is_last_stage:
+                require_finite_rewards(self.rows)
+        if self.is_last_stage:
+            has_kl = "logp_ref" in objective.needs.credit
+            columns, kl = objective.credit(
+                self.rows.columns, coefficients["kl"] if has_kl else 0.0, sum_over_data_ranks
+            )
+            self.rows.set_columns(columns)
+            if has_kl and self.reports_metrics:
+                reports.append({"kl": Metric(kl / self.rows.num_tokens, "sum")})
         return self.agreement.reduce(reports)
 
     def find_untrained(self) -> list[int]:
@@ -204,18 +195,16 @@ class MegatronActor(MegatronTrainer):
         if self.spec.shape.adapters is not None or not (untrained := self.find_untrained()):
             return {}
         untrained_U = torch.tensor(untrained, device=platform.device())
-        num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
         reports = []
-        for batch in self._all() if self.reports_metrics else []:
+        for batch in self.rows if self.reports_metrics else []:
             found_T = torch.isin(batch.target_T, untrained_U) & batch.columns.action_mask_T
-            reports.append({"tokens/untrained": Metric(found_T.sum() / num_tokens, "sum")})
+            reports.append({"tokens/untrained": Metric(found_T.sum() / self.rows.num_tokens, "sum")})
         return self.agreement.reduce(reports)
 
     def _describe_mismatch(self) -> Metrics:
-        num_tokens = sum(denominators.num_tokens for denominators in self.denominators)
-        columns = [batch.columns for batch in self._all() if batch.names] if self.reports_metrics else []
+        columns = [batch.columns for batch in self.rows if batch.names] if self.reports_metrics else []
         reports = []
         for c in columns:
             assert c.logp_old_T is not None, "`begin` has just computed them"
-            reports.append(mismatch(c.logp_old_T, c, num_tokens))
+            reports.append(mismatch(c.logp_old_T, c, self.rows.num_tokens))
         return over_judged(self.agreement.reduce(reports))

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from megatron_rl.actor.agreement import sum_over_data_ranks
-from megatron_rl.actor.packing import by_sample, column_of
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.algorithms.value_objective import describe_values
@@ -38,30 +37,26 @@ class MegatronCritic(MegatronTrainer):
             ValueError: see `take`.
         """
         self.take(share)
-        passes = self._forward_all()
-        if not passes:
-            return {}
-        self._set("value_T", [one.logp_T for one in passes])
-        found: dict[int, np.ndarray] = {}
-        for batch, one in zip(self._all(), passes, strict=True) if self.reports_metrics else ():
-            found |= by_sample(batch, one.logp_T)
-        return found
+        passes = self._forward(list(self.rows))
+        if passes:
+            self.rows.set("value", [one.logp_T for one in passes])
+        return self.columns(["value"]).get("value", {})
 
     def set_targets(self, returns: Mapping[int, np.ndarray]) -> Metrics:
         """Set the targets of the step's updates.
 
         Args:
             returns: float32 [L] of each of this replica's samples, by its index in the step, as
-                `MegatronActor.returns` gives them.
+                `columns` of the policy gives them.
 
         Returns:
             What `describe_values` says about the values of this step.
         """
         self.require("training")
-        self._set("return_T", [column_of(batch, returns) for batch in self._all()])
+        self.rows.set_numbers("return", returns)
         described = {}
-        if self._is_last_stage:
-            described = describe_values([batch.columns for batch in self._all()], sum_over_data_ranks)
+        if self.is_last_stage:
+            described = describe_values(self.rows.columns, sum_over_data_ranks)
         # One replica reports, because the sums include all replicas.
         reports = [{name: Metric(value, "sum") for name, value in described.items()}]
         is_first = self.reports_metrics and self.mesh.coordinates(self.rank)[2] == 0

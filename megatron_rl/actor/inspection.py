@@ -45,8 +45,8 @@ def token_numbers(actor: MegatronActor, coefficients: Mapping[str, float]) -> di
         reports a replica's metrics has them.
     """
     found: dict[int, dict[str, np.ndarray]] = {}
-    for index, microbatches in enumerate(actor.minibatches):
-        columns, denominators = actor.prepared(index), actor.denominators[index]
+    for index, microbatches in enumerate(actor.rows.minibatches):
+        columns, denominators = actor.prepared(index), actor.rows.denominators[index]
 
         def look(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, None]:
             batch = microbatches[i]  # noqa: B023  # the pass ends before the next mini-batch
@@ -86,7 +86,7 @@ def _numbers(
 def gradient_of(actor: MegatronActor, minibatch: int, part: TokenSpan, coefficients: Mapping[str, float]) -> Gradient:
     """The gradient of the loss of some tokens of a mini-batch alone, under the present weights. Collective: all ranks
     call it. No weight changes. The gradients of a mixture's auxiliary losses are not in it."""
-    batches, columns = actor.minibatches[minibatch], actor.prepared(minibatch)
+    batches, columns = actor.rows.minibatches[minibatch], actor.prepared(minibatch)
     masks = [_tokens_of(part, batch) for batch in batches]
     own = [i for i, mask_T in enumerate(masks) if bool(mask_T.any())]
     # All ranks run the same number of rows, and virtual stages a multiple of the stages; a row whose weights are 0 adds
@@ -101,7 +101,7 @@ def gradient_of(actor: MegatronActor, minibatch: int, part: TokenSpan, coefficie
             return logp_T.sum() * 0.0, None
         given = columns[rows[k]]
         given = replace(given, weight_T=torch.where(masks[rows[k]], given.weight_T, 0.0))
-        value, _ = actor.spec.objective(logp_T, entropy_T, given, actor.denominators[minibatch], coefficients)
+        value, _ = actor.spec.objective(logp_T, entropy_T, given, actor.rows.denominators[minibatch], coefficients)
         return value, None
 
     clear_auxiliary_losses(actor.chunks)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,16 +44,18 @@ from megatron_rl.actor.multi_token import HeadLoss, copy_embedding
 from megatron_rl.actor.optimizer.build import build_optimizer
 from megatron_rl.actor.optimizer.matrices import Place
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, sum_of_squares
-from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, pack
+from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch
 from megatron_rl.actor.phases import PhasedMemory
+from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
+from megatron_rl.algorithms.passes import STOPPED, Column
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.layout.peft import base_digest
-from megatron_rl.types import Denominators, Metrics, Phase, Share
+from megatron_rl.types import Metrics, Phase, Share
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +84,12 @@ class MegatronTrainer:
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, data = self.mesh.coordinates(rank)
         is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
-        self._is_last_stage = stage == self.mesh.pipeline - 1
-        self.reports_metrics = is_first and self._is_last_stage
+        self.is_last_stage = stage == self.mesh.pipeline - 1
+        """Whether this rank computes losses, and so needs the columns."""
+        self.reports_metrics = is_first and self.is_last_stage
         """One rank of each data-parallel replica reports its metrics."""
-        self.minibatches: list[list[Microbatch]] = []
-        self.denominators: Sequence[Denominators] = ()
+        self.rows: EpochRows
+        """What `take` was given."""
         self._at_start: list[FirstPass] = []
         """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
         stage has them."""
@@ -120,7 +122,7 @@ class MegatronTrainer:
             if parallel.context > 1:
                 group = parallel_state.get_context_parallel_group()
                 context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
-            entropy = spec.objective.needs.entropy
+            entropy = "entropy" in spec.objective.needs
             self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, entropy, context, spec.forbidden)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
@@ -149,10 +151,11 @@ class MegatronTrainer:
         self._memory.require(phase)
 
     def take(self, share: Share) -> None:
-        """Keep the samples of a training step that belong to this data-parallel rank, for the updates of the step.
+        """Keep the samples of an epoch that belong to this data-parallel rank, for its updates. The samples of a later
+        epoch bring the columns that the first one has left (`columns`).
 
         Args:
-            share: its tokens are at hand. Every rank has the same number of micro-batches in a mini-batch;
+            share: its tokens and columns are at hand. Every rank has the same number of micro-batches in a mini-batch;
                 some may be empty. Its alignment must be a multiple of `policy.parallel`'s.
 
         Raises:
@@ -161,17 +164,24 @@ class MegatronTrainer:
         self.require("training")
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
-            packed = pack(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
-            for batch in (batch for minibatch in packed for batch in minibatch):
+            self.rows = EpochRows(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
+            for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
-        self.minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
-        self.denominators, self._at_start = share.denominators, []
+        self.rows.to(platform.device())
+        self._at_start = []
 
-    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
+    def columns(self, names: Sequence[Column]) -> dict[Column, dict[int, np.ndarray]]:
+        """Columns of the samples that `take` was given, as numbers at the tokens of each sample by its index in the
+        step (`packing.by_sample`). Only the rank that reports the replica's metrics has them; on others it is empty. It
+        is no collective."""
+        return {name: self.rows.numbers(name) for name in names} if self.reports_metrics else {}
+
+    def update(self, minibatch: int, coefficients: Mapping[str, float], epoch: int = 0) -> Metrics:
         """Do one optimizer step on a mini-batch that `take` was given. The weights may be read after the last one.
 
         Args:
             minibatch: its index.
+            epoch: the number of times that the step has trained on its samples.
             coefficients: the factors of the objective's terms, and `max_mismatch`, the bound of the mismatch at the
                 step's start, if there is one; they are the same on all ranks.
 
@@ -181,14 +191,17 @@ class MegatronTrainer:
             experts also the metrics of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py
             that apply; for a trained multi-token head also the metrics of `HeadLoss`; the norms are without it.
 
+            If the objective stops the step before this update, no weight has changed, and STOPPED stands in the place
+            of the norms and `lr`.
+
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
                 (the error names samples); or trainer and engine disagree about the log-probs at the step's start. No
                 weight has changed.
         """
         self.require("training")
-        microbatches, denominators = self.minibatches[minibatch], self.denominators[minibatch]
-        columns = self.prepared(minibatch)
+        microbatches, denominators = self.rows.minibatches[minibatch], self.rows.denominators[minibatch]
+        columns = self.prepared(minibatch, epoch)
         problems: list[str] = []
 
         def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
@@ -221,15 +234,17 @@ class MegatronTrainer:
             if has_auxiliary_losses:
                 reports = [*reports, describe_auxiliary_losses(self.chunks)]
             metrics = self.agreement.reduce(reports, problems)
-            bound = coefficients.get("max_mismatch") if minibatch == 0 else None
+            bound = coefficients.get("max_mismatch") if epoch == minibatch == 0 else None
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
+            if epoch and self.spec.objective.stops(metrics):
+                return metrics | {STOPPED: 1.0}
             grad_norm = self.optimizer.gradient_norm()
             head_norm = self.optimizer.head_gradient_norm() if head_loss else 0.0
             for norm in (grad_norm, head_norm):
                 if not norm <= LARGEST_NORM:  # or NaN; it is equal on all ranks, so all of them enter the collective
                     self.agreement.require_none([_describe_gradients(self.chunks, norm, microbatches)])
             # The last stage's head needs the whole embedding after every update.
-            is_last = minibatch == len(self.minibatches) - 1 or head_loss is not None
+            is_last = minibatch == len(self.rows.minibatches) - 1 or head_loss is not None
             param_norm, update_norm = self.optimizer.update(grad_norm, is_last, head_norm)
             if head_loss:
                 copy_embedding(self.chunks)
@@ -301,13 +316,9 @@ class MegatronTrainer:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
-    def _forward_all(self) -> list[FirstPass]:
-        """The log-probs and entropies of all micro-batches under the present weights. Only the last pipeline stage has
-        them; on the others the list is empty."""
-        return self._forward(self._all())
-
     def _forward(self, microbatches: Sequence[Microbatch], temperature: float | None = None) -> list[FirstPass]:
-        """The same of some micro-batches.
+        """The log-probs and entropies of some micro-batches under the present weights. Only the last pipeline stage has
+        them; on the others the list is empty.
 
         Args:
             temperature: None means the sampling temperature.
@@ -319,29 +330,18 @@ class MegatronTrainer:
         with platform.running(), torch.no_grad():
             return self.schedule.run(microbatches, keep, forward_only=True, temperature=temperature)
 
-    def _set(self, column: str, values: Sequence[Tensor]) -> None:
-        """Set a column of all micro-batches, in their order."""
-        remaining = iter(values)
-        self.minibatches = [
-            [replace(b, columns=replace(b.columns, **{column: next(remaining)})) for b in minibatch]
-            for minibatch in self.minibatches
-        ]
-
-    def _all(self) -> list[Microbatch]:
-        return [batch for minibatch in self.minibatches for batch in minibatch]
-
-    def prepared(self, minibatch: int) -> list[PackedColumns]:
+    def prepared(self, minibatch: int, epoch: int = 0) -> list[PackedColumns]:
         """The columns of this rank's micro-batches, with the columns that the objective adds."""
-        microbatches, objective = self.minibatches[minibatch], self.spec.objective
+        microbatches, objective = self.rows.minibatches[minibatch], self.spec.objective
         first_pass = None
-        if objective.needs.first_pass:
+        if "logp" in objective.needs.statistics:
             # The first update begins with the weights of logp_old, so the pass of `begin` is still valid.
-            known = minibatch == 0 and objective.needs.logp_old
+            known = epoch == minibatch == 0 and "logp_old" in objective.needs
             first_pass = self._at_start if known else self._forward(microbatches)
         columns = [batch.columns for batch in microbatches]
-        if not self._is_last_stage:
+        if not self.is_last_stage:
             return columns
-        return objective.prepare(columns, first_pass, self.denominators[minibatch], sum_over_data_ranks)
+        return objective.prepare(columns, first_pass, self.rows.denominators[minibatch], sum_over_data_ranks)
 
     def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
         """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this

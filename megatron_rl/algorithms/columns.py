@@ -40,7 +40,7 @@ class PackedColumns:
     """What the critic learns; None if there is no critic."""
     logp_old_T: Tensor | None = None
     """Log-probs under the weights at the step's start. None if the loss does not need them, or if the step's only
-    update computes them itself: see `Needs.logp_old`."""
+    update computes them itself: see `Needs.passes`."""
     logp_ref_T: Tensor | None = None
     """Log-probs under the reference policy; None if the loss does not need them."""
     mean_weight_T: Tensor | None = None

@@ -57,7 +57,7 @@ def mean_weight(
     """
     total = torch.zeros((), dtype=torch.float64, device=columns[0].action_mask_T.device)
     for c in columns:
-        assert c.logp_old_T is not None  # `Needs.logp_old_in_prepare` asks for it
+        assert c.logp_old_T is not None  # `Needs.statistics` asks for it
         log_w_T = torch.where(c.action_mask_T, c.logp_old_T - c.logp_rollout_T, 0.0)
         weight_T, _ = importance_weight(log_w_T, c.action_mask_T, c.sample_T, cfg)
         total += weight_T.double().sum()

@@ -28,7 +28,7 @@ from megatron_rl.algorithms.correction import importance_weight, mean_weight, re
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
-from megatron_rl.algorithms.needs import Needs
+from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import SumOverRanks
@@ -67,8 +67,8 @@ class Objective(Protocol):
     def credit(
         self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
     ) -> tuple[list[PackedColumns], Tensor]:
-        """What `token_advantages` returns, if `needs.token_advantages`. It runs when a step begins. All data-parallel
-        ranks must call it (a collective)."""
+        """What `token_advantages` returns. It runs when a step begins, unless `needs.credit` is empty. All
+        data-parallel ranks must call it (a collective)."""
 
     def prepare(
         self,
@@ -104,6 +104,13 @@ class Objective(Protocol):
 
         Raises:
             ValueError: trainer and engine disagree about the log-probs, so the update must not be made.
+        """
+
+    def stops(self, metrics: Metrics) -> bool:
+        """Whether the step ends before an update of the second epoch or a later one.
+
+        Args:
+            metrics: of the update's mini-batch, over all ranks, before any weight changes.
         """
 
 
@@ -174,15 +181,15 @@ class PolicyObjective:
             mean = mean_weight(columns, num_tokens, self._normalised_weight, sum_over_ranks)
             columns = [replace(c, mean_weight_T=torch.full_like(c.weight_T, mean)) for c in columns]
         if self._select:
-            assert first_pass is not None  # `needs.first_pass` asks for it
+            assert first_pass is not None  # `needs.statistics` asks for it
             chosen = self._select(cfg.loss, columns, [p.logp_T for p in first_pass], num_tokens, sum_over_ranks)
             columns = [replace(c, selected_T=chosen_T) for c, chosen_T in zip(columns, chosen, strict=True)]
         if cfg.top_entropy_share < 1:
-            assert first_pass is not None  # `needs.first_pass` asks for it
+            assert first_pass is not None  # `needs.statistics` asks for it
             # The tokens at or above the inclusive quantile; rounded, because 0.8 x 5 may be 4.000000000000001.
             count = num_tokens - math.ceil(round((num_tokens - 1) * (1 - cfg.top_entropy_share), 6))
             masks = [c.action_mask_T for c in columns]
-            entropies = [p.entropy_T for p in first_pass if p.entropy_T is not None]  # all: `needs.entropy` asks for it
+            entropies = [p.entropy_T for p in first_pass if p.entropy_T is not None]  # all: `needs` asks for it
             chosen = choose_largest(entropies, masks, count, sum_over_ranks)
             columns = [replace(c, high_entropy_T=chosen_T) for c, chosen_T in zip(columns, chosen, strict=True)]
         return columns
@@ -203,10 +210,10 @@ class PolicyObjective:
         if not self._around_engine:
             given["logp_old"] = anchor_T
         if self._kl:
-            assert columns.logp_ref_T is not None  # `needs.logp_ref` asks for it
+            assert columns.logp_ref_T is not None  # `needs.loss` asks for it
             given["logp_ref"] = columns.logp_ref_T
         if cfg.entropy or cfg.top_entropy_share < 1:
-            assert entropy_T is not None  # `needs.entropy` asks for it
+            assert entropy_T is not None  # `needs.loss` asks for it
             given["entropy"] = entropy_T
         require_finite(columns, given)
 
@@ -265,6 +272,14 @@ class PolicyObjective:
             return metrics
         rest = {name: value for name, value in metrics.items() if name != "correction/mean_square"}
         return rest | {"correction/ess": metrics["correction/mean"] ** 2 / squares if squares else 0.0}
+
+    def stops(self, metrics: Metrics) -> bool:
+        bounds = self.cfg.stop_epochs
+        if bounds is None:
+            return False
+        farthest = max(metrics["ratio/max"], 1 / max(metrics["ratio/min"], math.exp(-MAX_LOG_RATIO)))
+        beyond_kl = bounds.kl is not None and metrics["ppo_kl"] > bounds.kl
+        return beyond_kl or (bounds.ratio is not None and farthest > bounds.ratio)
 
     def _corrected(self, terms: Terms, columns: PackedColumns) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Returns the mask of the tokens that have a policy loss, the importance weights that multiply it, and the

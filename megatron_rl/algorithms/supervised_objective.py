@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.needs import Needs
 from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
+from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.types import Denominators, Metrics
 
@@ -51,3 +51,6 @@ class SupervisedObjective:
 
     def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
         return metrics
+
+    def stops(self, metrics: Metrics) -> bool:
+        return False

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.needs import Needs
 from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
+from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.value_loss import explained_variance, value_loss
 from megatron_rl.algorithms.whitening import SumOverRanks, moments
 from megatron_rl.config.value_loss import ValueLossConfig
@@ -25,7 +25,7 @@ class ValueObjective:
     Metrics: `loss`; `clipfrac`, the share of the action tokens whose loss is constant because of the clip.
     """
 
-    needs = Needs()
+    needs = Needs(loss=frozenset({"value", "return"}))
 
     def __init__(self, cfg: ValueLossConfig) -> None:
         self.cfg = cfg
@@ -74,6 +74,9 @@ class ValueObjective:
 
     def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
         return metrics
+
+    def stops(self, metrics: Metrics) -> bool:
+        return False
 
 
 def describe_values(columns: Sequence[PackedColumns], sum_over_ranks: SumOverRanks) -> dict[str, Tensor]:

@@ -21,7 +21,9 @@ from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_fl
 from megatron_rl.balance.packing import padded
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import Denominators, Mesh, MicrobatchPlan, ModelShape, StepBatch
+from megatron_rl.types import Denominators, Mesh, MicrobatchPlan, Minibatches, ModelShape, StepBatch
+
+WHOLE = Minibatches()
 
 
 def plan_microbatches(
@@ -30,30 +32,30 @@ def plan_microbatches(
     shape: ModelShape,
     parallel: ParallelConfig,
     balance: BalanceConfig,
-    updates: int,
+    minibatches: Minibatches = WHOLE,
     *,
     recompute: str = "none",
 ) -> MicrobatchPlan:
-    """Plan one step.
+    """Plan one epoch of a step.
 
-    Groups with an active sample are distributed in order over `updates` mini-batches. The numbers of groups differ by
-    at most one, so no group is left over. Each mini-batch is assigned to ranks and micro-batches (`assign`). With a
+    Groups with an active sample are distributed in order over the mini-batches. The numbers of groups differ by at most
+    one, so no group is left over. Each mini-batch is assigned to ranks and micro-batches (`assign`). With a
     pipeline the cheap positions are at both ends, where the pipeline fills and drains. Without one the most expensive
     position comes first, so that a lack of memory shows at once.
 
-    If fewer groups than `updates` have an active sample, there are fewer mini-batches, because one without samples has
-    no gradient. `len(plan.minibatches)` is the number of optimizer steps; it is 0 if no sample is active.
+    If fewer groups than mini-batches have an active sample, there are fewer mini-batches, because one without samples
+    has no gradient. `len(plan.minibatches)` is the number of optimizer steps; it is 0 if no sample is active.
 
     Args:
         active: bool [S], the samples that are planned.
         parallel: gives the data-parallel ranks, the pipeline stages, the alignment that sequences are padded to, and
             the number that must divide the number of micro-batches; some micro-batches may be empty.
         balance: gives the cap, the cost, whether groups stay together, and what happens to samples above the cap.
-        updates: the wanted number of mini-batches.
+        minibatches: the wanted number, and the order of the groups.
         recompute: the recomputation of the layers, `none` or `full`. It changes the cost.
 
     Returns:
-        The plan. Its metrics cover the whole step:
+        The plan. Its metrics cover the whole epoch:
             balance/tokens             tokens without padding
             balance/flops              FLOPs of the optimizer steps on all ranks
             balance/model_flops        the same without recomputation
@@ -66,18 +68,18 @@ def plan_microbatches(
             balance/oversize           number of samples above the cap
 
     Raises:
-        ValueError: the cap is below the alignment; updates is below 1; an active sample has no token or
+        ValueError: the cap is below the alignment; there is no mini-batch; an active sample has no token or
             no action, or is longer than the cap and this is refused. The error says which number to change.
     """
     mesh, cap = parallel.mesh, balance.max_tokens_per_microbatch
     sizes_S = padded(batch.lengths, parallel.alignment)
-    _check_numbers(cap, parallel.alignment, updates)
+    _check_numbers(cap, parallel.alignment, minibatches.number)
     _check_samples(batch, active, sizes_S, parallel.alignment, balance)
     costs_S = sample_costs(batch.lengths, balance.cost, shape, recompute)
     flops_S = training_flops(batch.lengths, shape, recompute)
     limits = AssignmentLimits(cap, mesh.data, parallel.microbatch_multiple)
     plan = _Writer(sizes_S, costs_S, flops_S, limits, mesh)
-    for samples in _deal_groups(batch.group_of, active, updates):
+    for samples in _deal_groups(batch.group_of, active, minibatches):
         groups = batch.group_of[samples] if balance.groups == "together" else None
         packing = assign(sizes_S[samples], costs_S[samples], limits, groups)
         plan.add(samples, packing.cell_S, packing.count)
@@ -163,15 +165,17 @@ def _tuples(array_RP: np.ndarray) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(tuple, array_RP.tolist()))
 
 
-def _deal_groups(group_S: np.ndarray, active_S: np.ndarray, updates: int) -> list[np.ndarray]:
+def _deal_groups(group_S: np.ndarray, active_S: np.ndarray, minibatches: Minibatches) -> list[np.ndarray]:
     """The samples of each mini-batch that has any. Whole groups are distributed in order, and the numbers of groups
     differ by at most one."""
     indices = np.flatnonzero(active_S)
     _, first, number = np.unique(group_S[indices], return_index=True, return_inverse=True)
-    order = np.argsort(np.argsort(first))[number]  # the rank of each sample's group by first appearance
-    cuts = np.cumsum([len(part) for part in np.array_split(first, updates)])
-    owner = np.searchsorted(cuts, order, side="right")
-    parts = [indices[owner == update] for update in range(updates)]
+    place = np.argsort(np.argsort(first))  # of each group, by first appearance
+    if minibatches.seed:
+        place = np.random.default_rng(minibatches.seed).permutation(len(first))[place]
+    cuts = np.cumsum([len(part) for part in np.array_split(first, minibatches.number)])
+    owner = np.searchsorted(cuts, place[number], side="right")
+    parts = [indices[owner == update] for update in range(minibatches.number)]
     return [samples for samples in parts if len(samples)]
 
 
@@ -182,7 +186,7 @@ def _check_numbers(cap: int, alignment: int, updates: int) -> None:
             f"balance.max_tokens_per_microbatch to {alignment} or more"
         )
     if updates < 1:
-        raise ValueError(f"updates is {updates}: a step needs at least 1 optimizer step")
+        raise ValueError(f"the number of mini-batches is {updates}: an epoch needs at least 1")
 
 
 def _check_samples(

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl.cluster.critic import CriticGroup
 from megatron_rl.cluster.policy import PolicyGroup
 from megatron_rl.loop.checkpoints import critic_path
-from megatron_rl.loop.shares import with_values
+from megatron_rl.loop.shares import with_columns
 from megatron_rl.ports import PolicyLost
 from megatron_rl.types import Metrics, Shares
 
@@ -39,17 +39,18 @@ class PolicyWithCritic:
     def begin(self, shares: Shares, coefficients: Mapping[str, float]) -> Metrics:
         """See `ports.Policy`. The metric `perf/critic_values_s` is the time of the critic's prediction, in seconds."""
         start = time.perf_counter()
-        predicted = self._critic.values(shares.critic)
+        values = self._critic.values(shares.critic)
         seconds = time.perf_counter() - start
-        self._is_warming = shares.policy[0].version < self._warmup_steps
-        with_predicted = shares._replace(policy=with_values(shares.policy, predicted))
-        return self._policy.begin(with_predicted, coefficients) | {"perf/critic_values_s": seconds}
+        first, *later = shares.policy
+        self._is_warming = first[0].version < self._warmup_steps
+        annotated = shares._replace(policy=[with_columns(first, {"value": values}), *later])
+        return self._policy.begin(annotated, coefficients) | {"perf/critic_values_s": seconds}
 
     def update(self, coefficients: Mapping[str, float]) -> tuple[list[Metrics], Metrics]:
         """See `ports.Policy`."""
-        self._critic.learn(self._policy.returns())
+        self._critic.learn(self._policy.columns(["return"])["return"])
         updates = [] if self._is_warming else self._policy.update(coefficients)[0]
-        return updates, describe_critic(self._critic.finish())
+        return updates, describe_critic(*self._critic.finish())
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         self._critic.save(critic_path(folder), {})
@@ -77,13 +78,12 @@ class PolicyWithCritic:
         self._critic.load_mirror(step)
 
 
-def describe_critic(told: Sequence[Metrics]) -> Metrics:
+def describe_critic(values: Metrics, updates: Sequence[Metrics]) -> Metrics:
     """The metrics of the critic's step: `critic/` and the names of `describe_values`, `ValueObjective` and an update.
     The ones of the updates are means.
 
     Args:
-        told: what `CriticGroup.finish` returned.
+        values, updates: what `CriticGroup.finish` returned.
     """
-    values, *updates = told
     means = {name: fmean([update[name] for update in updates]) for name in updates[0]}
     return {f"critic/{name}": value for name, value in (values | means).items()}

@@ -8,15 +8,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megatron_rl import spans
-from megatron_rl.cluster.payloads import fetch, fetch_numbers
+from megatron_rl.cluster.payloads import fetch_numbers
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
-from megatron_rl.types import Metrics, Share, TokenNumbers
+from megatron_rl.types import Epochs, Metrics, Share, TokenNumbers
 
 if TYPE_CHECKING:
     from megatron_rl.actor.critic import MegatronCritic
@@ -35,18 +34,23 @@ class CriticRank(MegatronRank):
 
     def values(self, share: Share) -> ray.ObjectRef | None:
         """The values of this replica's samples (`MegatronCritic.values`); None on all its ranks but one."""
+        share = self.fetched(share)
         start = time.perf_counter()
         with spans.span("values"):
-            values = self.actor.values(replace(share, tokens=fetch(share.tokens, with_routes=True)))
+            values = self.actor.values(share)
         log.info("valued %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return ray.put(values) if values else None
 
-    def learn(self, returns: Sequence[Any], num_updates: int) -> list[Metrics]:
-        """All updates of a step; returns what is said about its values, and the metrics of each update."""
+    def set_targets(self, returns: Sequence[Any]) -> Metrics:
+        """Returns what is said about the values of the step."""
+        metrics: Metrics = self.actor.set_targets(fetch_numbers(returns))
+        return metrics
+
+    def learn(self, epoch: int, num_updates: int) -> list[Metrics]:
+        """All updates of an epoch; returns the metrics of each."""
         start = time.perf_counter()
         with spans.span("updates"):
-            metrics = [self.actor.set_targets(fetch_numbers(returns))]
-            metrics += [self.actor.update(minibatch, {}) for minibatch in range(num_updates)]
+            metrics = [self.actor.update(minibatch, {}, epoch) for minibatch in range(num_updates)]
         log.info("learned in %d updates, %.2f s", num_updates, time.perf_counter() - start)
         return metrics
 
@@ -56,32 +60,39 @@ class CriticGroup(RankGroup):
 
     role, kind = "critic", CriticRank
 
-    def values(self, shares: Sequence[Share]) -> TokenNumbers:
+    def values(self, epochs: Epochs) -> TokenNumbers:
         """Give every data-parallel rank its share of a step, and compute the values of the states before the tokens."""
         self.before("training")
-        self._shares = shares
+        self._epochs, shares = epochs, epochs[0]
         self._finish_mirrors()
         given = zip(self.ranks, self._of_replicas(shares), strict=True)
         answers = self._gather_all([rank.values.remote(share) for rank, share in given], "to compute values")
-        return TokenNumbers.of_replicas(self.mesh, answers, [share.index for share in shares])
+        self._values = TokenNumbers.of_replicas(self.mesh, answers, [share.index for share in shares])
+        return self._values
 
     def learn(self, returns: TokenNumbers) -> None:
-        """Begin one optimizer step on each mini-batch of the shares. It returns at once, so that the policy is updated
-        at the same time."""
+        """Begin one optimizer step on each mini-batch of each epoch. It returns at once, so that the policy is updated
+        at the same time. Each rank does what it is told in this order."""
         self.before("training")
-        needed = self._of_replicas([returns.needed_by(share.index) for share in self._shares])
-        num_updates = len(self._shares[0].minibatches)
-        self.num_changes += num_updates
-        self._learning = [rank.learn.remote(parts, num_updates) for rank, parts in zip(self.ranks, needed, strict=True)]
+        held = self._epochs[0]
+        needed = self._of_replicas([returns.needed_by(share.index) for share in held])
+        self._learning = [[rank.set_targets.remote(parts) for rank, parts in zip(self.ranks, needed, strict=True)]]
+        for epoch, shares in enumerate(self._epochs):
+            if shares is not held:
+                self.take(shares, {"value": self._values, "return": returns})
+                held = shares
+            num_updates = len(shares[0].minibatches)
+            self.num_changes += num_updates
+            self._learning.append([rank.learn.remote(epoch, num_updates) for rank in self.ranks])
 
-    def finish(self) -> list[Metrics]:
+    def finish(self) -> tuple[Metrics, list[Metrics]]:
         """Wait until the updates are done.
 
         Returns:
-            How well the values predict the returns, and then the metrics of each update.
+            How well the values predict the returns, and the metrics of each update.
 
         Raises:
             ValueError: a number is not finite. The weights are the ones before that update.
         """
-        metrics: list[Metrics] = self._gather(self._learning, "to learn")
-        return metrics
+        described, *epochs = [self._gather(calls, "to learn") for calls in self._learning]
+        return described, [update for epoch in epochs for update in epoch]

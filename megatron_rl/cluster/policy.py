@@ -15,20 +15,20 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from megatron_rl import spans
 from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.algorithms.passes import STOPPED, Column
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.nodes import RayPlacement
-from megatron_rl.cluster.payloads import fetch, fetch_numbers
+from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.profiling import ProfiledRank
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Gradient, Metrics, Share, Shares, TokenNumbers, TokenSpan
+from megatron_rl.types import Epochs, Gradient, Metrics, Share, Shares, TokenNumbers, TokenSpan
 
 if TYPE_CHECKING:
     from megatron_rl.actor.actor import MegatronActor
@@ -62,11 +62,10 @@ class TrainerRank(ProfiledRank, MegatronRank):
         return fused_norms
 
     def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:
-        tokens = fetch(share.tokens, with_routes=True)
-        values = None if share.values is None else fetch_numbers(share.values)
+        share = self.fetched(share)
         start = time.perf_counter()
         with spans.span("begin"):
-            metrics: Metrics = self.actor.begin(replace(share, tokens=tokens, values=values), coefficients)
+            metrics: Metrics = self.actor.begin(share, coefficients)
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
 
@@ -74,22 +73,24 @@ class TrainerRank(ProfiledRank, MegatronRank):
         logps: dict[int, float] = self.actor.score(replace(share, tokens=fetch(share.tokens)))
         return logps
 
-    def returns(self) -> ray.ObjectRef | None:
-        """The returns of this replica's samples (`MegatronActor.returns`); None on all its ranks but one."""
-        returns = self.actor.returns()
-        return ray.put(returns) if returns else None
-
-    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> tuple[Metrics, float]:
+    def update(self, minibatch: int, coefficients: Mapping[str, float], epoch: int) -> tuple[Metrics, float]:
         """One optimizer step; returns its metrics with PEAK, and the seconds of this rank's matrix product."""
         from megatron_rl.actor.platform import peak_memory_bytes
 
         product_s = self.speed.seconds()
         start = time.perf_counter()
         with spans.span("update", minibatch):
-            metrics = self.actor.update(minibatch, coefficients)
+            metrics = self.actor.update(minibatch, coefficients, epoch)
         seconds = time.perf_counter() - start
         norm = metrics["grad_norm"]
-        log.info("update %d: loss %.6g, gradient norm %.6g, %.2f s", minibatch, metrics["loss"], norm, seconds)
+        log.info(
+            "epoch %d, update %d: loss %.6g, gradient norm %.6g, %.2f s",
+            epoch,
+            minibatch,
+            metrics["loss"],
+            norm,
+            seconds,
+        )
         return metrics | {PEAK: float(peak_memory_bytes())}, product_s
 
     def token_numbers(self, coefficients: Mapping[str, float]) -> dict[int, dict[str, np.ndarray]]:
@@ -129,7 +130,9 @@ class PolicyGroup(RankGroup):
         self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement, restarts: Restarts
     ) -> None:
         self._restarts = restarts
-        self._shares: Sequence[Share] = ()
+        self._epochs: Epochs = ()
+        self._held: Sequence[Share] = ()
+        """The shares of the epoch that the ranks hold."""
         super().__init__(spec, cluster, logs, placement)
 
     def restart(self, cause: PolicyLost) -> Collection[int]:
@@ -147,23 +150,33 @@ class PolicyGroup(RankGroup):
     def begin(self, shares: Shares, coefficients: Mapping[str, float]) -> Metrics:
         """See `ports.Policy`."""
         self.before("training")
-        self._shares = shares.policy
-        given = zip(self.ranks, self._of_replicas(shares.policy), strict=True)
+        self._epochs, self._held = shares.policy, shares.policy[0]
+        given = zip(self.ranks, self._of_replicas(self._held), strict=True)
         calls = [rank.begin.remote(share, dict(coefficients)) for rank, share in given]
         mirrored = self._finish_mirrors()
         metrics: Metrics = self._gather(calls, "to compute log-probs")
         return metrics | mirrored
 
-    def returns(self) -> TokenNumbers:
-        """What a critic has to learn from the step that `begin` was given, if the estimator needs one."""
-        answers = self._gather_all([rank.returns.remote() for rank in self.ranks], "to tell the returns")
-        return TokenNumbers.of_replicas(self.mesh, answers, [share.index for share in self._shares])
+    def columns(self, names: Sequence[Column]) -> dict[Column, TokenNumbers]:
+        """Columns of the step that `begin` was given."""
+        return self.columns_of(self._held, names)
 
     def update(self, coefficients: Mapping[str, float]) -> tuple[list[Metrics], Metrics]:
         """See `ports.Policy`. The metrics of an update have PEAK, `slowest_rank/number` and `slowest_rank/ratio`: the
         rank whose matrix product took longest, and how many times as long as the product of the median rank."""
         self.before("training")
-        return [self._update(i, coefficients) for i in range(len(self._shares[0].minibatches))], {}
+        updates: list[Metrics] = []
+        kept = self._spec.objective.needs.kept
+        columns = self.columns(kept) if any(shares is not self._held for shares in self._epochs) else {}
+        for epoch, shares in enumerate(self._epochs):
+            if shares is not self._held:
+                self._gather(self.take(shares, columns), "to take its samples")
+                self._held = shares
+            for minibatch in range(len(shares[0].minibatches)):
+                updates.append(self._update(minibatch, coefficients, epoch))
+                if STOPPED in updates[-1]:
+                    return updates, {}
+        return updates, {}
 
     def token_numbers(self, coefficients: Mapping[str, float]) -> dict[int, dict[str, np.ndarray]]:
         """The numbers of all tokens of the step that `begin` was given; see `actor.inspection.token_numbers`."""
@@ -180,10 +193,10 @@ class PolicyGroup(RankGroup):
         answer: Gradient = self._all("gradient_of", "to compute a gradient", minibatch, part, dict(coefficients))
         return answer
 
-    def _update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        calls = [rank.update.remote(minibatch, coefficients) for rank in self.ranks]
+    def _update(self, minibatch: int, coefficients: Mapping[str, float], epoch: int) -> Metrics:
+        calls = [rank.update.remote(minibatch, coefficients, epoch) for rank in self.ranks]
         answers: list[tuple[Metrics, float]] = self._gather_all(calls, "to update")
-        self.num_changes += 1
+        self.num_changes += STOPPED not in answers[0][0]
         number, ratio = slowest([seconds for _, seconds in answers])
         peak = max(metrics[PEAK] for metrics, _ in answers)
         return answers[0][0] | {PEAK: peak, "slowest_rank/number": float(number), "slowest_rank/ratio": ratio}

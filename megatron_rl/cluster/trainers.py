@@ -13,6 +13,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,17 +22,20 @@ from ray.exceptions import RayActorError
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.algorithms.passes import Column
 from megatron_rl.bridge.join import host_store
 from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_steps
 from megatron_rl.cluster.network import find_interface
 from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.payloads import fetch, fetch_numbers
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.process_trace import TracedProcess
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.cluster import ALLOCATOR_VARIABLES, ClusterConfig
+from megatron_rl.loop.shares import with_columns
 from megatron_rl.ports import PolicyLost
 from megatron_rl.processes import starting
-from megatron_rl.types import Mesh, Metrics, Phase
+from megatron_rl.types import Mesh, Metrics, Phase, Share, TokenNumbers
 
 if TYPE_CHECKING:
     from megatron_rl.actor.trainer import MegatronTrainer
@@ -64,6 +68,21 @@ class MegatronRank(TracedProcess, ABC):
 
     def locate(self) -> Location:
         return locate()
+
+    def fetched(self, share: Share) -> Share:
+        """The share with the tokens and the columns that it refers to."""
+        names = share.columns if self.actor.is_last_stage else ()
+        columns = {name: fetch_numbers(share.columns[name]) for name in names}
+        return replace(share, tokens=fetch(share.tokens, with_routes=True), columns=columns)
+
+    def take(self, share: Share) -> None:
+        """Take the samples of a later epoch of the step."""
+        self.actor.take(self.fetched(share))
+
+    def columns(self, names: Sequence[Column]) -> dict[Column, ray.ObjectRef] | None:
+        """A reference to each column of the rank's samples (`MegatronTrainer.columns`); None if it has none."""
+        columns = self.actor.columns(names)
+        return {name: ray.put(numbers) for name, numbers in columns.items()} if any(columns.values()) else None
 
     def serve(self) -> tuple[str, int]:
         """Serve the store over which the ranks will meet, and return its address and port."""
@@ -225,7 +244,7 @@ class RankGroup:
         Args:
             is_resumed: `load` follows, so the model's folder is read only if a reference policy needs its weights.
         """
-        load_model = not is_resumed or self._spec.objective.needs.logp_ref
+        load_model = not is_resumed or "logp_ref" in self._spec.objective.needs
         timeout_s = self._cluster.start_timeout_s
         needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
         locate_all(self.processes, timeout_s, needs)
@@ -312,6 +331,20 @@ class RankGroup:
         told = self._gather_all([rank.enter.remote(phase) for rank in self.ranks], f"to enter the phase {phase}")
         for process, metrics in zip(self.processes, told, strict=True):
             process.memory |= metrics
+
+    def columns_of(self, shares: Sequence[Share], names: Sequence[Column]) -> dict[Column, TokenNumbers]:
+        """Columns of the samples in the shares that the ranks hold."""
+        answers = self._gather_all([rank.columns.remote(names) for rank in self.ranks], "to tell its columns")
+        indices = [share.index for share in shares]
+        return {
+            name: TokenNumbers.of_replicas(self.mesh, [answer and answer[name] for answer in answers], indices)
+            for name in names
+        }
+
+    def take(self, shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[ray.ObjectRef]:
+        """Begin to give every data-parallel rank its share of a later epoch, with the columns of its samples."""
+        annotated = with_columns(shares, columns)
+        return [rank.take.remote(share) for rank, share in zip(self.ranks, self._of_replicas(annotated), strict=True)]
 
     def _all(self, method: str, doing: str, *arguments: Any) -> Any:
         """Call a method on all ranks; see `_gather`."""

@@ -121,6 +121,12 @@ def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
     """A clip that bounds how far the policy moves away from weights of several steps before: without one, three of five
     runs with the demo's task and a lag of 4 lost what they had learnt."""
     algorithm, loss = config.algorithm, config.algorithm.loss
+    clips = sorted(name for name in loss.model_fields_set if name.startswith("clip_ratio"))
+    if loss.clips_ratio and clips and algorithm.num_updates == 1 and not algorithm.is_around_engine:
+        tell(
+            f"algorithm.loss.{clips[0]} never acts: with algorithm.updates_per_step and algorithm.epochs 1 each update "
+            "begins at pi_old, where the ratio is 1"
+        )
     if config.rollout.max_lag <= 1 or algorithm.is_bounded:
         return config
     lag = f"rollout.max_lag is {config.rollout.max_lag}"
@@ -131,7 +137,7 @@ def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
         )
         settled = algorithm.model_copy(update={"anchor": "engine", "correction": None})
         return config.model_copy(update={"algorithm": settled})
-    if algorithm.updates_per_step == 1:
+    if algorithm.num_updates == 1:
         choices = ["algorithm.loss.kind=dppo_tv and algorithm.correction=null", "rules in algorithm.correction.reject"]
         if loss.clips_ratio:
             choices.insert(0, "algorithm.anchor=engine and algorithm.correction=null")

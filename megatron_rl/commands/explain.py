@@ -165,7 +165,7 @@ def look(config: GrpoRunConfig, asked: ExplainRequest) -> ExplainedStep:
     shares, _ = plan_step(config, shape, batch_of(config, rollouts, asked.step))
     return ExplainedStep(
         number=asked.step,
-        answers=answers_of(rollouts, shares.policy, {}),
+        answers=answers_of(rollouts, shares.policy[0], {}),
         records={int(record["step"]): record for record in read_metrics(asked.run)},
         labels=[reward.label for reward in config.rewards],
         max_lag=config.rollout.max_lag,
@@ -244,11 +244,12 @@ def _whole(found: Sequence[FoundSpan]) -> Gradient | None:
 def _search(
     policy: PolicyGroup, shares: Shares, step: ExplainedStep, coefficients: dict[str, float]
 ) -> list[FoundSpan]:
-    """The tokens with the largest gradients, in all mini-batches."""
+    """The tokens with the largest gradients, in all mini-batches of the first epoch."""
     tokens = {answer.index: answer.actions for answer in step.answers}
-    num_updates, found = shares.num_updates, []
+    first, found = shares.policy[0], []
+    num_updates = len(first[0].minibatches)
     for minibatch in range(num_updates):
-        rows = [micro for share in shares.policy for micro in _rows(share, minibatch)]
+        rows = [micro for share in first for micro in _rows(share, minibatch)]
         samples = [sample for row in rows for sample in row]
 
         def gradient_of(part: TokenSpan, minibatch: int = minibatch) -> Gradient:

@@ -6,6 +6,7 @@ megatron-rl grpo FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -151,7 +152,7 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
         policy=config.policy,
         objective=PolicyObjective(config.algorithm),
         temperature=config.rollout.sampling.temperature,
-        total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.updates_per_step,
+        total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.num_updates,
         seed=config.run.seed,
         collective_timeout=config.cluster.collective_timeout,
         forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
@@ -173,7 +174,7 @@ def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement
         policy=critic.trainer,
         objective=ValueObjective(critic.loss),
         temperature=1.0,
-        total_steps=config.run.steps * (critic.updates_per_step or config.algorithm.updates_per_step),
+        total_steps=config.run.steps * math.prod(critic.updates_of(config.algorithm)),
         seed=config.run.seed,
         collective_timeout=config.cluster.collective_timeout,
     )

@@ -131,6 +131,22 @@ class EntropyConfig(Section):
     verl. `token-mean`: their mean over the mini-batch for every `loss_agg_mode`, as in TRL."""
 
 
+class StopEpochsConfig(Section):
+    """Bounds of the distance from pi_old, from the second epoch on. They are compared with the numbers of a mini-batch
+    over all ranks. An update that would begin beyond a bound is not made, and the step ends."""
+
+    kl: PositiveFloat | None = None
+    """The largest KL(pi_old || pi) in nats, as the mean of k3 over action tokens (the metric `ppo_kl`)."""
+    ratio: Annotated[float, Field(gt=1)] | None = None
+    """The largest ratio of a token, pi / pi_old or its inverse (the metrics `ratio/max` and `ratio/min`)."""
+
+    @model_validator(mode="after")
+    def _given(self) -> Self:
+        if self.kl is None and self.ratio is None:
+            raise ValueError("stop_epochs has no bound; give kl, ratio or both, or set stop_epochs to null")
+        return self
+
+
 class AlgorithmConfig(Section):
     shaping: tuple[ShapingConfig, ...] = ()
     """The changes that are made to the rewards for training, in this order. Evaluations see the original rewards."""
@@ -167,13 +183,26 @@ class AlgorithmConfig(Section):
     them. Their rewards stay in the statistics of their groups (DAPO, arXiv:2503.14476, section 3.4). An answer whose
     reasoning was cut, but which itself ended within its budget, stays. false: such answers stay."""
     updates_per_step: PositiveInt = 1
-    """The number of mini-batches per training step; each gives one optimizer step. With one update there is no forward
-    pass before it, unless the loss needs statistics of the whole mini-batch."""
+    """The number of mini-batches of an epoch; each gives one optimizer step. With one update in a step there is no
+    forward pass before it, unless the loss needs statistics of the whole mini-batch."""
+    epochs: PositiveInt = 1
+    """The number of times that a step trains on each of its samples. The log-probs of pi_old, the values, the
+    advantages and the importance weights are computed once, before the first update."""
+    reshuffle: bool = True
+    """Whether each epoch after the first one has mini-batches of its own: its groups in another order, with their own
+    denominators. The run's seed, the step and the epoch determine the order. false: the same mini-batches again."""
+    stop_epochs: StopEpochsConfig | None = None
+    """When a step trains no further, although it has epochs left; null: it trains for all its epochs."""
     max_mismatch: Annotated[float, Field(gt=0)] | None = None
     """The run stops if the mean of |logp_old - logp_rollout| over the action tokens, in nats, exceeds this bound,
     because the engine then does not hold the trainer's weights. null: 1e-3 for a float32 model; for a bfloat16 model
     0.2 in the first step, and later four times the first step's value, but at least 0.02. Tiny models showed 2e-7 in
     fp32 and 8e-3 in bf16 (one run)."""
+
+    @property
+    def num_updates(self) -> int:
+        """The largest number of optimizer steps in a training step."""
+        return self.updates_per_step * self.epochs
 
     @property
     def kl_in_reward(self) -> bool:
@@ -237,6 +266,19 @@ class AlgorithmConfig(Section):
                 f"anchor engine is for losses that clip the ratio to pi_old, and {loss.kind} does not, or has its own "
                 "policy there; remove anchor, or choose dual_clip, gspo, gmpo, cispo or sapo"
             )
+        if self.epochs > 1 and not loss.has_ratio:
+            raise ValueError(
+                f"epochs is {self.epochs}, but loss {loss.kind} has no ratio to pi_old: after the first update its "
+                "gradient is not the policy gradient of the weights that it changes; choose a loss with a ratio, such "
+                "as dual_clip, or set epochs to 1"
+            )
+        if self.stop_epochs and self.epochs == 1:
+            raise ValueError("stop_epochs is for the second epoch and later ones, but epochs is 1; raise epochs")
+        if self.stop_epochs and self.is_around_engine:
+            raise ValueError(
+                "stop_epochs compares pi with pi_old, but the ratio here is to the engine's policy (anchor engine, or "
+                "the loss has it); remove stop_epochs, or choose anchor old and a loss with it"
+            )
         if (loss.corrects or self.anchor == "engine") and correction:
             which = f"loss {loss.kind}" if loss.corrects else "the ratio of anchor engine"
             raise ValueError(
@@ -277,5 +319,6 @@ class AlgorithmConfig(Section):
             )
         if rollout.prompts_per_step < self.updates_per_step:
             yield (
-                "algorithm.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
+                f"algorithm.updates_per_step ({self.updates_per_step}) exceeds rollout.prompts_per_step "
+                f"({rollout.prompts_per_step}): a mini-batch has whole groups, so some would be empty; lower it"
             )

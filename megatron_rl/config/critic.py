@@ -13,6 +13,7 @@ from megatron_rl.config.section import Section
 from megatron_rl.config.value_loss import ValueLossConfig
 
 if TYPE_CHECKING:
+    from megatron_rl.config.algorithm import AlgorithmConfig
     from megatron_rl.config.schema import GrpoRunConfig
 
 
@@ -32,8 +33,11 @@ class CriticConfig(Section):
     """Adapters of a frozen model, which are trained with the value head. null: all weights are trained."""
     loss: ValueLossConfig = ValueLossConfig()
     updates_per_step: PositiveInt | None = None
-    """The number of optimizer steps of the critic in a training step, each on its own part of the prompts; null means
-    `algorithm.updates_per_step`, the policy's number."""
+    """The number of mini-batches of an epoch; each gives one optimizer step. null means `algorithm.updates_per_step`,
+    the policy's number."""
+    epochs: PositiveInt | None = None
+    """The number of times that a step trains the critic on each of its samples, with the values of the step's start;
+    null means `algorithm.epochs`, the policy's number. `algorithm.stop_epochs` does not stop the critic."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The number of first steps of the run that train only the critic."""
 
@@ -41,6 +45,10 @@ class CriticConfig(Section):
     def trainer(self) -> PolicyConfig:
         """The critic's parallelism and optimizer, as a policy's configuration."""
         return PolicyConfig(parallel=self.parallel, optimizer=self.optimizer, megatron=self.megatron, lora=self.lora)
+
+    def updates_of(self, policy: AlgorithmConfig) -> tuple[int, int]:
+        """The number of mini-batches of an epoch, and of epochs of a step."""
+        return self.updates_per_step or policy.updates_per_step, self.epochs or policy.epochs
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         yield from self.optimizer.wider_gradients("critic", (self.model or run.model).dtype)

@@ -24,10 +24,7 @@ KEYS = {
     **dict.fromkeys(("num_generations", "n", "group_size"), "answers to a prompt are rollout.samples_per_prompt"),
     **dict.fromkeys(("train_batch_size", "batch_size"), "prompts of a step are rollout.prompts_per_step"),
     **dict.fromkeys(("ppo_mini_batch_size", "num_minibatches"), "mini-batches are algorithm.updates_per_step"),
-    **dict.fromkeys(
-        ("num_iterations", "ppo_epochs"),
-        LACKS.format("a second pass over the same answers; mini-batches of a step are algorithm.updates_per_step"),
-    ),
+    **dict.fromkeys(("num_iterations", "ppo_epochs", "mu"), "passes over a step's answers are algorithm.epochs"),
     **dict.fromkeys(("speculative", "speculative_config", "draft_model"), LACKS.format("speculative decoding")),
     **dict.fromkeys(("quantization", "load_in_4bit", "load_in_8bit"), "engines have rollout.quantization"),
     **dict.fromkeys(
@@ -59,7 +56,6 @@ AXES = {
 FORMER: dict[tuple[str, ...], str] = {
     ("rollout", "expert_parallel"): "it is rollout.parallel.expert now, the number of tensor ranks where it was true",
     ("sft", "epochs"): "it is run.epochs now",
-    ("algorithm", "epochs"): KEYS["ppo_epochs"],
 }
 """A key in its section -> what to say: keys of an earlier version, and names with another meaning there."""
 

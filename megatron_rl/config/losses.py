@@ -34,6 +34,9 @@ class PolicyLoss(Method):
     """
     clips_ratio: ClassVar[bool] = False
     """Whether the loss clips pi / pi_old and nothing else, so that `algorithm.anchor` may be the engine's policy."""
+    has_ratio: ClassVar[bool] = True
+    """Whether the loss has a ratio to the policy that sampled or to pi_old, so that a sample may be trained on again
+    after an update."""
     corrects: ClassVar[bool] = False
     """Whether the loss contains the importance weight of the engine's policy, so that no correction may be added."""
 
@@ -134,6 +137,8 @@ class ReinforceLoss(PolicyLoss):
     source: ClassVar[str] = "Williams 1992, Machine Learning 8"
     aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
 
+    has_ratio: ClassVar[bool] = False
+
     kind: Literal["reinforce"] = "reinforce"
 
 
@@ -143,6 +148,8 @@ class GpgLoss(PolicyLoss):
     formula: ClassVar[str] = "-A log pi"
     source: ClassVar[str] = "arXiv:2504.02546"
     aggregation: ClassVar[Aggregation] = "token-mean"
+
+    has_ratio: ClassVar[bool] = False
 
     kind: Literal["gpg"] = "gpg"
 

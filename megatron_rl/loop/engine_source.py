@@ -316,8 +316,11 @@ class EngineSource:
         useless, surplus = admission.num_useless, admission.num_surplus
         admission.num_useless = admission.num_surplus = 0
         lags = [step - sample.oldest_version for group in groups for sample in group.rollouts if sample.num_actions]
+        lag, updates = sum(lags) / max(1, len(lags)), self._config.algorithm.num_updates
+        if updates > 1:
+            metrics["lag/updates"] = lag * updates
         return metrics | {
-            "lag/mean": sum(lags) / max(1, len(lags)),
+            "lag/mean": lag,
             "lag/max": float(max(lags, default=0)),
             "stream/running": float(len(self._admission.running)),
             "stream/ready": float(len(self._admission.ready)),

@@ -13,7 +13,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.loop.shares import deal
 from megatron_rl.ports import Policy
-from megatron_rl.types import Credit, Metrics, ModelShape, StepBatch, Tokens
+from megatron_rl.types import Metrics, ModelShape, StepBatch, Tokens
 
 
 def heldout_loss(
@@ -25,9 +25,9 @@ def heldout_loss(
         step: the number of steps that are done.
     """
     batch = StepBatch.of_rows(rows, version=step)
-    active, nothing = np.ones(len(rows), bool), np.zeros(len(rows))
+    active = np.ones(len(rows), bool)
     parallel = config.policy.parallel
-    plan = plan_microbatches(batch, active, shape, parallel, config.balance, 1, recompute=config.model.recompute)
-    logp_of = policy.score(deal(batch, plan, Credit(nothing, active), nothing, parallel.data))
+    plan = plan_microbatches(batch, active, shape, parallel, config.balance, recompute=config.model.recompute)
+    logp_of = policy.score(deal(batch, plan, parallel.data))
     num_tokens = float(batch.num_actions.sum())
     return {"eval/loss": -sum(logp_of[i] for i in range(len(rows))) / num_tokens, "eval/tokens": num_tokens}

@@ -16,7 +16,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.rollouts import describe_passages
 from megatron_rl.loop.shares import deal
 from megatron_rl.ports import Policy
-from megatron_rl.types import Credit, Group, ModelShape, Rollouts, StepBatch
+from megatron_rl.types import Group, ModelShape, Rollouts, StepBatch
 
 
 def with_utilities(config: GrpoRunConfig, shape: ModelShape, policy: Policy, rollouts: Rollouts, step: int) -> Rollouts:
@@ -27,9 +27,9 @@ def with_utilities(config: GrpoRunConfig, shape: ModelShape, policy: Policy, rol
     if not probes:
         return rollouts
     batch = StepBatch.of_groups(probes, step)
-    active, nothing = np.ones(len(batch.lengths), bool), np.zeros(len(batch.lengths))
-    plan = plan_microbatches(batch, active, shape, parallel, config.balance, 1, recompute=config.model.recompute)
-    logp_of = policy.score(deal(batch, plan, Credit(nothing, active), nothing, parallel.data))
+    active = np.ones(len(batch.lengths), bool)
+    plan = plan_microbatches(batch, active, shape, parallel, config.balance, recompute=config.model.recompute)
+    logp_of = policy.score(deal(batch, plan, parallel.data))
     logps = iter([logp_of[i] for i in range(len(active))])
 
     def settled(group: Group) -> Group:

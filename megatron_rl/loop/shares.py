@@ -6,12 +6,14 @@ other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 import numpy as np
 
 from megatron_rl.algorithms import estimate_advantages, loss_weights
+from megatron_rl.algorithms.passes import Column
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.losses import Aggregation
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
@@ -20,6 +22,7 @@ from megatron_rl.types import (
     Credit,
     Metrics,
     MicrobatchPlan,
+    Minibatches,
     ModelShape,
     Rollouts,
     Share,
@@ -29,34 +32,49 @@ from megatron_rl.types import (
     TokenRewards,
 )
 
+TOTALS = ("balance/tokens", "balance/flops", "balance/model_flops", "balance/num_microbatches")
+"""The metrics of a plan that add up over the epochs of a step. The others are means."""
+
 
 def plan_step(config: GrpoRunConfig, shape: ModelShape, batch: StepBatch) -> tuple[Shares, Metrics]:
     """The shares of a step, and the metrics of advantages and plan."""
-    algorithm = config.algorithm
+    algorithm, critic = config.algorithm, config.critic
     credit, metrics = estimate_advantages(batch, algorithm)
 
     def dealt(
-        parallel: ParallelConfig, model: ModelConfig, aggregation: Aggregation, num_updates: int
-    ) -> tuple[list[Share], Metrics]:
-        plan = plan_microbatches(
-            batch,
-            credit.active,
-            shape,
-            parallel,
-            config.balance,
-            num_updates,
-            recompute=model.recompute,
-        )
-        weights = loss_weights(batch, plan, aggregation, algorithm.loss_agg_tokens)
-        return deal(batch, plan, credit, weights, parallel.data), dict(plan.metrics)
+        parallel: ParallelConfig, model: ModelConfig, aggregation: Aggregation, updates: int, epochs: int
+    ) -> tuple[list[list[Share]], Metrics]:
+        shares: list[list[Share]] = []
+        plans: list[MicrobatchPlan] = []
+        for epoch in range(epochs):
+            is_new = epoch == 0 or (algorithm.reshuffle and updates > 1)
+            if is_new:
+                seed = (config.run.seed, batch.version, epoch) if epoch else ()
+                plan = plan_microbatches(
+                    batch,
+                    credit.active,
+                    shape,
+                    parallel,
+                    config.balance,
+                    Minibatches(updates, seed),
+                    recompute=model.recompute,
+                )
+                weights = loss_weights(batch, plan, aggregation, algorithm.loss_agg_tokens)
+                plans.append(plan)
+                shares.append(deal(batch, plan, parallel.data, weights, credit, epochs))
+            else:
+                plans.append(plans[0])
+                shares.append(shares[0])
+        of_plans = {name: [plan.metrics[name] for plan in plans] for name in plans[0].metrics}
+        return shares, {name: sum(all_) if name in TOTALS else fmean(all_) for name, all_ in of_plans.items()}
 
-    policy, planned = dealt(config.policy.parallel, config.model, algorithm.aggregation, algorithm.updates_per_step)
-    critic: list[Share] = []
-    if config.critic is not None:
-        own = config.critic
-        num_updates = own.updates_per_step or algorithm.updates_per_step
-        critic, _ = dealt(own.parallel, own.model or config.model, "token-mean", num_updates)
-    return Shares(policy, critic), {**metrics, **planned}
+    own = algorithm.updates_per_step, algorithm.epochs
+    policy, planned = dealt(config.policy.parallel, config.model, algorithm.aggregation, *own)
+    of_critic: list[list[Share]] = []
+    if critic is not None:
+        model = critic.model or config.model
+        of_critic, _ = dealt(critic.parallel, model, "token-mean", *critic.updates_of(algorithm))
+    return Shares(policy, of_critic), {**metrics, **planned}
 
 
 def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBatch:
@@ -65,21 +83,39 @@ def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBat
     return StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
 
 
-def with_values(shares: Sequence[Share], values: TokenNumbers) -> list[Share]:
-    """The policy's shares with the values of their samples."""
-    return [replace(share, values=values.needed_by(share.index)) for share in shares]
+def with_columns(shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[Share]:
+    """The shares with references to columns of their samples."""
+    return [
+        replace(share, columns={name: numbers.needed_by(share.index) for name, numbers in columns.items()})
+        for share in shares
+    ]
 
 
-def deal(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, num_ranks: int) -> list[Share]:
-    """The share of each data-parallel rank.
+def deal(
+    batch: StepBatch,
+    plan: MicrobatchPlan,
+    num_ranks: int,
+    weights: np.ndarray | None = None,
+    credit: Credit | None = None,
+    epochs: int = 1,
+) -> list[Share]:
+    """The share of each data-parallel rank in an epoch.
 
     Args:
-        weights: float64 [S], the factor of each action token's loss (`loss_weights`).
+        weights: float64 [S], the factor of each action token's loss (`loss_weights`). None: the samples are only looked
+            at.
+        credit: None: no sample has an advantage, as in supervised training.
+        epochs: the number of epochs of the step.
     """
-    return [_share(batch, plan, credit, weights, rank) for rank in range(num_ranks)]
+    num_samples = len(batch.names)
+    weights = np.zeros(num_samples) if weights is None else weights
+    credit = credit or Credit(np.zeros(num_samples), np.ones(num_samples, bool))
+    return [_share(batch, plan, credit, weights, rank, epochs) for rank in range(num_ranks)]
 
 
-def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, rank: int) -> Share:
+def _share(
+    batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, rank: int, epochs: int
+) -> Share:
     of_rank = [minibatch[rank] for minibatch in plan.minibatches]
     index = np.array([sample for minibatch in of_rank for micro in minibatch for sample in micro], np.int64)
     index_in_group = batch.index_in_group
@@ -95,6 +131,7 @@ def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.n
         weights=weights[index],
         tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
+        epochs=epochs,
     )
 
 

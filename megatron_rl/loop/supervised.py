@@ -21,7 +21,7 @@ from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Policy, Sink
-from megatron_rl.types import Credit, Metrics, ModelShape, Shares, StepBatch, Tokens
+from megatron_rl.types import Metrics, ModelShape, Shares, StepBatch, Tokens
 
 
 def train_supervised(
@@ -51,21 +51,19 @@ def train_supervised(
             losses = evaluated(step) if heldout and (step == 0 or due(step, config.sft.eval_every)) else {}
             with sink.phase("plan"):
                 batch = StepBatch.of_rows(rows.next(), version=step)
-                credit = Credit(np.zeros(len(batch.names)), np.ones(len(batch.names), bool))
                 plan = plan_microbatches(
                     batch,
-                    credit.active,
+                    np.ones(len(batch.names), bool),
                     shape,
                     config.policy.parallel,
                     config.balance,
-                    updates=1,
                     recompute=config.model.recompute,
                 )
                 weights = loss_weights(batch, plan, "token-mean")
-                shares = deal(batch, plan, credit, weights, policy.mesh.data)
+                shares = deal(batch, plan, policy.mesh.data, weights=weights)
             start = time.perf_counter()
             with sink.phase("update"):
-                metrics = {**losses, **plan.metrics, **policy.begin(Shares(shares), {})}
+                metrics = {**losses, **plan.metrics, **policy.begin(Shares([shares]), {})}
                 [updated], _ = policy.update({})
             metrics |= performance(config, metrics, time.perf_counter() - start)
             stragglers.count([updated], sink)

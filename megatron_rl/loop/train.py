@@ -86,7 +86,7 @@ def train(
             checkpoints.judge(step - 1, metrics)
             # A step is logged before it is saved: if the save is interrupted, it is logged again, and else not missing.
             recorded = config.run.recorded_answers
-            sink.samples(step - 1, rollouts.groups, ports.stream.tokens, recorded, shares.policy)
+            sink.samples(step - 1, rollouts.groups, ports.stream.tokens, recorded, shares.policy[0])
             health.look(step - 1, sink.log(step - 1, metrics), rollouts)
             whole.save_if_due(sink, is_last=step == config.run.steps, stops=stopping())
 

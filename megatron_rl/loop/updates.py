@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from megatron_rl.algorithms import Coefficients, disagreement
+from megatron_rl.algorithms.passes import STOPPED
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.health.answers import UntrainedSteps
 from megatron_rl.loop.health.stragglers import Stragglers
@@ -43,28 +44,59 @@ class Updates:
         with self._sink.phase("update"):
             updates, of_critic = self._policy.update(coefficients.values)
         metrics |= of_critic
-        if updates:  # a critic may learn alone at first
-            metrics |= performance(self._config, planned, time.perf_counter() - start)
-            self._stragglers.count(updates, self._sink)
-            metrics |= describe_updates(updates, coefficients)
+        made = [update for update in updates if STOPPED not in update]
+        if made:  # a critic may learn alone at first
+            seconds = (time.perf_counter() - start) * shares.num_updates / len(made)
+            metrics |= performance(self._config, planned, seconds)
+            self._stragglers.count(made, self._sink)
+            metrics |= describe_updates(made, coefficients)
+            if len(shares.policy) > 1:
+                metrics |= self._describe_epochs(made, len(shares.policy[0][0].minibatches))
             coefficients.adapt(metrics, int(planned["samples/active"]))
         return metrics
 
+    def _describe_epochs(self, updates: Sequence[Metrics], per_epoch: int) -> Metrics:
+        """The metrics of each epoch.
+
+        Args:
+            updates: the metrics of the updates that were made.
+            per_epoch: the number of updates of a whole epoch.
+        """
+        metrics = {"epochs": len(updates) / per_epoch}
+        for start in range(0, len(updates), per_epoch):
+            number, of_epoch = start // per_epoch + 1, together(updates[start : start + per_epoch])
+            metrics |= {f"epoch_{number}/{name}": of_epoch[name] for name in OF_EPOCHS if name in of_epoch}
+            if number > 1 and of_epoch.get("masked", 0.0) >= 1:
+                self._sink.warn(
+                    f"in epoch {number} no token has a policy loss: algorithm.correction.reject and the masks of "
+                    f"algorithm.loss leave none after the updates before it; lower algorithm.epochs to {number - 1}, "
+                    "or the learning rate, or widen these bounds"
+                )
+        return metrics
+
+
+OF_EPOCHS = ("ratio/mean", "ratio/max", "ratio/min", "pg_clipfrac", "ppo_kl", "masked")
+"""The metrics that are reported for each epoch."""
+
+
+def together(updates: Sequence[Metrics]) -> Metrics:
+    """The largest of the metrics whose names end in `/max`, the smallest for `/min`, and the means of all others."""
+    reduce = {"max": max, "min": min}
+    return {
+        name: reduce.get(name.rpartition("/")[2], fmean)([update[name] for update in updates]) for name in updates[0]
+    }
+
 
 def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> Metrics:
-    """The metrics of a step, computed from its updates' metrics, with the coefficients that the updates used. The
-    step's value is the largest for names that end in `/max`, the smallest for `/min`, and the mean for all others.
+    """The metrics of a step, computed from its updates' metrics (`together`), with the coefficients that the updates
+    used.
 
     `on_policy/ratio_error` is the largest deviation from 1 of the first update's ratios. It should be 0, because the
     weights are still the weights that gave logp_old.
     """
-    together = {"max": max, "min": min}
-    metrics = {
-        name: together.get(name.rpartition("/")[2], fmean)([update[name] for update in updates]) for name in updates[0]
-    }
     in_force = {f"coefficient/{name}": value for name, value in coefficients.values.items()}
     ratio_error = max(updates[0]["ratio/max"] - 1, 1 - updates[0]["ratio/min"])
-    return metrics | in_force | {"on_policy/ratio_error": ratio_error}
+    return together(updates) | in_force | {"on_policy/ratio_error": ratio_error}
 
 
 def check_agreement(metrics: Metrics, bound: float, step: int) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.algorithms.needs import Needs
+from megatron_rl.algorithms.passes import Needs, num_forward_passes
 from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches, training_flops
 from megatron_rl.balance.hardware import PEAK_FLOPS
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
@@ -20,7 +20,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import Links
 from megatron_rl.planning.parameters import BYTES, expert_data_ways, stage_parameters
 from megatron_rl.planning.rates import H100, Rates
-from megatron_rl.types import Mesh, MicrobatchPlan, ModelShape, StepBatch
+from megatron_rl.types import Mesh, MicrobatchPlan, Minibatches, ModelShape, StepBatch
 
 EXPOSED = 0.5
 """The share of the communication of context and data parallelism that does not overlap with computation."""
@@ -35,7 +35,8 @@ class Work:
     num_updates: int
     num_passes: float
     """The forward passes over all samples in addition to the passes of the updates: what the objective needs
-    (`algorithms.needs.Needs.num_passes`), and the shares of the experts for the load-balancing loss."""
+    (`algorithms.passes`), and the shares of the experts for the load-balancing loss."""
+    num_epochs: int = 1
 
 
 def largest_work(config: BaseConfig) -> Work:
@@ -44,14 +45,16 @@ def largest_work(config: BaseConfig) -> Work:
     if isinstance(config, GrpoRunConfig):
         rollout, algorithm = config.rollout, config.algorithm
         num_samples = rollout.prompts_per_step * rollout.samples_per_group
-        passes = balancing + Needs.of(algorithm).num_passes(algorithm.updates_per_step)
-        return Work(np.full(num_samples, rollout.max_model_tokens), algorithm.updates_per_step, passes)
+        epochs, num_updates = algorithm.epochs, algorithm.num_updates
+        passes = num_forward_passes(Needs.of(algorithm).passes(num_updates), algorithm.updates_per_step)
+        lengths = np.full(num_samples, rollout.max_model_tokens)
+        return Work(lengths, num_updates, epochs * balancing + passes, epochs)
     assert isinstance(config, SftRunConfig)
     return Work(np.full(config.sft.rows_per_step, config.sft.max_tokens), 1, balancing)
 
 
 def planned_microbatches(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig, work: Work) -> MicrobatchPlan:
-    """The plan of a step with this work.
+    """The plan of an epoch with this work.
 
     Raises:
         ValueError: see `plan_microbatches`.
@@ -69,8 +72,8 @@ def planned_microbatches(config: BaseConfig, shape: ModelShape, parallel: Parall
         rewards=np.zeros(num_samples),
     )
     active = np.ones(num_samples, bool)
-    recompute = config.model.recompute
-    return plan_microbatches(batch, active, shape, parallel, config.balance, work.num_updates, recompute=recompute)
+    minibatches, recompute = Minibatches(work.num_updates // work.num_epochs), config.model.recompute
+    return plan_microbatches(batch, active, shape, parallel, config.balance, minibatches, recompute=recompute)
 
 
 def most_microbatches(plan: MicrobatchPlan) -> int:
@@ -120,7 +123,7 @@ def training_seconds(
     """
     mesh, width = parallel.mesh, BYTES[dtype]
     flops = work.num_passes * forward_flops(work.lengths, shape).sum()
-    flops += training_flops(work.lengths, shape, recompute).sum()
+    flops += work.num_epochs * training_flops(work.lengths, shape, recompute).sum()
     compute_s = flops / (mesh.world_size * PEAK_FLOPS * (rates.mixture if shape.experts else rates.dense))
     compute_s *= _slowest_stage(int(work.lengths.max()), shape, mesh)
     compute_s *= 1 + (mesh.pipeline - 1) / (num_microbatches * mesh.virtual)
@@ -143,26 +146,27 @@ def _sent_seconds(
 
     tokens = work.lengths.sum() / (mesh.data * mesh.context)
     hidden, experts = shape.hidden_size, shape.experts
-    forward = work.num_passes + 1 + (recompute == "full")
+    backward = work.num_epochs
+    forward = work.num_passes + backward * (1 + (recompute == "full"))
     mixtures = sum(shape.has_experts(layer) for layer in range(shape.num_layers)) / mesh.pipeline
     layers = shape.num_layers / mesh.pipeline
     of_blocks = 2 * (layers - mixtures) + mixtures  # attention in each layer, the MLP in layers without a mixture
     tensor_bytes = 2 * of_blocks * tokens * hidden * width * (mesh.tensor - 1) / mesh.tensor
-    sent_s = (forward + 1) * tensor_bytes / rate(mesh.tensor)
+    sent_s = (forward + backward) * tensor_bytes / rate(mesh.tensor)
     if experts:
         routed = mixtures * tokens / mesh.tensor * experts.num_active * hidden * width
         split = mesh.expert_ways
         inside = min(mesh.expert, max(1, rates.gpus_per_node // split))  # the ranks of a node that divide the experts
-        for_each = (forward + 1) * 2 * routed / mesh.expert
+        for_each = (forward + backward) * 2 * routed / mesh.expert
         sent_s += max(for_each * (inside - 1) / nvlink, for_each * (mesh.expert - inside) / nic)
-        sent_s += (forward + 1) * 2 * routed * (split - 1) / rate(split)
+        sent_s += (forward + backward) * 2 * routed * (split - 1) / rate(split)
     ring = layers * tokens * 2 * shape.num_kv_heads * shape.head_dim / mesh.tensor * width * (mesh.context - 1)
     if delta := shape.delta:
         linear = len(shape.linear_layers) / shape.num_layers
         heads = 2 * (delta.key_width + delta.value_width + delta.num_value_heads)
         exchanged = layers * tokens * heads / mesh.tensor * width * (mesh.context - 1) / mesh.context
         ring = (1 - linear) * ring + linear * exchanged
-    sent_s += EXPOSED * (forward + 2) * ring / rate(mesh.tensor * mesh.context)
+    sent_s += EXPOSED * (forward + 2 * backward) * ring / rate(mesh.tensor * mesh.context)
 
     dense_ways, expert_ways = mesh.data * mesh.context, expert_data_ways(mesh)
     reduced = max(

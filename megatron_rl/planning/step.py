@@ -130,7 +130,7 @@ def step_seconds(
         prompt = expected.prompt or prompt
         answers = answer_lengths(expected, rollout.max_response_tokens, len(work.lengths))
         mixed = np.random.default_rng(0).permutation(answers)
-        work = Work(np.ceil(prompt + mixed).astype(np.int64), work.num_updates, work.num_passes)
+        work = Work(np.ceil(prompt + mixed).astype(np.int64), work.num_updates, work.num_passes, work.num_epochs)
         if engine:
             longest = rollout.max_model_tokens
             running = prompt + float((answers**2).sum() / (2 * answers.sum()))  # the mean of what an answer holds

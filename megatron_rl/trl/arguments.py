@@ -42,6 +42,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "run.folder and run.name", output_dir=None),
     **_all("mapped", _BATCH, per_device_train_batch_size=8, gradient_accumulation_steps=1),
     **_all("mapped", _BATCH, generation_batch_size=None, steps_per_generation=None),
+    **_all("mapped", "algorithm.epochs, with reshuffle: false", num_iterations=1),
     **_all("mapped", "rollout.samples_per_prompt", num_generations=8),
     **_all("mapped", "run.steps", max_steps=-1, num_train_epochs=3.0),
     **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
@@ -166,7 +167,6 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", "trackio is no tracker here", trackio_space_id=None, trackio_bucket_id=None),
     **_all("implied", "trackio is no tracker here", trackio_static_space_id=None),
     # They would change what is trained or kept.
-    **_all("refused", "each batch of answers is trained on once; steps_per_generation splits it", num_iterations=1),
     **_all("refused", "the trainer would compute other log-probs than were sampled", top_p=1.0, top_k=0, min_p=None),
     **_all("refused", "the trainer would compute other log-probs than were sampled", repetition_penalty=1.0),
     **_all("refused", "only temperature can be set", generation_kwargs=None),

@@ -69,6 +69,12 @@ def _updates_of(sizes: StepSizes, args: Any) -> None:
         )
 
 
+def _updates(sizes: StepSizes) -> dict[str, Any]:
+    """TRL's iterations have the same mini-batches."""
+    repeated = {"epochs": sizes.epochs, "reshuffle": False} if sizes.epochs > 1 else {}
+    return {"updates_per_step": sizes.minibatches, **repeated}
+
+
 def _strategy(argument: str, value: Any, known: Sequence[str]) -> str:
     kind = str(getattr(value, "value", value))
     if kind not in known:
@@ -135,7 +141,7 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         "model": {"dtype": _dtype(args), "recompute": "full" if args.gradient_checkpointing else "none"},
         "policy": policy,
         "rollout": rollout,
-        "algorithm": _algorithm(args) | {"updates_per_step": sizes.updates},
+        "algorithm": _algorithm(args) | _updates(sizes),
         "data": {"chat_template": dict(args.chat_template_kwargs or {}), "shuffle": args.shuffle_dataset},
         "eval": {
             "every": every("eval_strategy", args.eval_strategy, args.eval_steps),

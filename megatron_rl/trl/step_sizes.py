@@ -17,11 +17,18 @@ class StepSizes:
     """TRL counts optimizer steps, and we count batches of answers.
 
     Example: per_device_train_batch_size 8, gradient_accumulation_steps 4, steps_per_generation 8 and 16 generations on
-    one replica are batches of 64 answers to 4 prompts, in two optimizer steps of 32.
+    one replica are batches of 64 answers to 4 prompts, in two mini-batches of 32. With num_iterations 2 each batch is
+    trained on in four optimizer steps.
     """
 
     prompts: int
-    updates: int
+    minibatches: int = 1
+    epochs: int = 1
+
+    @property
+    def updates(self) -> int:
+        """The optimizer steps on a batch of answers."""
+        return self.minibatches * self.epochs
 
     @classmethod
     def of(cls, args: Any, num_replicas: int = 1) -> StepSizes:
@@ -45,25 +52,31 @@ class StepSizes:
                 f"one must be a multiple of the other; change gradient_accumulation_steps"
             )
         batches = max(1, accumulated // passes)
+        if batches > 1 and args.num_iterations > 1:
+            raise ValueError(
+                f"GRPOConfig: num_iterations={args.num_iterations} repeats a batch of answers within an optimizer step,"
+                f" because {accumulated} accumulated passes are more than the {passes} of a batch; set "
+                f"gradient_accumulation_steps to {passes}, or num_iterations to 1"
+            )
         if samples * batches < group and args.generation_batch_size is None and args.steps_per_generation is None:
             tell(
                 f"{samples * batches} answers are less than a group of {group}, which TRL refuses; the run takes one "
                 "group for each optimizer step, as Unsloth does"
             )
-            return cls(1, 1)
+            return cls(1, epochs=args.num_iterations)
         prompts, rest = divmod(samples * batches, group)
         if rest:
             raise ValueError(
                 f"GRPOConfig: {samples * batches} answers are no whole number of groups of {group}; "
                 f"change per_device_train_batch_size or num_generations"
             )
-        updates = max(1, passes // accumulated)
-        if updates > prompts:
+        minibatches = max(1, passes // accumulated)
+        if minibatches > prompts:
             raise ValueError(
                 f"GRPOConfig: an optimizer step has {size * accumulated} answers, less than a group of {group}, and "
-                f"groups are not divided; set gradient_accumulation_steps to {accumulated * updates // prompts}"
+                f"groups are not divided; set gradient_accumulation_steps to {accumulated * minibatches // prompts}"
             )
-        return cls(prompts, updates)
+        return cls(prompts, minibatches, args.num_iterations)
 
     @staticmethod
     def rows_of_batch(args: Any, num_replicas: int = 1) -> int:
@@ -86,7 +99,7 @@ class StepSizes:
             size, accumulated = args.per_device_train_batch_size * num_replicas, args.gradient_accumulation_steps
             samples = args.generation_batch_size or size * (args.steps_per_generation or accumulated)
             batch = self.rows_of_batch(args, num_replicas)
-            passes = num_rows // batch * max(1, samples // size)
+            passes = num_rows // batch * max(1, samples // size) * args.num_iterations
             if not passes:
                 raise ValueError(
                     f"GRPOConfig: train_dataset has {num_rows} rows, less than the {batch} of a batch, so that TRL "

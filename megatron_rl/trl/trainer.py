@@ -187,7 +187,7 @@ class GRPOTrainer(Finished):
         inputs = Inputs(self._given.save(folder / "model"), given.rows, given.heldout, rewards)
         self._progress.callbacks.processing_class = self._given.tokenizer_if_read
         begun = time.monotonic()
-        steps, updates = sections["run"]["steps"], sections["algorithm"]["updates_per_step"]
+        steps, updates = sections["run"]["steps"], given.sizes.updates
         self._progress.begin(steps, updates, given.updates_per_epoch, folder if continued else None)
         self.run = start("grpo", inputs, folder.name, (), sections, self._progress.watch, continued)
         closing = self._progress.close(self.run, time.monotonic() - begun)

@@ -190,9 +190,21 @@ class Credit:
     one number for each sample."""
 
 
+class Minibatches(NamedTuple):
+    """The mini-batches of an epoch, which have whole groups.
+
+    Example: the groups 0 1 2 3 have the mini-batches 0 1 and 2 3 for `Minibatches(2)`, and for example 0 2 and 1 3 for
+    `Minibatches(2, seed=(0, 7, 1))`.
+    """
+
+    number: int = 1
+    seed: tuple[int, ...] = ()
+    """Seeds the permutation of the groups: the run's seed, the step and the epoch. Empty: the order of the step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One data-parallel rank's part of a step. The arrays have one entry for each of its N samples.
+    """One data-parallel rank's part of an epoch of a step. The arrays have one entry for each of its N samples.
 
     Example: two answers with four action tokens each in one micro-batch of one optimizer step, with the mean over its
     tokens as loss: minibatches (((0, 1),),), advantages [0.707, -0.707] and weights [0.125, 0.125].
@@ -218,22 +230,29 @@ class Share:
     """[N]: the tokens of each sample, or a reference to them; see `Group.payload`."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
-    values: Any = None
-    """The critic's values at the tokens of each sample, float32 [L] by `index`, or references to them; None if there is
-    no critic."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The numbers at the tokens of each sample that the step has computed already, by the name of the column, such as
+    `value` of a critic: float32 [L] by `index`, or references to them."""
+    epochs: int = 1
+    """The number of times that the step trains on each sample."""
+
+
+Epochs = Sequence[Sequence[Share]]
+"""The share of each data-parallel rank in each epoch of a step: `[epoch][rank]`. An epoch that has the mini-batches of
+the one before it is the same object."""
 
 
 class Shares(NamedTuple):
-    """The share of each data-parallel rank in a step. The shares have no mini-batch if no sample has a gradient."""
+    """The shares of a step. They have no mini-batch if no sample has a gradient."""
 
-    policy: Sequence[Share]
-    critic: Sequence[Share] = ()
+    policy: Epochs
+    critic: Epochs = ()
     """The shares of the critic's ranks, with the same samples; empty if there is no critic."""
 
     @property
     def num_updates(self) -> int:
-        """The number of the policy's optimizer steps."""
-        return len(self.policy[0].minibatches)
+        """The largest number of the policy's optimizer steps."""
+        return sum(len(shares[0].minibatches) for shares in self.policy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from memory_scenarios import held_bytes
@@ -48,6 +49,23 @@ def step(critic: MegatronCritic, samples: list[TrainSample], layout: Layout, ret
     values = critic.values(share)
     described = critic.set_targets(returns)
     return values, described, [critic.update(i, {}) for i in range(num_updates)]
+
+
+def learn_epochs(rank, world_size, url, *, folder, samples, layout, returns, composition):
+    """A step; see `epoch_scenarios.shares_of`. (metrics of the values, metrics of each update)"""
+    from epoch_scenarios import gathered, shares_of
+
+    critic = build(rank, world_size, url, folder, layout)
+    first, *later = shares_of(critic, samples, composition)
+    critic.values(first)
+    told = [critic.set_targets(returns)]
+    columns = gathered(critic, ["value", "return"])
+    for epoch, share in enumerate([first, *later]):
+        if epoch:
+            critic.take(replace(share, columns=columns))
+        told += [critic.update(i, {}, epoch) for i in range(len(share.minibatches))]
+    critic.close()
+    return told
 
 
 def learn(rank, world_size, url, *, folder, samples, layout, returns, export=None):

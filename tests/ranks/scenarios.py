@@ -182,7 +182,8 @@ def train_steps(rank, world_size, url, *, folder, samples, layout, algorithm, pa
     """
     actor = build(rank, world_size, url, folder, layout, algorithm)
     needs = actor.spec.objective.needs
-    actor.spec.objective.needs = replace(needs, logp_old_in_prepare=pass_before_update or needs.logp_old_in_prepare)
+    if pass_before_update:
+        actor.spec.objective.needs = replace(needs, statistics=needs.statistics | {"logp_old"})
     passes = 0
 
     def count(module, arguments, output) -> None:

@@ -9,11 +9,12 @@ import cover
 import numpy as np
 import pytest
 import torch
+from epoch_scenarios import Composition, minibatches_of, plans_of
 from scenarios import OPTIMIZER, Layout, denominators
 from test_actor_layouts import LAYOUTS, learning_rate
 
 from megatron_rl.algorithms.value_loss import value_loss
-from megatron_rl.config.policy import MegatronConfig
+from megatron_rl.config.policy import MegatronConfig, ParallelConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.types import Mesh
 
@@ -42,8 +43,13 @@ def returns(samples):
     return {s.index: rng.normal(0.5, 1, len(s.tokens.ids)).astype(np.float32) for s in samples}
 
 
-def plain_pytorch(folder, samples, returns):
-    """[(values by sample, the losses and gradient norms of two updates)] of two steps, one sample at a time."""
+def plain_pytorch(folder, samples, returns, minibatches=None):
+    """[(values by sample, the losses and gradient norms of the updates)] of two steps of two updates, one sample at a
+    time.
+
+    Args:
+        minibatches: the samples of each update of a single step, with the mean over their tokens as loss.
+    """
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
@@ -59,17 +65,19 @@ def plain_pytorch(folder, samples, returns):
         return torch.cat([torch.zeros(1), model.score(hidden)[:-1, 0]])
 
     steps = []
-    for step in range(2):
+    all_updates = [[range(len(samples))] * 2] * 2 if minibatches is None else [minibatches]
+    for step, of_step in enumerate(all_updates):
         with torch.no_grad():
             old = [values(sample) for sample in samples]
         updates = []
-        for number in range(2):
-            loss = torch.zeros(())
-            for sample, old_L in zip(samples, old, strict=True):
+        for number, members in enumerate(of_step):
+            loss, own = torch.zeros(()), [samples[i] for i in members]
+            weight = 1 / denominators(own).num_tokens
+            for sample, old_L in zip(own, [old[i] for i in members], strict=True):
                 mask_L = torch.from_numpy(sample.tokens.action_mask)
                 target_L = torch.from_numpy(returns[sample.index])
                 loss_L, _ = value_loss(values(sample), old_L, target_L, clip=0.2)
-                loss = loss + sample.weight * loss_L[mask_L].sum()
+                loss = loss + weight * loss_L[mask_L].sum()
             optimizer.zero_grad()
             loss.backward()
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
@@ -172,3 +180,20 @@ def test_a_critic_goes_on_bit_for_bit(trainers, critic_folder, samples, returns,
     for (values, *rest), (again, *others) in zip(went_on, resumed, strict=True):
         assert rest == others and values.keys() == again.keys()
         assert all(np.array_equal(values[k], again[k]) for k in values)
+
+
+@pytest.mark.parametrize(
+    "name", cover.essential(["one_many_microbatches", "tp2_pp2_vpp2", "cp2_dp2_empty_microbatch"], "tp2_pp2_vpp2")
+)
+def test_each_epoch_learns_the_returns_in_its_own_mini_batches(trainers, critic_folder, samples, returns, name):
+    layout, composition = LAYOUTS[name], Composition()
+    minibatches = minibatches_of(plans_of(critic_folder, samples, composition, ParallelConfig()))
+    [(_, expected)] = plain_pytorch(critic_folder, samples, returns, minibatches)
+    arguments = {"samples": samples, "returns": returns, "composition": composition}
+    ranks = trainers.run(
+        "critic_scenarios.learn_epochs", layout.mesh.world_size, folder=critic_folder, layout=layout, **arguments
+    )
+    assert all(told == ranks[0] for told in ranks), "every rank reports the same bits"
+    for (loss, grad_norm), update, relative in zip(expected, ranks[0][1:], RELATIVE_OF_UPDATE, strict=True):
+        assert update["loss"] == pytest.approx(loss, rel=relative, abs=1e-6)
+        assert update["grad_norm"] == pytest.approx(grad_norm, rel=relative)

@@ -4,7 +4,7 @@ every layout is in test_actor_gradients.py."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from statistics import fmean, pstdev
 
 import cover
@@ -55,12 +55,14 @@ LAYOUTS = {
 
 
 def plain_pytorch(
-    folder, samples, num_updates: int, algorithm=AlgorithmConfig(), steps_of_one: bool = False
+    folder, samples, num_updates: int, algorithm=AlgorithmConfig(), steps_of_one: bool = False, minibatches=None
 ) -> list[dict[str, float]]:
     """Transformers, one sample at a time, torch's AdamW: no packing, no Megatron.
 
     Args:
         steps_of_one: each update is a step of its own.
+        minibatches: the samples of each update, which then has the mean over its tokens as loss; None: all samples,
+            with their own weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -102,7 +104,9 @@ def plain_pytorch(
         logp_old_T=start.logp_T,
         logp_ref_T=start.logp_T,
     )
-    total, of_samples_T = denominators(samples), columns.advantage_T
+    of_samples_T = columns.advantage_T
+    ends = np.cumsum([len(s.tokens.ids) - 1 for s in samples])
+    position_T = torch.arange(ends[-1])
     results = []
     for step in range(1, num_updates + 1):
         now = forward()
@@ -112,8 +116,15 @@ def plain_pytorch(
         told = {}
         if algorithm.is_per_token and (step == 1 or steps_of_one):
             columns, told = plain_credit(samples, replace(columns, advantage_T=of_samples_T), algorithm)
-        (prepared,) = objective.prepare([columns], first_pass, total, lambda x: x)
-        loss, _ = objective(now.logp_T, now.entropy_T, prepared, total, COEFFICIENTS)
+        members = range(len(samples)) if minibatches is None else minibatches[step - 1]
+        total = denominators([samples[i] for i in members])
+        own_T = torch.cat([position_T[ends[i] - len(samples[i].tokens.ids) + 1 : ends[i]] for i in members])
+        given = {name: x_T[own_T] for name, x_T in columns_of(columns).items()}
+        if minibatches is not None:
+            given["weight_T"] = torch.full((len(own_T),), 1 / total.num_tokens)
+        first_pass = [FirstPass(one.logp_T[own_T], one.entropy_T[own_T]) for one in first_pass]
+        (prepared,) = objective.prepare([PackedColumns(**given)], first_pass, total, lambda x: x)
+        loss, _ = objective(now.logp_T[own_T], now.entropy_T[own_T], prepared, total, COEFFICIENTS)
         optimizer.zero_grad()
         loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)
@@ -123,6 +134,11 @@ def plain_pytorch(
         optimizer.step()
         results.append({"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, **told})
     return results
+
+
+def columns_of(columns: PackedColumns) -> dict[str, torch.Tensor]:
+    given = {field.name: getattr(columns, field.name) for field in fields(columns)}
+    return {name: x_T for name, x_T in given.items() if x_T is not None}
 
 
 def plain_credit(samples, columns: PackedColumns, algorithm) -> tuple[PackedColumns, dict[str, float]]:

@@ -15,7 +15,7 @@ from megatron_rl.balance import fit_cost, plan_microbatches, sample_costs
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.types import Group, Prompt, Rollout, StepBatch, Tokens
+from megatron_rl.types import Group, Minibatches, Prompt, Rollout, StepBatch, Tokens
 
 STEPS = [[48], [32, 24, 48], [96] * 2, [256], [48] * 10, [768], [384] * 3, [96] * 16, [1536], [768] * 4]
 """Lengths of the samples of each optimizer step: few and many, long and short, 48 to 3,072 tokens."""
@@ -60,7 +60,7 @@ def test_step_time_follows_the_predicted_cost(trainers, wide_model_folder):
     batch = StepBatch.of_groups(groups, version=0)
     balance = BalanceConfig(max_tokens_per_microbatch=1536)
     active = np.ones(len(batch.names), bool)
-    plan = plan_microbatches(batch, active, shape, ParallelConfig(), balance, updates=len(STEPS))
+    plan = plan_microbatches(batch, active, shape, ParallelConfig(), balance, Minibatches(len(STEPS)))
     minibatches = [
         [[random_sample(int(batch.lengths[s]), s) for s in microbatch] for microbatch in ranks[0]]
         for ranks in plan.minibatches

@@ -249,10 +249,9 @@ def deal_rows(folder: Path, parallel: ParallelConfig, rows: Sequence[Tokens], nu
         read_shape(folder),
         parallel,
         BalanceConfig(max_tokens_per_microbatch=cap),
-        updates=1,
     )
     weights = loss_weights(batch, plan, "token-mean")
-    return deal(batch, plan, Credit(np.ones(len(rows)), np.ones(len(rows), bool)), weights, parallel.data)
+    return deal(batch, plan, parallel.data, weights, Credit(np.ones(len(rows)), np.ones(len(rows), bool)))
 
 
 def compare(folder: Path, layouts: Sequence[str], rows: Sequence[Tokens], dtype: str = "float32") -> list[Difference]:

@@ -54,7 +54,7 @@ from megatron_rl.loop.shares import deal
 from megatron_rl.recipes.tiny.task import write_task
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.tools.bench.rollout import cpu_seconds
-from megatron_rl.types import Credit, GroupRequest, ModelShape, Phase, Prompt, Rollout, Share, StepBatch, Tokens
+from megatron_rl.types import GroupRequest, Minibatches, ModelShape, Phase, Prompt, Rollout, Share, StepBatch, Tokens
 
 SAMPLES, SHORT = 8, {"ground_truth": "1", "median": 20, "sigma": 0.0}
 """The number of answers to a prompt, and the columns of its row at a steady rate. Answers have a lognormal
@@ -195,9 +195,9 @@ def a_step(config: GrpoRunConfig, stream: RayStream, num_ranks: int) -> dict[str
     groups = list(stream.collect(0).groups.values())
     note("answers")
     batch = StepBatch.of_groups(groups, 0)
-    num, active = len(batch.lengths), np.ones(len(batch.lengths), bool)
-    plan = plan_microbatches(batch, active, SHAPE, parallel, config.balance, 4, recompute="full")
-    shares = deal(batch, plan, Credit(np.zeros(num), active), np.zeros(num), parallel.data)
+    active = np.ones(len(batch.lengths), bool)
+    plan = plan_microbatches(batch, active, SHAPE, parallel, config.balance, Minibatches(4), recompute="full")
+    shares = deal(batch, plan, parallel.data)
     note("plan")
     remote = ray.remote(num_cpus=0)(StubTrainer)
     trainers = [remote.remote() for _ in range(NUM_RANK_PROCESSES)]
@@ -216,7 +216,7 @@ def a_step(config: GrpoRunConfig, stream: RayStream, num_ranks: int) -> dict[str
     fetched = [sum(sizes[reference] for reference in own) for own in wanted]
     stored = sum(sizes.values())
     return {
-        "answers": float(num),
+        "answers": float(len(batch.lengths)),
         "ranks": float(num_ranks),
         **{name: seconds for name, seconds in spent.items() if not name.startswith("start")},
         "references_of_all_ranks": float(width * sum(map(len, wanted))),

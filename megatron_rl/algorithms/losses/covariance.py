@@ -47,7 +47,7 @@ def choose_clip_cov(
     constant because of PPO's clip."""
     candidates = []
     for c, logp_T, cov_T in zip(columns, logps, covariances(columns, logps, num_tokens, sum_over_ranks), strict=True):
-        assert c.logp_old_T is not None  # `Needs.logp_old_in_prepare` asks for it
+        assert c.logp_old_T is not None  # `Needs.statistics` asks for it
         ratio_T = bounded_exp(logp_T - c.logp_old_T)
         flat_T = clipped(ratio_T, c.advantage_T, low=cfg.clip_ratio_low, high=cfg.clip_ratio_high)
         candidates.append(c.action_mask_T & ~flat_T & (cov_T > cfg.cov_low) & (cov_T < cfg.cov_high))

@@ -29,6 +29,16 @@ def mini_batch(settings: Settings, key: str, value: Any) -> Meaning:
     return mapped({target: settings.updates_per_step(owner)}, why)
 
 
+def epochs(settings: Settings, key: str, value: Any) -> Meaning:
+    """The number of times that a training step trains on each of its samples."""
+    if key.rpartition(".")[0] == "critic":
+        return mapped({"critic.epochs": value})
+    if value == 1:
+        return implied("every answer is trained on once")
+    is_shuffled = bool(settings[f"{ACTOR}.shuffle"])
+    return mapped({"algorithm.epochs": value, "algorithm.reshuffle": is_shuffled})
+
+
 def is_dynamic(settings: Settings, key: str, value: Any) -> Meaning:
     why = "samples are always packed up to a number of tokens"
     if value:

@@ -200,6 +200,10 @@ class Settings:
         """The optimizer steps of a training step of ACTOR or `critic`."""
         return max(-(-int(self["data.train_batch_size"]) // int(self[f"{owner}.ppo_mini_batch_size"])), 1)
 
+    def optimizer_steps(self, owner: str) -> int:
+        """`updates_per_step` in all epochs of a training step."""
+        return self.updates_per_step(owner) * int(self[f"{owner}.ppo_epochs"])
+
     @property
     def context(self) -> int:
         """The number of GPUs over which verl's trainer splits the tokens of a sequence."""

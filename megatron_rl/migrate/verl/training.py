@@ -51,7 +51,7 @@ def warmup(settings: Settings, key: str, value: Any) -> Meaning:
         if total is None:
             return refused(f"it is {ratio} x the training steps, which the number of rows says; give --rows N")
         steps = int(ratio * total)
-    each = settings.updates_per_step(ACTOR if owner == "policy" else "critic")
+    each = settings.optimizer_steps(ACTOR if owner == "policy" else "critic")
     why = f"{steps} training steps x {each} optimizer steps"
     return mapped({f"{owner}.optimizer.warmup_steps": steps * each}, why)
 

@@ -22,4 +22,4 @@ def test_a_reward_that_is_not_finite_is_refused_with_its_sample(bad):
         token_rewards=rewards,
     )
     with pytest.raises(ValueError, match="sample row 1: .*the reward"):
-        require_finite_rewards(pack(share))
+        require_finite_rewards(batch for rows in pack(share) for batch in rows)

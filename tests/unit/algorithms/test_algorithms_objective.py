@@ -163,7 +163,7 @@ def test_minus_infinity_of_the_trainer_is_refused_and_of_the_engine_is_an_extrem
 
 def test_a_loss_around_the_engine_needs_no_old_log_probs_and_reports_the_mismatch():
     objective = PolicyObjective(AlgorithmConfig(loss=DppoTvLoss(), correction=None))
-    assert not objective.needs.logp_old
+    assert "logp_old" not in objective.needs
     columns = replace(columns_of([1, 1], [1.0, 1.0], [0.0, 0.0], [-1.0, -2.0]), logp_old_T=None)
     _, _, metrics = evaluate(objective, [-1.1, -1.7], columns, Denominators(2, 1))
     assert metrics["mismatch/mean_abs"] == pytest.approx(0.2)
@@ -178,7 +178,7 @@ def test_around_the_engine_a_loss_is_what_it_is_around_an_old_policy_that_sample
     columns = columns_of([1] * 5, [1.0, -1.0, -2.0, 0.5, -1.0], [-9.0] * 5, engine, sample=[0, 0, 1, 1, 2], weight=0.2)
     logp, cfg = real(engine) + ratios.log(), AlgorithmConfig(loss={"kind": kind}, correction=None, anchor="engine")
     around_engine = PolicyObjective(cfg)
-    assert not around_engine.needs.logp_old
+    assert "logp_old" not in around_engine.needs
     found = evaluate(around_engine, logp, replace(columns, logp_old_T=None), Denominators(5, 3))
     usual = PolicyObjective(AlgorithmConfig(loss={"kind": kind}, correction=None))
     expected = evaluate(usual, logp, replace(columns, logp_old_T=real(engine)), Denominators(5, 3))
@@ -327,10 +327,10 @@ OWN = [{"loss": {"kind": kind}} for kind in ("dual_clip", "gspo", "gmpo", "cispo
 
 def test_only_statistics_of_the_mini_batch_need_a_pass_before_the_update():
     for changes in WHOLE:
-        assert PolicyObjective(AlgorithmConfig(**changes)).needs.before_update
+        assert PolicyObjective(AlgorithmConfig(**changes)).needs.is_before_update
     for changes in OWN:
         needs = PolicyObjective(AlgorithmConfig(**changes)).needs
-        assert needs.logp_old and not needs.before_update
+        assert "logp_old" in needs and not needs.is_before_update
 
 
 @pytest.mark.parametrize("changes", OWN, ids=str)

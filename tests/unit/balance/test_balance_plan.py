@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import ModelShape, StepBatch
+from megatron_rl.types import Minibatches, ModelShape, StepBatch
 
 SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)
 
@@ -29,6 +29,7 @@ def plan_of(
     lengths,
     max_tokens=100,
     updates=1,
+    seed=(),
     recompute="none",
     balance=None,
     parallel=None,
@@ -42,7 +43,7 @@ def plan_of(
         SHAPE,
         ParallelConfig(**parallel or {}),
         BalanceConfig(max_tokens_per_microbatch=max_tokens, **balance or {}),
-        updates,
+        Minibatches(updates, seed),
         recompute=recompute,
     )
 
@@ -107,6 +108,17 @@ def test_groups_are_dealt_in_order_and_evenly():
     assert [sorted(i for m in ranks[0] for i in m) for ranks in plan.minibatches] == [[0, 1, 2, 3], [7, 8, 9]]
 
 
+def test_a_seed_gives_other_mini_batches_of_whole_groups():
+    def groups_of_each(*seed: int) -> list[tuple[int, ...]]:
+        plan = plan_of([10] * 12, group_of=np.repeat(np.arange(6), 2), updates=3, seed=seed)
+        return [tuple(sorted({s // 2 for m in ranks[0] for s in m})) for ranks in plan.minibatches]
+
+    first, second, third = groups_of_each(), groups_of_each(5, 0, 1), groups_of_each(5, 0, 2)
+    assert first == [(0, 1), (2, 3), (4, 5)] and sorted(sum(second, ())) == sorted(sum(third, ())) == list(range(6))
+    assert first != second != third != first, "these permutations differ"
+    assert groups_of_each(5, 0, 1) == second
+
+
 @pytest.mark.parametrize(("active", "expected"), [([0, 0, 0], 0), ([0, 1, 0], 1), ([1, 1, 1], 3)])
 def test_a_mini_batch_without_samples_is_left_out(active, expected):
     plan = plan_of([10, 10, 10], active=active, updates=3)
@@ -129,7 +141,7 @@ def test_a_mini_batch_without_samples_is_left_out(active, expected):
             {"max_tokens": 8, "parallel": {"tensor": 16}},
             "alignment of 16: raise .*max_tokens_per_microbatch to 16",
         ),
-        ([5], {"updates": 0}, "updates is 0"),
+        ([5], {"updates": 0}, "number of mini-batches is 0"),
     ],
 )
 def test_errors_say_what_to_change(lengths, options, message):
@@ -192,6 +204,7 @@ def steps(draw):
         "group_of": np.repeat(np.arange(len(sizes)), sizes),
         "max_tokens": draw(st.integers(96, 200)),
         "updates": draw(st.integers(1, 3)),
+        "seed": draw(st.sampled_from([(), (3, 7, 1)])),
         "balance": {"groups": draw(st.sampled_from(["split", "together"]))},
         "parallel": {
             "data": draw(st.integers(1, 4)),
@@ -204,7 +217,7 @@ def steps(draw):
 
 
 @pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(steps())
 def test_plan_properties(part, step):
     plan = plan_of(**step)

@@ -48,7 +48,7 @@ class World:
     # Policy
     def begin(self, shares, coefficients):
         self.calls.append("begin")
-        [share] = shares.policy
+        [share], *self.later = shares.policy
         self.share, order = share, np.argsort(share.index)
         # What the step trained on, in the order of the samples in the step.
         self.names = [share.names[i] for i in order]
@@ -56,7 +56,8 @@ class World:
         return {"mismatch/mean_abs": self.mismatch}
 
     def update(self, coefficients):
-        return [self.update_once(i, coefficients) for i in range(len(self.share.minibatches))], {}
+        num_updates = len(self.share.minibatches) + sum(len(share.minibatches) for [share] in self.later)
+        return [self.update_once(i, coefficients) for i in range(num_updates)], {}
 
     def update_once(self, minibatch, coefficients):
         self.calls.append(f"update {minibatch}")

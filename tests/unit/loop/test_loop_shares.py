@@ -8,7 +8,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.loop.shares import deal
-from megatron_rl.types import Credit, Group, ModelShape, Prompt, Rollout, StepBatch, TokenRewards
+from megatron_rl.types import Credit, Group, Minibatches, ModelShape, Prompt, Rollout, StepBatch, TokenRewards
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
 
@@ -22,13 +22,15 @@ def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():
     batch = StepBatch.of_groups(groups, version=3)
     active = np.arange(21) // 3 != 1  # the second group has no signal
     parallel = ParallelConfig(data=2)
-    plan = plan_microbatches(batch, active, SHAPE, parallel, BalanceConfig(max_tokens_per_microbatch=64), updates=2)
+    plan = plan_microbatches(
+        batch, active, SHAPE, parallel, BalanceConfig(max_tokens_per_microbatch=64), Minibatches(2)
+    )
 
     # Of the rewards at tokens, two are of one sample, one is of a sample that is not planned.
     rewards = TokenRewards(np.array([20, 4, 0, 20]), np.array([3, 2, 1, 2]), np.array([0.5, 9.0, 0.25, -1.0]))
     credit = Credit(np.arange(21) / 10, active, rewards)
     seen, seen_rewards = {}, []
-    for rank, share in enumerate(deal(batch, plan, credit, np.arange(21) / 100, num_ranks=2)):
+    for rank, share in enumerate(deal(batch, plan, 2, np.arange(21) / 100, credit)):
         own = share.token_rewards
         seen_rewards += zip(share.index[own.sample].tolist(), own.position.tolist(), own.value.tolist(), strict=True)
         assert (share.version, share.denominators, share.alignment) == (3, plan.denominators, plan.alignment)

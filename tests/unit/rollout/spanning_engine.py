@@ -41,7 +41,7 @@ if __name__ == "__main__":
             "model": {"path": folders[0], "dtype": "float32"},
             "data": {"train": "none"},
             "balance": {"max_tokens_per_microbatch": 64},
-            "rollout": rollout | {"tensor": 2, "delimiter": ""},
+            "rollout": rollout | {"parallel": {"tensor": 2}, "delimiter": ""},
             "cluster": {"gpus_per_engine_rank": 1},
         },
     )

@@ -74,7 +74,7 @@ def config(**estimator) -> GrpoRunConfig:
 def advantages(group: Group, cfg: GrpoRunConfig) -> tuple[dict[int, list[float]], list[float]]:
     """The advantage of every token of each sample, 0 where there is no action; and the weight of every packed token."""
     shares, _ = plan_step(cfg, SHAPE, batch_of(cfg, Rollouts([group], None, {}), 0))
-    [share] = shares.policy
+    [[share]] = shares.policy
     [micros] = pack(share)
     columns, _ = token_advantages([micro.columns for micro in micros], cfg.algorithm, 0.0, one_rank)
     order = iter(share.index[list(sample for micro in share.minibatches[0] for sample in micro)].tolist())
