@@ -95,9 +95,8 @@ def test_the_load_test_of_the_driver_runs_and_its_replicas_fetch_less_than_every
     monkeypatch.setattr(load_test, "NUM_ENGINES", 1)
     monkeypatch.setattr(load_test, "NUM_RANK_PROCESSES", 2)
     write_task(tmp_path)
-    found = load_test.measure(tmp_path, load_test.MODES, 100.0, 1.0, 1024, 320, 64)
-    assert found["rate"]["answers_per_s"] > 0 and found["hour"]["answers"] == 1024
-    assert found["in flight"]["requests"] == 320
+    found = load_test.measure(tmp_path, load_test.MODES, 100.0, 1.0, 64)
+    assert found["rate"]["answers_per_s"] > 0
     step = found["step"]
     assert step["answers"] == 512 and 0.5 <= step["share_of_a_replica"] < 0.9, "two replicas"
     assert load_test.join(32)["ranks"] == 32
