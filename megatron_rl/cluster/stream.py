@@ -126,32 +126,29 @@ class RayStream:
 
     def _send(self, parts: Sequence[AskedPart], version: int) -> None:
         """Ask for parts, which begin together in each engine."""
-        name = next(self._batches)
+        name, calls = next(self._batches), list[tuple[Sent, list[str]]]()
         for part in parts:
             with self._lock:
-                engine = self._engine_for(part)
-                part.sent = Sent(part, engine, self._engines.engines[engine], name)
+                engine, earlier = self._route(part)
+                part.sent = sent = Sent(part, engine, self._engines.engines[engine], name)
+                calls.append((sent, earlier))
                 self._load[engine] += len(part.samples)
                 self._idle.begin_work(engine, time.perf_counter())
-        all_sent = [part.sent for part in parts if part.sent is not None]
-        sizes = Counter(sent.engine for sent in all_sent)
-        for sent in all_sent:
-            part, asked, earlier = sent.part, sent.part.asked, self._records_for(sent)
+        sizes = Counter(sent.engine for sent, _ in calls)
+        for sent, earlier in calls:
+            part, asked = sent.part, sent.part.asked
             has_routes = self._config.policy.routing_replay
             call = sent.actor.answer.options(num_returns=1 + num_objects(len(part.samples), has_routes))
             held, batch = None if self._engines.loads_weights else version, (name, sizes[sent.engine])
             answers, *part.objects = call.remote(asked.ticket, asked.request, part.samples, held, batch, earlier)
             answers.future().add_done_callback(lambda future, sent=sent: self._answered.put((sent, future)))
 
-    def _engine_for(self, part: AskedPart) -> int:
-        return min(self._load, key=self._load.__getitem__)
-
-    def _records_for(self, sent: Sent) -> list[str]:
-        """The files with the tokens that the part goes on from."""
-        earlier, record = list(sent.part.records), self._engines.record_of[sent.engine]
-        if record not in earlier:
-            sent.part.records.append(record)
-        return earlier
+    def _route(self, part: AskedPart) -> tuple[int, list[str]]:
+        """The engine that a part goes to, and the files with the tokens that it continues from."""
+        engine, earlier = min(self._load, key=self._load.__getitem__), list(part.records)
+        if (record := self._engines.record_of[engine]) not in earlier:
+            part.records.append(record)
+        return engine, earlier
 
     def cancel(self, number: int) -> None:
         """See `ports.Stream`."""
@@ -318,11 +315,8 @@ class BatchStream(RayStream):
     from the start, in the same engine and with the same batch, because a batch of another size is rounded differently.
     """
 
-    def _engine_for(self, part: AskedPart) -> int:
-        return super()._engine_for(part) if part.sent is None else part.sent.engine
-
-    def _records_for(self, sent: Sent) -> list[str]:
-        return []
+    def _route(self, part: AskedPart) -> tuple[int, list[str]]:
+        return super()._route(part)[0] if part.sent is None else part.sent.engine, []
 
     def _can_hand_out(self) -> bool:
         return bool(self._ready) and len(self._ready) == len(self._asked)
@@ -361,5 +355,4 @@ class BatchStream(RayStream):
 
 def open_stream(config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> RayStream:
     """The stream of a run, which begins to verify."""
-    kind = RayStream if config.rollout.one_by_one else BatchStream
-    return kind(config, engines, verifiers)
+    return (RayStream if config.rollout.one_by_one else BatchStream)(config, engines, verifiers)

@@ -1,7 +1,7 @@
 """Answer the prompts of the first steps of a run, without training: engines and verifiers alone.
 
 Pass the arguments of the run that will train: YAML files and overrides, merged from left to right. The engines
-load the weights of `model.path`, and answer the prompts of the run's first steps with the seeds of a run in turns.
+load the weights of `model.path`, and answer the prompts of the run's first steps with the seeds of a synchronous run.
 OUT gets a file for each step, as `rollout.dump` writes them, and a run with `rollout.replay=OUT` trains on them. The
 answers of step 0 equal the answers of such a run, up to rounding; later steps differ, because its weights would have
 changed.

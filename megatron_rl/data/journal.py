@@ -59,16 +59,11 @@ class JournalWriter:
 
 
 class Journal:
-    """Gives a resumed run the groups that it had generated before it was killed.
-
-    Args:
-        max_lag: the largest lag of a group, in steps.
-    """
+    """Gives a resumed run the groups that it had generated before it was killed."""
 
     def __init__(self, folder: Path, max_lag: int) -> None:
         self._folder, self._max_lag = folder, max_lag
-        self._groups: dict[int, Group] = {}
-        """The groups that are not in use yet."""
+        self.unused: dict[int, Group] = {}
         self._resumed_at: int | None = None
         """The step of the checkpoint, or 0; None before the first checkpoint or the first weight sync."""
 
@@ -76,16 +71,13 @@ class Journal:
         """Remove what a checkpoint does not need; if the run begins, everything, because it is of an earlier start."""
         if self._resumed_at is None:
             prune_journal(self._folder, version=2**62)
-            self._resumed_at = 0
+        self._resumed_at = self._resumed_at or 0
         prune_journal(self._folder, checkpoint - self._max_lag)
 
     def resume(self, step: int) -> None:
         """Read the groups for a checkpoint, unless the run goes on in this process."""
         if self._resumed_at is None:
-            self._groups, self._resumed_at = read_journal(self._folder), step
-
-    def __contains__(self, number: object) -> bool:
-        return number in self._groups
+            self.unused, self._resumed_at = read_journal(self._folder), step
 
     def take(self, number: int, prompt: Prompt, version: int) -> Group | None:
         """A group with its prompt; None if it is not there, or too old for the step of `version`.
@@ -94,7 +86,7 @@ class Journal:
         group of these versions counts as one of `version`. Its tokens get the version before the checkpoint, so that
         nobody expects the trainer to give them the same log-probs. The checkpoint's own version is there again.
         """
-        kept, last = self._groups.pop(number, None), self._resumed_at or 0
+        kept, last = self.unused.pop(number, None), self._resumed_at or 0
         # An older one is a late group that was requested again and had not finished by then.
         if kept is None or kept.prompt.uid != prompt.uid or kept.version < version - self._max_lag:
             return None

@@ -68,15 +68,15 @@ class ActiveSampling:
         self._useless: Counter[str] = Counter()
         """The rewards of the groups without a signal, since the last group with one."""
 
-    def draw(self, count: int, journal: Container[int]) -> list[tuple[int, Prompt]]:
+    def draw(self, count: int, known: Container[int]) -> list[tuple[int, Prompt]]:
         """The next prompts that do not rest, with their numbers. If all prompts of an epoch rest, they are drawn
-        nevertheless, and so are the ones whose groups are in the journal."""
+        nevertheless, and so are the prompts of groups that are `known`."""
         drawn: list[tuple[int, Prompt]] = []
         num_passed = 0
         while len(drawn) < count:
             [(number, prompt)] = self._prompts.take(1)
             rests = self.pass_rates.rests(prompt.uid, self._prompts.epoch(number))
-            if rests and number not in journal and num_passed < len(self._prompts):
+            if rests and number not in known and num_passed < len(self._prompts):
                 num_passed += 1
             else:
                 drawn.append((number, prompt))

@@ -39,7 +39,7 @@ compared."""
 
 
 class EngineSource:
-    """Of an asynchronous run: engines answer prompts of later steps while the trainer trains."""
+    """The source of an asynchronous run: engines answer prompts of later steps while the trainer trains."""
 
     _open_journal = Journal
 
@@ -155,10 +155,8 @@ class EngineSource:
         self._sampling.pass_rates.restore(state.get("pass_rates", {}))
         self._budgets.restore(state.get("thoughts", []))
         self._given |= {number: tuple(budgets) for number, budgets in state.get("thought_budgets", [])}
-        for number in waiting:
-            admission = self._admission
-            if any(number in known for known in (admission.running, admission.ready, self._again)):
-                continue
+        known = {*self._admission.running, *self._admission.ready, *self._again}
+        for number in [number for number in waiting if number not in known]:
             if number in self._groups:
                 self._admission.put_back(number, self._groups[number].version)
             else:
@@ -175,7 +173,7 @@ class EngineSource:
         there was any; groups of the journal are ready at once."""
         again, self._again = self._again, []
         requests = [self._admit(number, self._prompts.item(number)) for number in again]
-        asked = self._sampling.draw(self._admission.room(self._config.run.steps - self._version), self._journal)
+        asked = self._sampling.draw(self._admission.room(self._config.run.steps - self._version), self._journal.unused)
         requests += [self._admit(number, prompt) for number, prompt in asked]
         if requests := [request for request in requests if request is not None]:
             self._ports.stream.ask(requests, self._version)
@@ -240,8 +238,7 @@ class EngineSource:
 
 
 class SynchronousSource(EngineSource):
-    """Nothing runs while the trainer trains (`rollout.max_lag: 0`): an evaluation ends before the training prompts are
-    asked for."""
+    """Nothing runs while the trainer trains: an evaluation ends before the training prompts are asked for."""
 
     def _wait_for(self, groups: Asked) -> None:
         super()._wait_for(groups)
@@ -276,4 +273,5 @@ class BatchSource(SynchronousSource):
 
 
 def kind_of_source(rollout: RolloutConfig) -> type[EngineSource]:
+    """What a run with these settings needs."""
     return EngineSource if rollout.overlaps else SynchronousSource if rollout.one_by_one else BatchSource
