@@ -170,9 +170,8 @@ class RayStream:
         while True:
             if self._can_hand_out():
                 return self._hand_out()
-            if self._lost and self._can_ask_again():
+            if self._lost:
                 self._ask_again(version)
-                deadlines.begin(ANSWERING)
             try:
                 event = self._events.get(timeout=TICK_S)
             except Empty:
@@ -201,13 +200,9 @@ class RayStream:
     def _can_hand_out(self) -> bool:
         return bool(self._ready)
 
-    def _can_ask_again(self) -> bool:
-        return True
-
     def _hand_out(self) -> Collected:
-        groups, self._ready = dict(sorted(self._ready.items())), {}
-        groups, metrics = self._judged(groups)
-        self._scored = []
+        groups, metrics = self._judged(dict(sorted(self._ready.items())))
+        self._ready, self._scored = {}, []
         with self._lock:
             for number in groups:
                 del self._asked[number]
@@ -249,6 +244,7 @@ class RayStream:
         for batch in self._again([one.sent.part for one in lost]):
             self._num_again += len(batch)
             self._send(batch, version)
+        self._engines.deadlines.begin(ANSWERING)
 
     def _again(self, lost: Sequence[AskedPart]) -> Iterable[Sequence[AskedPart]]:
         """The parts to ask for again after some were lost, in batches that begin together."""
@@ -321,8 +317,9 @@ class BatchStream(RayStream):
     def _can_hand_out(self) -> bool:
         return bool(self._ready) and len(self._ready) == len(self._asked)
 
-    def _can_ask_again(self) -> bool:
-        return not any(self._load.values())  # no weights arrive while others answer
+    def _ask_again(self, version: int) -> None:
+        if not any(self._load.values()):  # no weights arrive while others answer
+            super()._ask_again(version)
 
     def _judged(self, groups: dict[int, Group]) -> tuple[dict[int, Group], Metrics]:
         # A call with a group that is generated again does not count: what it logged is about all its groups.

@@ -69,10 +69,11 @@ class Journal:
 
     def prune(self, checkpoint: int) -> None:
         """Remove what a checkpoint does not need; if the run begins, everything, because it is of an earlier start."""
-        if self._resumed_at is None:
-            prune_journal(self._folder, version=2**62)
+        least = 2**62 if self._resumed_at is None else checkpoint - self._max_lag
         self._resumed_at = self._resumed_at or 0
-        prune_journal(self._folder, checkpoint - self._max_lag)
+        for version, path in _files(self._folder):
+            if version < least:
+                path.unlink()
 
     def resume(self, step: int) -> None:
         """Read the groups for a checkpoint, unless the run goes on in this process."""
@@ -110,13 +111,6 @@ class NoJournal(Journal):
 def read_journal(folder: Path) -> dict[int, Group]:
     """All groups by their numbers. Of groups with the same number, the latest version wins. See `decode`."""
     return dict(decode(blob) for _, path in _files(folder) for blob in read_records(path))
-
-
-def prune_journal(folder: Path, version: int) -> None:
-    """Remove the files of older versions."""
-    for written, path in _files(folder):
-        if written < version:
-            path.unlink()
 
 
 def _files(folder: Path) -> list[tuple[int, Path]]:
