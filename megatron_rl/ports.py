@@ -162,9 +162,10 @@ class Stream(Protocol):
         """Stop generating and verifying a group. `collect` will not return it, unless it is asked for again."""
 
     def collect(self, version: int) -> Collected:
-        """Wait until at least one group is complete, and return all complete groups. In a run in turns
-        (`rollout.max_lag: 0`) wait for all requested groups, so that a reward that needs all answers of a step has
-        them.
+        """Wait for groups, and return the complete ones, each once and with its verdicts. Lost answers are generated
+        again. Groups come one by one (`RolloutConfig.one_by_one`): all that are complete as soon as there is one, each
+        judged and written into the journal when it was complete. Otherwise all requested groups come together, judged
+        then, because a reward may need all answers of a step; the journal has none of them.
 
         Args:
             version: the version of the weights for a restarted engine.

@@ -4,10 +4,11 @@ A group is given to the engines in parts; each part is one call. When all its an
 verifier takes the group, scores it and writes it into the journal; then the group is handed out. The driver learns all
 that happens to a group in `collect`, and makes all decisions there.
 
-Invariants (tests/unit/cluster, tests/e2e): if an engine dies, or loses its answers in a failed push, its parts are
-requested again. In a run in turns (`rollout.max_lag: 0`) all parts of the engine begin from the start together, so the
-run's numbers equal an undisturbed run; otherwise a part continues from the tokens that it had. No group is handed out
-twice, and no cancelled group at all. An engine that gives no answer in time is replaced.
+`open_stream` chooses once whether groups are handed out one by one (`RayStream`) or as whole batches (`BatchStream`).
+
+Invariants (tests/unit/cluster, tests/e2e): if an engine dies, or loses its answers in a failed weight sync, its parts
+are requested again. No group is handed out twice, and no cancelled group at all. An engine that gives no answer in time
+is replaced.
 """
 
 from __future__ import annotations
@@ -84,16 +85,11 @@ def _branches(group: Group, values: PrefixValues | None) -> Group | None:
 
 
 class RayStream:
-    def __init__(
-        self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup, in_turns: bool | None = None
-    ) -> None:
-        """
-        Args:
-            in_turns: whether all groups that were asked for are handed out together; None: as in the configuration.
-        """
-        self._engines = engines
-        self._rollout, self._values = config.rollout, config.rollout.prefix_values
-        self._has_routes = config.policy.routing_replay
+    """Judges, journals and hands out each group as soon as its answers are complete. A lost part goes on with the
+    tokens that it had, in any engine."""
+
+    def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
+        self._config, self._engines, self._verifiers = config, engines, verifiers
         self._tickets, self._batches = count(), count()
         self._asked: dict[int, AskedGroup] = {}
         """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
@@ -106,26 +102,20 @@ class RayStream:
         self._events: SimpleQueue[VerifiedGroups | Lost | Exception] = SimpleQueue()
         self._ready: dict[int, Group] = {}
         """The verified groups that are not handed out yet, by their numbers."""
-        self._scorings: list[tuple[Metrics, int]] = []
-        """The metrics and the number of answers of each scoring since groups were handed out."""
-        self._scored: list[VerifiedGroups] = []
-        """What rewards have given in a run in turns since groups were handed out."""
+        self._scored: list[tuple[VerifiedGroups, int]] = []
+        """Each scoring since groups were handed out, with the number of its answers."""
         self._lost: list[Lost] = []
         """The calls whose answers were lost, and are not asked for again yet."""
         self._num_again = self._num_restarts = 0
         """The number of parts that were asked for again since the last `collect`."""
-        self._verifiers = verifiers
-        self._in_turns = not config.rollout.one_by_one if in_turns is None else in_turns
-        self._early = [i for i, reward in enumerate(config.rewards) if not reward.needs_all_answers]
-        self._num_verifiers = len(verifiers.verifiers)
         for verifier in verifiers.verifiers:
             in_thread(partial(self._verify, verifier), "verify")
 
     def ask(self, requests: Sequence[GroupRequest], version: int) -> None:
         """See `ports.Stream`. Each part goes to the engine that works on the fewest answers."""
-        if not self._rollout.overlaps and not self._asked:  # the time while the trainer worked does not count
+        if not self._config.rollout.overlaps and not self._asked:  # the time while the trainer worked does not count
             self._idle.take(time.perf_counter())
-        parts, largest = [], largest_part(self._rollout)
+        parts, largest = [], largest_part(self._config.rollout)
         for request in requests:
             asked = AskedGroup(next(self._tickets), request, version)
             asked.parts += [AskedPart(asked, samples) for samples in deal(request.num_samples, largest)]
@@ -135,30 +125,30 @@ class RayStream:
         self._send(parts, version)
 
     def _send(self, parts: Sequence[AskedPart], version: int) -> None:
-        """Ask for parts, which begin together in each engine. What begins again in turns goes to the same engine."""
-        name = next(self._batches)
+        """Ask for parts, which begin together in each engine."""
+        name, calls = next(self._batches), list[tuple[Sent, list[str]]]()
         for part in parts:
             with self._lock:
-                again = part.sent.engine if part.sent is not None and self._in_turns else None
-                engine = min(self._load, key=self._load.__getitem__) if again is None else again
-                part.sent = Sent(part, engine, self._engines.engines[engine], name)
+                engine, earlier = self._route(part)
+                part.sent = sent = Sent(part, engine, self._engines.engines[engine], name)
+                calls.append((sent, earlier))
                 self._load[engine] += len(part.samples)
                 self._idle.begin_work(engine, time.perf_counter())
-        all_sent = [part.sent for part in parts if part.sent is not None]
-        sizes = Counter(sent.engine for sent in all_sent)
-        for sent in all_sent:
+        sizes = Counter(sent.engine for sent, _ in calls)
+        for sent, earlier in calls:
             part, asked = sent.part, sent.part.asked
-            earlier, record = list(part.records), self._engines.record_of[sent.engine]
-            if record not in earlier and not self._in_turns:
-                part.records.append(record)
-            call = sent.actor.answer.options(num_returns=1 + num_objects(len(part.samples), self._has_routes))
-            batch = name, sizes[sent.engine]
-            held = None if self._engines.loads_weights else version
+            has_routes = self._config.policy.routing_replay
+            call = sent.actor.answer.options(num_returns=1 + num_objects(len(part.samples), has_routes))
+            held, batch = None if self._engines.loads_weights else version, (name, sizes[sent.engine])
             answers, *part.objects = call.remote(asked.ticket, asked.request, part.samples, held, batch, earlier)
-            answers.future().add_done_callback(partial(self._end, sent))
+            answers.future().add_done_callback(lambda future, sent=sent: self._answered.put((sent, future)))
 
-    def _end(self, sent: Sent, future: Future[Answered]) -> None:
-        self._answered.put((sent, future))
+    def _route(self, part: AskedPart) -> tuple[int, list[str]]:
+        """The engine that a part goes to, and the files with the tokens that it continues from."""
+        engine, earlier = min(self._load, key=self._load.__getitem__), list(part.records)
+        if (record := self._engines.record_of[engine]) not in earlier:
+            part.records.append(record)
+        return engine, earlier
 
     def cancel(self, number: int) -> None:
         """See `ports.Stream`."""
@@ -170,8 +160,7 @@ class RayStream:
             actor.cancel.remote(asked.ticket)
 
     def collect(self, version: int) -> Collected:
-        """See `ports.Stream`. In a run in turns all groups that were asked for are handed out together, because the
-        loop needs all of them, and the groups of an engine that dies are generated again together.
+        """See `ports.Stream`.
 
         The metric `stream/asked_again` is the number of calls whose answers were lost, `verifier/restarts` the number
         of processes of rewards that were replaced, and `stream/idle_s` the idle time of all engines together, out of
@@ -179,12 +168,10 @@ class RayStream:
         """
         (deadlines := self._engines.deadlines).begin(ANSWERING)  # the limit is for engines that say nothing
         while True:
-            if self._ready and (not self._in_turns or len(self._ready) == len(self._asked)):
+            if self._can_hand_out():
                 return self._hand_out()
-            # In turns the others end first: no weights arrive while they answer.
-            if self._lost and not (self._in_turns and any(self._load.values())):
+            if self._lost:
                 self._ask_again(version)
-                deadlines.begin(ANSWERING)
             try:
                 event = self._events.get(timeout=TICK_S)
             except Empty:
@@ -208,30 +195,26 @@ class RayStream:
             if verified:
                 self._engines.answered()
                 self._ready |= verified
-                self._scorings.append((event.metrics, sum(len(group.rollouts) for group in verified.values())))
-                self._scored.append(event)
+                self._scored.append((event, sum(len(group.rollouts) for group in verified.values())))
+
+    def _can_hand_out(self) -> bool:
+        return bool(self._ready)
 
     def _hand_out(self) -> Collected:
-        groups, self._ready = dict(sorted(self._ready.items())), {}
-        scorings, scored, self._scorings, self._scored = self._scorings, self._scored, [], []
-        metrics = merged([part for part, _ in scorings], [size for _, size in scorings])
-        if self._in_turns:
-            # A call with a group that is generated again does not count: what it logged is about all its groups.
-            pieces = [one.piece for one in scored if one.piece is not None and one.is_current]
-            verdicts, metrics = self._verifiers.decide(to_judge(groups.values(), self._values), pieces)
-            groups = dict(zip(groups, judged(groups.values(), verdicts, self._values), strict=True))
+        groups, metrics = self._judged(dict(sorted(self._ready.items())))
+        self._ready, self._scored = {}, []
         with self._lock:
             for number in groups:
                 del self._asked[number]
             idle_s, span_s = self._idle.take(time.perf_counter())
         again, self._num_again = self._num_again, 0
         own = {"stream/asked_again": float(again), "stream/idle_s": idle_s, "stream/span_s": span_s}
-        own["verifier/restarts"] = self._new_restarts()
-        return Collected(groups, metrics | own)
-
-    def _new_restarts(self) -> float:
         before, self._num_restarts = self._num_restarts, self._verifiers.num_restarts
-        return float(self._num_restarts - before)
+        return Collected(groups, metrics | own | {"verifier/restarts": float(self._num_restarts - before)})
+
+    def _judged(self, groups: dict[int, Group]) -> tuple[dict[int, Group], Metrics]:
+        """The groups to hand out with their verdicts, and the metrics of all scorings since the last ones."""
+        return groups, merged([one.metrics for one, _ in self._scored], [size for _, size in self._scored])
 
     def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
         """See `ports.Stream`."""
@@ -258,32 +241,14 @@ class RayStream:
         if any(is_dead.values()):
             self._engines.bring_weights(version)  # if the policy is lost, the loop recovers and collects again
         self._lost = []
-        parts = [one.sent.part for one in lost]
-        if self._in_turns:
-            parts = self._begin_again(parts)
-        self._num_again += len(parts)
-        # In turns the same answers begin together as before, because a batch of another size is rounded differently.
-        batches: dict[int | None, list[AskedPart]] = {}
-        for part in parts:
-            batches.setdefault(part.sent.batch if part.sent and self._in_turns else None, []).append(part)
-        for batch in batches.values():
+        for batch in self._again([one.sent.part for one in lost]):
+            self._num_again += len(batch)
             self._send(batch, version)
+        self._engines.deadlines.begin(ANSWERING)
 
-    def _begin_again(self, lost: Sequence[AskedPart]) -> list[AskedPart]:
-        """All parts of the engines that died, and the parts that were lost although their engines live, in order. The
-        answers of a dead engine are forgotten, because a batch of fewer parts would be rounded differently."""
-        again = []
-        with self._lock:
-            for asked in self._asked.values():
-                for part in asked.parts:
-                    assert part.sent is not None, "it was asked for"
-                    if part in lost or self._engines.engines[part.sent.engine] is not part.sent.actor:
-                        again.append(part)
-                        if part.answers:
-                            part.answers = None
-                            asked.attempt += 1
-                            self._ready.pop(asked.request.number, None)
-        return again
+    def _again(self, lost: Sequence[AskedPart]) -> Iterable[Sequence[AskedPart]]:
+        """The parts to ask for again after some were lost, in batches that begin together."""
+        return [lost]
 
     def _end_silent(self) -> None:
         """Kill the engines that should have answered, so that they are replaced."""
@@ -297,10 +262,14 @@ class RayStream:
     def _verify(self, verifier: RayVerifier) -> None:
         """What the thread of a verifier does: score the groups that are complete, several at once if there are."""
         while True:
-            answered = [self._wait_for_answers()]
+            try:
+                answered = [self._answered.get(timeout=TICK_S)]
+            except Empty:
+                tick()
+                continue
             time.sleep(LINGER_S)
             with suppress(Empty):
-                for _ in range(self._answered.qsize() // self._num_verifiers):
+                for _ in range(self._answered.qsize() // len(self._verifiers.verifiers)):
                     answered.append(self._answered.get_nowait())
             try:
                 complete = [done for sent, future in answered if (done := self._completed(sent, future))]
@@ -308,13 +277,6 @@ class RayStream:
                     self._events.put(self._verified(verifier, complete))
             except Exception as error:  # the driver raises it
                 self._events.put(error)
-
-    def _wait_for_answers(self) -> tuple[Sent, Future[Answered]]:
-        while True:
-            try:
-                return self._answered.get(timeout=TICK_S)
-            except Empty:
-                tick()
 
     def _completed(self, sent: Sent, future: Future[Answered]) -> tuple[AskedGroup, int, Group] | None:
         """The group of a call that has ended, with its attempt, if now all its answers are complete."""
@@ -333,15 +295,61 @@ class RayStream:
         return None
 
     def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
-        groups = [group for _, _, group in complete]
-        with_branches = to_judge(groups, self._values)
-        if self._in_turns:
-            given = verifier.scored(with_branches, self._early) if self._early else {}
-            return VerifiedGroups(complete, {}, (with_branches, given))
-        verdicts, metrics = verifier.score(with_branches)
-        groups = judged(groups, verdicts, self._values)
+        groups, values = [group for _, _, group in complete], self._config.rollout.prefix_values
+        verdicts, metrics = verifier.score(to_judge(groups, values))
+        groups = judged(groups, verdicts, values)
         whole = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
         to_train_on = {asked.request.number: group for asked, _, group in whole if asked.request.number >= 0}
         if to_train_on:
             verifier.write(to_train_on)
         return VerifiedGroups(whole, metrics)
+
+
+class BatchStream(RayStream):
+    """Hands out together all groups that were asked for, and journals none. Rewards score each group when it is
+    complete, except the ones that need all answers of a step; the verdicts fall at the end. After a loss parts begin
+    from the start, in the same engine and with the same batch, because a batch of another size is rounded differently.
+    """
+
+    def _route(self, part: AskedPart) -> tuple[int, list[str]]:
+        return super()._route(part)[0] if part.sent is None else part.sent.engine, []
+
+    def _can_hand_out(self) -> bool:
+        return bool(self._ready) and len(self._ready) == len(self._asked)
+
+    def _ask_again(self, version: int) -> None:
+        if not any(self._load.values()):  # no weights arrive while others answer
+            super()._ask_again(version)
+
+    def _judged(self, groups: dict[int, Group]) -> tuple[dict[int, Group], Metrics]:
+        # A call with a group that is generated again does not count: what it logged is about all its groups.
+        pieces = [one.piece for one, _ in self._scored if one.piece is not None and one.is_current]
+        values = self._config.rollout.prefix_values
+        verdicts, metrics = self._verifiers.decide(to_judge(groups.values(), values), pieces)
+        return dict(zip(groups, judged(groups.values(), verdicts, values), strict=True)), metrics
+
+    def _again(self, lost: Sequence[AskedPart]) -> Iterable[Sequence[AskedPart]]:
+        """All parts of the engines that died, and the parts that were lost although their engines live, in order. The
+        complete answers of a dead engine are forgotten."""
+        again: dict[int, list[AskedPart]] = {}
+        with self._lock:
+            for asked in self._asked.values():
+                for part in asked.parts:
+                    assert part.sent is not None, "it was asked for"
+                    if part in lost or self._engines.engines[part.sent.engine] is not part.sent.actor:
+                        again.setdefault(part.sent.batch, []).append(part)
+                        if part.answers:
+                            part.answers = None
+                            asked.attempt += 1
+                            self._ready.pop(asked.request.number, None)
+        return again.values()
+
+    def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
+        groups = to_judge((group for _, _, group in complete), self._config.rollout.prefix_values)
+        early = [i for i, reward in enumerate(self._config.rewards) if not reward.needs_all_answers]
+        return VerifiedGroups(complete, {}, (groups, verifier.scored(groups, early) if early else {}))
+
+
+def open_stream(config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> RayStream:
+    """The stream of a run, which begins to verify."""
+    return (RayStream if config.rollout.one_by_one else BatchStream)(config, engines, verifiers)

@@ -267,7 +267,7 @@ def _answered(
 
     rollout = config.rollout
     with engines_alone(config, out / "logs", check) as (engines, verifiers):
-        stream = RayStream(config, engines, verifiers, in_turns=False)
+        stream = RayStream(config, engines, verifiers)
         left, under_way = list(reversed(waiting_prompts)), 0
         most = -(-WAVES * rollout.num_engines * rollout.max_sequences // rollout.samples_per_prompt)
         while left or under_way:

@@ -1,7 +1,7 @@
 """Answer the prompts of the first steps of a run, without training: engines and verifiers alone.
 
 Pass the arguments of the run that will train: YAML files and overrides, merged from left to right. The engines
-load the weights of `model.path`, and answer the prompts of the run's first steps with the seeds of a run in turns.
+load the weights of `model.path`, and answer the prompts of the run's first steps with the seeds of a synchronous run.
 OUT gets a file for each step, as `rollout.dump` writes them, and a run with `rollout.replay=OUT` trains on them. The
 answers of step 0 equal the answers of such a run, up to rounding; later steps differ, because its weights would have
 changed.
@@ -39,15 +39,15 @@ from megatron_rl.processes import piped
 
 quiet_environment()
 
-IN_TURNS = ("rollout.max_lag=0", "rollout.active_sampling=false", "rollout.late=wait")
+SYNCHRONOUS = ("rollout.max_lag=0", "rollout.active_sampling=false", "rollout.late=wait")
 
 
 def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     """Write the steps that `out` does not have yet."""
-    from megatron_rl.cluster.stream import RayStream
+    from megatron_rl.cluster.stream import BatchStream
     from megatron_rl.commands.grpo import read_prompts
     from megatron_rl.data.tokenizer import open_tokenizer
-    from megatron_rl.loop.engine_source import EngineSource
+    from megatron_rl.loop.engine_source import BatchSource
     from megatron_rl.loop.replay import dump
     from megatron_rl.loop.rollouts import verdicts_of
     from megatron_rl.loop.stopping import NEVER
@@ -59,15 +59,15 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
             "rollout.prefix_values.by is trainer, and there are no trainers here; set it to engine, or take the "
             "rollouts of a run with rollout.dump=true"
         )
-    prompts = read_prompts(config, open_tokenizer(config.model.path)).train
+    prompts = read_prompts(config, open_tokenizer(config.model.path))
     none: Any = None
     sink: Any = SimpleNamespace(phase=nullcontext, warn=lambda message, *about: console.print(message))
     with engines_alone(config, out / "logs", interrupt.check) as (engines, verifiers):
-        ports = Ports(none, none, RayStream(config, engines, verifiers))
-        source = EngineSource(config, ports, prompts, [], sink, NEVER)
+        ports = Ports(none, none, BatchStream(config, engines, verifiers))
+        source = BatchSource(config, ports, prompts, sink, NEVER)
         for step in range(config.run.steps):
             if path_of(out, step).exists():
-                prompts.take(config.rollout.prompts_per_step)
+                prompts.train.take(config.rollout.prompts_per_step)
                 continue
             source.pushed(step)
             rollouts = source.next(step)
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         config = config_without_trainers(
-            [*options.configuration, f"run.steps={options.steps}", "data.eval=null", *IN_TURNS], out
+            [*options.configuration, f"run.steps={options.steps}", "data.eval=null", *SYNCHRONOUS], out
         )
         own = {
             "prompts_per_step": config.rollout.prompts_per_step,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron_rl.cluster.critic import CriticGroup
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.data.prompt_table import PromptTable
-    from megatron_rl.loop.train import Prompts
+    from megatron_rl.loop.source import Prompts
 
 
 def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -64,7 +64,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
-    from megatron_rl.cluster.stream import RayStream
+    from megatron_rl.cluster.stream import open_stream
     from megatron_rl.cluster.verifier import VerifierGroup
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.cluster.watchers import observe_run
@@ -123,7 +123,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 tell("the verifiers load the rewards (logs/verifier.log)")
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
-                ports = Ports(trained, bridge, RayStream(config, engines, verifier))
+                ports = Ports(trained, bridge, open_stream(config, engines, verifier))
                 observe_run(config, sink, [policy, *filter(None, [critic]), engines, verifier])
             else:
                 ports = ports_without_engines(trained)
@@ -186,7 +186,7 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     import numpy as np
 
     from megatron_rl.data import ItemSource, ShuffledStream, load_prompts
-    from megatron_rl.loop.train import Prompts
+    from megatron_rl.loop.source import Prompts
 
     data, rollout, rules = config.data, config.rollout, prompt_rules(config)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from megatron_rl.data.journal import JournalWriter, prune_journal, read_journal
+from megatron_rl.data.journal import Journal, JournalWriter, NoJournal
 from megatron_rl.data.prompts import Rules, load_prompts
 from megatron_rl.data.stream import ItemSource, RowsDigest, ShuffledStream
 from megatron_rl.data.supervised import load_supervised
 
 __all__ = [
+    "Journal",
     "JournalWriter",
+    "NoJournal",
     "RowsDigest",
     "Rules",
     "ShuffledStream",
     "ItemSource",
     "load_prompts",
     "load_supervised",
-    "prune_journal",
-    "read_journal",
 ]

@@ -20,7 +20,7 @@ import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,16 +58,59 @@ class JournalWriter:
                 file.write(b"".join(parts))
 
 
+class Journal:
+    """Gives a resumed run the groups that it had generated before it was killed."""
+
+    def __init__(self, folder: Path, max_lag: int) -> None:
+        self._folder, self._max_lag = folder, max_lag
+        self.unused: dict[int, Group] = {}
+        self._resumed_at: int | None = None
+        """The step of the checkpoint, or 0; None before the first checkpoint or the first weight sync."""
+
+    def prune(self, checkpoint: int) -> None:
+        """Remove what a checkpoint does not need; if the run begins, everything, because it is of an earlier start."""
+        least = 2**62 if self._resumed_at is None else checkpoint - self._max_lag
+        self._resumed_at = self._resumed_at or 0
+        for version, path in _files(self._folder):
+            if version < least:
+                path.unlink()
+
+    def resume(self, step: int) -> None:
+        """Read the groups for a checkpoint, unless the run goes on in this process."""
+        if self._resumed_at is None:
+            self.unused, self._resumed_at = read_journal(self._folder), step
+
+    def take(self, number: int, prompt: Prompt, version: int) -> Group | None:
+        """A group with its prompt; None if it is not there, or too old for the step of `version`.
+
+        The weights of the versions after the checkpoint are lost: the run trains them again, with other answers. A
+        group of these versions counts as one of `version`. Its tokens get the version before the checkpoint, so that
+        nobody expects the trainer to give them the same log-probs. The checkpoint's own version is there again.
+        """
+        kept, last = self.unused.pop(number, None), self._resumed_at or 0
+        # An older one is a late group that was requested again and had not finished by then.
+        if kept is None or kept.prompt.uid != prompt.uid or kept.version < version - self._max_lag:
+            return None
+        tokens = [
+            replace(t, version=np.where(t.version > last, last - 1, t.version).astype(np.int32)) for t in kept.payload
+        ]
+        samples = [replace(s, oldest_version=last - 1) if s.oldest_version > last else s for s in kept.rollouts]
+        return replace(kept, prompt=prompt, rollouts=samples, payload=tokens, version=min(kept.version, version))
+
+
+class NoJournal(Journal):
+    """Stays empty, for a run whose steps hand out all their groups together."""
+
+    def prune(self, checkpoint: int) -> None:
+        pass
+
+    def resume(self, step: int) -> None:
+        pass
+
+
 def read_journal(folder: Path) -> dict[int, Group]:
     """All groups by their numbers. Of groups with the same number, the latest version wins. See `decode`."""
     return dict(decode(blob) for _, path in _files(folder) for blob in read_records(path))
-
-
-def prune_journal(folder: Path, version: int) -> None:
-    """Remove the files of older versions."""
-    for written, path in _files(folder):
-        if written < version:
-            path.unlink()
 
 
 def _files(folder: Path) -> list[tuple[int, Path]]:

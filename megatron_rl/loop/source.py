@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_rl.data import ShuffledStream
 from megatron_rl.ports import Sink
-from megatron_rl.types import Metrics, Rollouts
+from megatron_rl.types import Metrics, Prompt, Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    train: ShuffledStream[Prompt]
+    heldout: Sequence[Prompt]
+    """The prompts of evaluations; if it is empty, nothing is evaluated."""
 
 
 class RolloutSource(Protocol):

@@ -9,32 +9,22 @@ leaves its newest complete state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from megatron_rl.algorithms import Coefficients
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState
-from megatron_rl.loop.engine_source import EngineSource
+from megatron_rl.loop.engine_source import kind_of_source
 from megatron_rl.loop.health.run import RunHealth
 from megatron_rl.loop.probes import with_utilities
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
 from megatron_rl.loop.shares import batch_of, plan_step
-from megatron_rl.loop.source import RolloutSource, Through
+from megatron_rl.loop.source import Prompts, RolloutSource, Through
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.updates import Updates
 from megatron_rl.ports import Ports, Sink
-from megatron_rl.types import ModelShape, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Prompts:
-    train: ShuffledStream[Prompt]
-    heldout: Sequence[Prompt]
-    """The prompts of evaluations; if it is empty, nothing is evaluated."""
+from megatron_rl.types import ModelShape
 
 
 def train(
@@ -106,7 +96,7 @@ def rollout_source(
     if rollout.replay is not None:
         source = ReplayedSource(config, rollout.replay, sink)
     else:
-        source = EngineSource(config, ports, prompts.train, prompts.heldout, sink, stopping)
+        source = kind_of_source(rollout)(config, ports, prompts, sink, stopping)
     if rollout.prefix_values is not None and rollout.prefix_values.by == "trainer":
         source = Through(source, sink, "prefix_values", partial(with_utilities, config, shape, ports.policy))
     if rollout.dump and rollout.replay is None:

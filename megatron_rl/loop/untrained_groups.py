@@ -16,6 +16,8 @@ class AsideGroups:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        self.evaluation: Asked = {}
+        """The evaluation that is under way."""
         self._num_asked = 0
         self._waiting: dict[int, dict[int, Group | None]] = {}
         """The batch of each group that has not come."""
@@ -47,8 +49,9 @@ class AsideGroups:
         batch[number] = group
         return True
 
-    def cancel(self, asked: Asked) -> None:
-        """Stop the generation of the groups that have not come."""
-        for number in [number for number, group in asked.items() if group is None]:
+    def cancel_evaluation(self) -> None:
+        """Stop the generation of its groups that have not come."""
+        for number in [number for number, group in self.evaluation.items() if group is None]:
             self._stream.cancel(number)
             del self._waiting[number]
+        self.evaluation = {}

@@ -39,12 +39,13 @@ from megatron_rl.cluster.engines import EngineGroup, EngineRank
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.session import ray_session
-from megatron_rl.cluster.stream import RayStream
+from megatron_rl.cluster.stream import RayStream, open_stream
 from megatron_rl.cluster.verifier import VerifierGroup
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.engine_source import EngineSource
+from megatron_rl.loop.engine_source import kind_of_source
+from megatron_rl.loop.source import Prompts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.rollout.backend import EngineSpec
@@ -206,11 +207,12 @@ def measure(num_steps: int, trainer_s: float, modes: Sequence[str]) -> dict[str,
             verifiers.wait()
             for mode in modes:
                 config = configuration(folder / "model", folder, MODES[mode], num_steps + 2 * MODES[mode] + WARM_UP)
-                stream, prompts = RayStream(config, engines, verifiers), ShuffledStream(rows, PROMPTS, seed=0)
+                stream, prompts = open_stream(config, engines, verifiers), ShuffledStream(rows, PROMPTS, seed=0)
                 source: Any = StaticSource(stream, prompts)
                 if mode != "static":
                     ports = Ports(None, None, stream)  # type: ignore[arg-type]
-                    source = EngineSource(config, ports, prompts, [], Quiet(), NEVER)  # type: ignore[arg-type]
+                    kind = kind_of_source(config.rollout)
+                    source = kind(config, ports, Prompts(prompts, []), Quiet(), NEVER)  # type: ignore[arg-type]
                 results[mode] = run(source, engines, verifiers, config, trainer_s)
             fixed_s, per_answer_s = ray.get(engines.engines[0].step_costs.remote())
             engines.close()

@@ -42,7 +42,7 @@ from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.stream import RayStream
+from megatron_rl.cluster.stream import RayStream, open_stream
 from megatron_rl.cluster.verifier import VerifierGroup
 from megatron_rl.cluster.waiting import gather
 from megatron_rl.config.cluster import ClusterConfig
@@ -143,11 +143,11 @@ def measure(
     verifiers = VerifierGroup(config, logs, placement, restarts)
     engines.wait()
     verifiers.wait()
-    stream = RayStream(config, engines, verifiers)
+    stream = open_stream(config, engines, verifiers)
     step_config = configuration(folder, gpus // 2, STEP_SAMPLES, 0)
     works: dict[str, Callable[[], dict[str, float]]] = {
         "rate": lambda: at_a_rate(stream, verifiers, rate / SAMPLES, seconds),
-        "step": lambda: a_step(step_config, RayStream(step_config, engines, verifiers), gpus // 2),
+        "step": lambda: a_step(step_config, open_stream(step_config, engines, verifiers), gpus // 2),
     }
     results = {mode: work() for mode, work in works.items() if mode in modes}
     engines.close()

@@ -77,7 +77,7 @@ class Health:
         for rule, find in self._rules.items():
             if message := find(self._history):
                 yield rule, message
-        if self._max_lag and (message := lag_at_bound(self._history, self._max_lag)):
+        if message := lag_at_bound(self._history, self._max_lag):
             yield "lag", message
         if message := disk(self._history, self._kept):
             yield "disk", message

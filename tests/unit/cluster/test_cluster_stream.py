@@ -17,7 +17,7 @@ from megatron_rl.cluster.deadlines import Deadlines
 from megatron_rl.cluster.payloads import StoredTokens
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.running_groups import IdleTime, deal, largest_part
-from megatron_rl.cluster.stream import RayStream
+from megatron_rl.cluster.stream import open_stream
 from megatron_rl.cluster.waiting import leave
 from megatron_rl.types import GroupRequest, Prompt, Rollout, Verdict
 
@@ -136,7 +136,7 @@ def make_stage(is_asynchronous: bool) -> SimpleNamespace:
         loads_weights=False,
     )
     verifiers = SimpleNamespace(verifiers=[verifier], num_restarts=0, decide=verifier.decide)
-    stream = RayStream(config, group, verifiers)
+    stream = open_stream(config, group, verifiers)
     return SimpleNamespace(stream=stream, engines=engines, verifier=verifier, group=group)
 
 
@@ -147,7 +147,7 @@ def stage():
 
 
 @pytest.fixture
-def in_turns():
+def batch():
     yield make_stage(is_asynchronous=False)
     leave(10.0)
 
@@ -219,51 +219,51 @@ def test_a_group_that_is_lost_too_often_ends_the_run(stage):
         stage.stream.collect(0)
 
 
-def test_groups_that_are_asked_for_together_begin_together_in_each_engine(in_turns):
-    in_turns.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in range(3)], 0)
-    ask(in_turns, 3, 4, version=0)
-    first, second = (engine.batches for engine in in_turns.engines)
+def test_groups_that_are_asked_for_together_begin_together_in_each_engine(batch):
+    batch.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in range(3)], 0)
+    ask(batch, 3, 4, version=0)
+    first, second = (engine.batches for engine in batch.engines)
     assert [size for _, size in first] == [2, 2] and [size for _, size in second] == [1, 1]
     assert first[0] == first[1] and first[0][0] == second[0][0] != second[1][0]
 
 
-def test_in_turns_all_groups_are_handed_out_together_and_the_journal_stays_empty(in_turns):
-    in_turns.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in (7, 8, 9)], 0)
+def test_a_batch_is_handed_out_together_and_the_journal_stays_empty(batch):
+    batch.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in (7, 8, 9)], 0)
     for _ in range(3):
-        next(engine for engine in reversed(in_turns.engines) if engine.calls).end()
-    collected = in_turns.stream.collect(0)
-    assert list(collected.groups) == [7, 8, 9] and not in_turns.verifier.journal
-    assert in_turns.verifier.decided == [[group.payload for group in collected.groups.values()]]
+        next(engine for engine in reversed(batch.engines) if engine.calls).end()
+    collected = batch.stream.collect(0)
+    assert list(collected.groups) == [7, 8, 9] and not batch.verifier.journal
+    assert batch.verifier.decided == [[group.payload for group in collected.groups.values()]]
 
 
-def test_in_turns_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest_is_kept(in_turns):
+def test_of_a_batch_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest_is_kept(batch):
     """Engine 0 has answered group 7, and dies with group 9. What it has answered begins again, from the start."""
-    first, second = in_turns.engines
-    in_turns.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in (7, 8, 9)], 0)
+    first, second = batch.engines
+    batch.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in (7, 8, 9)], 0)
     first.end()
     second.end()
-    in_turns.group.is_dead = lambda index: in_turns.group.engines[index] is first
+    batch.group.is_dead = lambda index: batch.group.engines[index] is first
     brought, new = [], HeldEngine()
 
     def bring_weights(version):
         brought.append(version)
-        in_turns.group.engines[0] = in_turns.group.processes[0].actor = new
+        batch.group.engines[0] = batch.group.processes[0].actor = new
 
-    in_turns.group.bring_weights = bring_weights
+    batch.group.bring_weights = bring_weights
     first.die()
     with pytest.raises(AskedAgain):
-        collect_until_asked_again(in_turns)
+        collect_until_asked_again(batch)
     asked = [call for engine in (new, second) for call in engine.calls]
     assert brought == [0] and [call[2] for call in asked] == [[], []], "from the start"
     assert [size for _, size in new.batches] == [2, 2], "a batch of another size is rounded differently"
-    awaited = [p for one in in_turns.stream._asked.values() for p in one.parts if not p.answers]
+    awaited = [p for one in batch.stream._asked.values() for p in one.parts if not p.answers]
     assert len(awaited) == 2, "an engine that does not answer them in time is replaced"
     for engine in (new, second):
         while engine.calls:
             engine.end()
-    collected = in_turns.stream.collect(0)
+    collected = batch.stream.collect(0)
     assert list(collected.groups) == [7, 8, 9] and collected.metrics["stream/asked_again"] == 2
-    assert not +in_turns.stream._load, "no engine works on anything"
+    assert not +batch.stream._load, "no engine works on anything"
 
 
 class AskedAgain(Exception):

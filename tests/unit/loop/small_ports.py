@@ -15,8 +15,9 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.data.journal import JournalWriter
 from megatron_rl.loop.checkpoints import Checkpoints
+from megatron_rl.loop.source import Prompts
 from megatron_rl.loop.stopping import NEVER
-from megatron_rl.loop.train import Prompts, train
+from megatron_rl.loop.train import train
 from megatron_rl.ports import Collected, Ports, StopRequested, TooManyRestarts
 from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Rollout, Tokens, Verdict
 
@@ -41,7 +42,7 @@ class World:
         self.mirrors: dict[int, int] = {}
         self.asked: dict[int, Group] = {}
         self.seeds: dict[int, tuple[int, ...]] = {}
-        self.in_turns = False
+        self.is_batch = False
         """As in the configuration of the run."""
         self.journal: JournalWriter | None = None
         self.spans: list[dict[str, float]] = []
@@ -136,10 +137,10 @@ class World:
         del self.asked[number]
 
     def collect(self, version):
-        """Some of the groups, in any order; in turns all of them, in theirs."""
+        """Some of the groups, in any order; in a synchronous batch all of them, in theirs."""
         assert version == self.version and self.asked, "the loop waits for a group that was asked for"
         numbers = list(self.asked)
-        if not self.in_turns:
+        if not self.is_batch:
             numbers = self.random.sample(sorted(numbers), self.random.randint(1, len(numbers)))
         groups = {number: self.asked.pop(number) for number in numbers}
         judged, metrics = self.judge(list(groups.values()))
@@ -227,5 +228,5 @@ def run(
     stream = ShuffledStream(train_on, cfg.rollout.prompts_per_step, seed=0)
     checkpoints = open_checkpoints(folder, cfg, resume)
     ports = Ports(world, world, world)
-    world.in_turns = not cfg.rollout.one_by_one
+    world.is_batch = not cfg.rollout.one_by_one
     return train(cfg, SHAPE, ports, Prompts(stream, heldout), (world, checkpoints), stopping)

@@ -164,7 +164,7 @@ def test_a_gradient_norm_that_jumps():
     assert run([*steps(20), HEALTHY | {"grad_norm": 6.0}])[1] == []
 
 
-def test_the_ratio_to_the_engine_and_a_run_in_turns_have_no_such_rule():
+def test_the_ratio_to_the_engine_and_a_synchronous_run_have_no_such_rule():
     assert run(steps(9, **{"on_policy/ratio_error": 0.2}), anchor="engine")[0] == []
     assert run(steps(9, **{"lag/mean": 0.0}), max_lag=0)[0] == []
     assert run(steps(9, **{"lag/mean": 0.0, "rollout/idle": 0.9}), max_lag=0)[0] == [], "active sampling"

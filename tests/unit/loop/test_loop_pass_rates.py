@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.loop.pass_rates import MAX_REST, PassRates
+from megatron_rl.loop.active_sampling import MAX_REST, PassRates
 
 
 def test_an_easy_prompt_rests_for_longer_each_time_and_not_after_a_wrong_answer():
