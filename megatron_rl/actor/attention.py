@@ -39,7 +39,7 @@ from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_att
 from megatron_rl.actor.delta_net import DeltaPlan, plan_delta
 from megatron_rl.actor.dot_product import dot_product_attention
 from megatron_rl.actor.exchange import HeadExchange, plan_exchange
-from megatron_rl.actor.packing import Routes, SharedPrompts
+from megatron_rl.actor.packing import RoutedRow, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
 from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
@@ -87,17 +87,23 @@ class PackedSequences(PackedSeqParams):
     attention alone."""
     sliding: AttentionPlan | None = None
     """The plan of the layers with a sliding window, if the model has any."""
-    routes: Routes | None = None
-    """The choices of experts that the routers replay (replay.py)."""
-    multiplicity_T: Tensor | None = None
-    """How often the routers count each token (`packing.multiplicity`)."""
+    routed: RoutedRow | None = None
+    """What the rank's routers know of the tokens that they see, if the model has experts."""
     delta: DeltaPlan | None = None
     """The plan of the layers with linear attention, if the model has any; and `exchange` with context parallelism."""
     exchange: HeadExchange | None = None
 
 
 def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool:
-    """Whether these layers let sequences see a prompt that another one holds. TODO"""
+    """Whether these layers let sequences see a prompt that another one holds. What the others would need:
+
+    Linear attention: a prompt would be a sequence of its own, from whose last state and last convolved tokens all its
+    answers start, and their gradients would be added up there. The kernels for GPUs would run twice a layer.
+    Context parallelism: in each turn of the ring a rank's chunks of an answer would also see the chunks of the prompt
+    that it holds. A chunk's work would then depend on its prompt, and another division of the row would balance it.
+    Transformer Engine: it would get the keys of varlen.py and a causal mask that ends at each sequence's last key.
+    Our angles would take the place of Megatron's, whose positions begin at 0 in each sequence.
+    """
     return not fused and context_size == 1 and not shape.linear_layers
 
 

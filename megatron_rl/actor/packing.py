@@ -33,6 +33,14 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedRow:
+    """What routers know of a row: how often each token counts (`multiplicity`), and the choices that they replay."""
+
+    multiplicity_T: Tensor
+    routes: Routes | None
+
+
+@dataclass(frozen=True, slots=True)
 class SharedPrompts:
     """The prompts that sequences of a row have in common. The first sequence with a prompt holds all of it. The others
     begin with its last token, which predicts their first action, and see the tokens before it in that sequence.

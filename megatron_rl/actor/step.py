@@ -29,7 +29,7 @@ from megatron_rl.actor.attention import PackedSequences, packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
-from megatron_rl.actor.packing import Microbatch, Routes, multiplicity, targets_after_next
+from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
 from megatron_rl.actor.value_head import values
 from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
 from megatron_rl.types import ModelShape
@@ -113,8 +113,7 @@ class Schedule:
                 varlen=platform.HAS_CUDA and self.last.config.bf16,
             )
             if self.shape.experts is not None:
-                packed.multiplicity_T = self._of_routers(multiplicity(batch), batch)
-                packed.routes = self._routes(batch)
+                packed.routed = self._routed(batch)
             with spans.span("forward", i):
                 output = model(
                     input_ids=self._part(batch.ids_T, batch)[None],
@@ -202,19 +201,15 @@ class Schedule:
         head_loss.add(*whole)
         return -logp_T.sum() / max(1, head_loss.num_targets)
 
-    def _routes(self, batch: Microbatch) -> Routes | None:
-        if batch.routes is None:
-            return None
-        columns = batch.routes.expert_TLK, batch.routes.is_known_T
-        return Routes(*(self._of_routers(x_T, batch) for x_T in columns))
+    def _routed(self, batch: Microbatch) -> RoutedRow:
+        """What this rank's routers know of the tokens that they see."""
+        group, routes = parallel_state.get_tensor_model_parallel_group(), batch.routes
 
-    def _of_routers(self, x_T: Tensor, batch: Microbatch) -> Tensor:
-        """The values of the tokens that this rank's routers see."""
-        x_T = self._part(x_T, batch)
-        if self.last.config.sequence_parallel:
-            group = parallel_state.get_tensor_model_parallel_group()
-            x_T = x_T.chunk(group.size())[group.rank()]
-        return x_T
+        def own(x_T: Tensor) -> Tensor:
+            x_T = self._part(x_T, batch)
+            return x_T.chunk(group.size())[group.rank()] if self.last.config.sequence_parallel else x_T
+
+        return RoutedRow(own(multiplicity(batch)), routes and Routes(own(routes.expert_TLK), own(routes.is_known_T)))
 
     def _part(self, x_T: Tensor, batch: Microbatch) -> Tensor:
         """The values of this rank's tokens."""

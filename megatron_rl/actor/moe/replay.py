@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor import platform
-from megatron_rl.actor.attention import PackedSequences
+from megatron_rl.actor.packing import RoutedRow
 
 
 class Replay:
@@ -34,7 +34,7 @@ class Replay:
             layer: the index of the layer in the whole model.
         """
         self._layer = layer
-        self.row: PackedSequences | None = None
+        self.row: RoutedRow | None = None
         self.counts = torch.zeros(2, dtype=torch.int64, device=platform.device())
         """Two numbers over the passes with gradients: the choices of experts that this rank replayed, and how many of
         them its router would not have made."""
@@ -55,7 +55,6 @@ class Replay:
         own_score_TK, own_TK = choose(score_TE, topk, num_groups=num_groups, group_topk=group_topk)
         if self.row is None or self.row.routes is None:
             return own_score_TK, own_TK
-        assert self.row.multiplicity_T is not None, "a row with routes has it"
         known_T1 = self.row.routes.is_known_T[:, None]
         given_TK = self.row.routes.expert_TLK[:, self._layer].long()
         if torch.is_grad_enabled():

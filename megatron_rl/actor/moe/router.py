@@ -1,9 +1,9 @@
 """The routers of mixtures of experts: the load of the experts, auxiliary losses, and the update of the bias in routers
 that choose by score plus bias (DeepSeek-V3).
 
-A router knows the packed row that it routes (`PackedSequences`): Megatron gives it to each layer in the forward pass,
-and again when it recomputes the layer in the backward pass, even if the pipeline works on other micro-batches in
-between. A token that several samples share counts once for each of them, in every sum here.
+A router learns of a packed row from `PackedSequences`, which Megatron gives to each layer in the forward pass, and
+again when it recomputes the layer in the backward pass, even if the pipeline works on other micro-batches in between. A
+token that several samples share counts once for each of them, in every sum here.
 
 The auxiliary losses are computed here and not by Megatron, whose load-balancing loss is a product of means over a
 micro-batch, and whose z-loss is weighted by micro-batches: both would depend on how a mini-batch is cut. With the
@@ -36,8 +36,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_rl.actor import platform
-from megatron_rl.actor.attention import PackedSequences
 from megatron_rl.actor.moe.replay import Replay
+from megatron_rl.actor.packing import RoutedRow
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.config.policy import PolicyConfig
 from megatron_rl.layout.multi_token import is_of_head
@@ -56,12 +56,12 @@ class Router(TopKRouter):
         """The factor of a token's z-loss."""
         self.auxiliary_loss = torch.zeros((), device=platform.device())
         """The sum of this rank's auxiliary losses since `start_counting`."""
-        self.row: PackedSequences | None = None
-        """The row that it routes; None in a multi-token head."""
+        self.row: RoutedRow | None = None
+        """What it knows of the present row; None in a multi-token head."""
 
     def take_row(self, layer: torch.nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Take the row that the layer is about to compute."""
-        self.row = named["packed_seq_params"]
+        self.row = named["packed_seq_params"].routed
         if self.router_replay is not None:
             self.router_replay.row = self.row
 
@@ -76,7 +76,7 @@ class Router(TopKRouter):
         """
         if not torch.is_grad_enabled() or (self.score_weight_E is None and not self.z_weight):
             return logits
-        assert self.row is not None and self.row.multiplicity_T is not None
+        assert self.row is not None, "a router with these losses has it"
         loss_T = self.z_weight * logits.logsumexp(-1).square()
         if self.score_weight_E is not None:
             softmax = self.score_function == "softmax"
@@ -94,8 +94,7 @@ class Router(TopKRouter):
         Args:
             routing_map: bool [T, E]: the experts of each token.
         """
-        counts = torch.is_grad_enabled() == self.counts_with_gradients
-        if counts and self.row is not None and self.row.multiplicity_T is not None:
+        if torch.is_grad_enabled() == self.counts_with_gradients and self.row is not None:
             self.load_E += (routing_map * self.row.multiplicity_T[:, None]).sum(0)
 
 
