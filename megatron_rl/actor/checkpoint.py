@@ -1,5 +1,4 @@
-"""Checkpoints of the trainer, which any mesh can resume: Megatron-Core's distributed checkpoint, the converter's open
-form.
+"""Checkpoints of the trainer, which any mesh can resume: the converter's open form of Megatron-Core's checkpoints.
 
 A checkpoint is written while training continues (`Saving`). Each rank writes one file, with what no other rank writes:
 its share of the weights, of their fp32 copies and of the optimizer's moments, as rectangles of the open form's tensors
@@ -44,7 +43,7 @@ from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import Shard
+from megatron_rl.layout import FAMILIES, Shard
 from megatron_rl.layout.hub import HEAD
 from megatron_rl.layout.shards import extents
 from megatron_rl.loop.checkpoints import EXTRA
@@ -230,7 +229,8 @@ class Saving:
         small |= _torch_dist_files(shape, files, self._open_tensors, TENSORS.format(self._agreement.size))
         files |= {name: write(self._temporary / name, content) for name, content in small.items()}
         if stored and choice == "keep":
-            files[f"hf/{HEAD}"] = write_safetensors(self._temporary / "hf" / HEAD, head_tensors(stored, None))
+            head = head_tensors(stored, FAMILIES[shape.family], None)
+            files[f"hf/{HEAD}"] = write_safetensors(self._temporary / "hf" / HEAD, head)
         _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
 
     def _remove(self) -> None:

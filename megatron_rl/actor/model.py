@@ -82,7 +82,7 @@ def transformer_config(
         ffn_hidden_size=shape.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        layernorm_zero_centered_gamma=bool(family.linear),
+        layernorm_zero_centered_gamma=family.zero_centred_norms,
         attention_output_gate=family.gated_attention,
         # It also sums the q and k norms' gradients over TP. For latent attention it fuses the norms of compressed q and
         # k.

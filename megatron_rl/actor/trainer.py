@@ -186,10 +186,10 @@ class MegatronTrainer:
                 step's start, if there is one; they are the same on all ranks.
 
         Returns:
-            The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
-            `update_ratio` (the norm of the update divided by the norm of the parameters) and `lr`; for a mixture of
-            experts also the metrics of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py
-            that apply; for a trained multi-token head also the metrics of `HeadLoss`; the norms are without it.
+            The objective's metrics, `loss`, `grad_norm` (before clipping), the metrics of `Optimizer.update`, and `lr`.
+            For a mixture of experts also the metrics of `describe_load`, `describe_replay` and
+            `describe_auxiliary_losses` in router.py that apply; for a trained multi-token head also the metrics of
+            `HeadLoss`; the norms are without it.
 
             If the objective stops the step before this update, no weight has changed, and STOPPED stands in the place
             of the norms and `lr`.
@@ -245,13 +245,12 @@ class MegatronTrainer:
                     self.agreement.require_none([_describe_gradients(self.chunks, norm, microbatches)])
             # The last stage's head needs the whole embedding after every update.
             is_last = minibatch == len(self.rows.minibatches) - 1 or head_loss is not None
-            param_norm, update_norm = self.optimizer.update(grad_norm, is_last, head_norm)
+            norms = self.optimizer.update(grad_norm, is_last, head_norm)
             if head_loss:
                 copy_embedding(self.chunks)
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
-        norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
-        return {**metrics, **norms, "lr": self.optimizer.lr}
+        return {**metrics, "grad_norm": grad_norm, **norms, "lr": self.optimizer.lr}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is

@@ -33,7 +33,7 @@ from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
 from megatron_rl.layout.adapters import A, B, is_adapter
 from megatron_rl.layout.hub import INDEX
-from megatron_rl.layout.rule import VALUE_HEAD, is_trained
+from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.view import View
 from megatron_rl.types import Mesh, ModelShape
 
@@ -98,7 +98,7 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     with actor.agreement.on_errors():
         if actor.rank == 0 and (stored := open_head(source, shape)):
             keeps = actor.spec.multi_token != "drop"
-            head = head_groups(stored, dtype) if actor.spec.multi_token == "keep" else []
+            head = head_groups(stored, FAMILIES[shape.family], dtype) if actor.spec.multi_token == "keep" else []
     num_files = len(files) + len(head)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
@@ -207,7 +207,7 @@ def gather_gradient(actor: MegatronTrainer) -> dict[str, Tensor]:
     tensors = {
         name: HubTensor(extents, torch.float32)
         for name, extents in family.hf_tensors(actor.spec.shape).items()
-        if (is_adapter(name) if actor.spec.shape.adapters else is_trained(name))
+        if (is_adapter(name) if actor.spec.shape.adapters else not family.is_router_bias(name))
     }
     holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
     return gather(actor, state.local_gradients(actor.chunks), tensors, holders)

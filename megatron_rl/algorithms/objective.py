@@ -107,11 +107,7 @@ class Objective(Protocol):
         """
 
     def stops(self, metrics: Metrics) -> bool:
-        """Whether the step ends before an update of the second epoch or a later one.
-
-        Args:
-            metrics: of the update's mini-batch, over all ranks, before any weight changes.
-        """
+        """Whether the step ends before an update of a later epoch, with these metrics of its mini-batch."""
 
 
 class NotFiniteError(ValueError):
@@ -274,12 +270,10 @@ class PolicyObjective:
         return rest | {"correction/ess": metrics["correction/mean"] ** 2 / squares if squares else 0.0}
 
     def stops(self, metrics: Metrics) -> bool:
-        bounds = self.cfg.stop_epochs
-        if bounds is None:
+        if (bounds := self.cfg.stop_epochs) is None:
             return False
-        farthest = max(metrics["ratio/max"], 1 / max(metrics["ratio/min"], math.exp(-MAX_LOG_RATIO)))
-        beyond_kl = bounds.kl is not None and metrics["ppo_kl"] > bounds.kl
-        return beyond_kl or (bounds.ratio is not None and farthest > bounds.ratio)
+        farthest = max(metrics["ratio/max"], 1 / max(metrics["ratio/min"], 1e-9))
+        return metrics["ppo_kl"] > (bounds.kl or math.inf) or farthest > (bounds.ratio or math.inf)
 
     def _corrected(self, terms: Terms, columns: PackedColumns) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Returns the mask of the tokens that have a policy loss, the importance weights that multiply it, and the
@@ -312,8 +306,8 @@ class PolicyObjective:
         rows = torch.stack([x_T.detach().to(ratio_T.dtype) for x_T in shares.values()])
         means = torch.where(mask_T, rows, 0.0).sum(1) / num_tokens
         metrics = {name: Metric(mean, "sum") for name, mean in zip(shares, means, strict=True)}
-        largest, smallest = _largest(ratio_T, mask_T), -_largest(-ratio_T, mask_T)
-        return metrics | {"ratio/max": Metric(largest, "max"), "ratio/min": Metric(smallest, "min")}
+        metrics["ratio/max"] = Metric(_largest(ratio_T, mask_T), "max")
+        return metrics | {"ratio/min": Metric(-_largest(-ratio_T, mask_T), "min")}
 
 
 def require_finite(columns: PackedColumns, given: Mapping[str, Tensor]) -> None:
@@ -403,5 +397,4 @@ def _floored(logp_rollout_T: Tensor) -> Tensor:
 
 def _largest(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """The largest entry where the mask is True; -inf if there is none."""
-    masked_T = torch.where(mask_T, x_T, -torch.inf)
-    return masked_T.max() if masked_T.numel() else x_T.new_tensor(-torch.inf)
+    return torch.where(mask_T, x_T, -torch.inf).max() if len(x_T) else x_T.new_tensor(-torch.inf)

@@ -223,7 +223,7 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
                 earlier[step] = {i: own["logp"] for i, own in policy.token_numbers(coefficients.values).items()}
             tell(f"step {step} is trained on again")
             rollouts, own_shares, metrics = planned(step)
-            updates.make(own_shares, metrics, rollouts.groups, step)
+            updates.make(own_shares, metrics, rollouts, step)
         tell(f"step {asked.step} is looked at")
         if shares.num_updates:
             trained.begin(shares, coefficients.values)

@@ -209,12 +209,13 @@ log = logging.getLogger("megatron_rl.driver")
 
 
 def log_to_file(folder: Path) -> None:
-    """Write the log messages of the driver to `driver.log`, and on the signal STACKS its stacks. Every other process
-    has a log file of its own."""
+    """Write the log messages of the driver to `driver.log`, and its stacks on the signal STACKS or a crash. Every other
+    process has a log file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "driver.log", errors="backslashreplace")
     log_to(handler)
     assert handler.stream is not None, "a FileHandler opens its file at once"
+    faulthandler.enable(file=handler.stream)
     faulthandler.register(STACKS, file=handler.stream, all_threads=True, chain=False)
     log.info("%s", shlex.join(sys.argv))
     for message in [f"{name} was closed when the run began: it goes on without it" for name in CLOSED] + early:

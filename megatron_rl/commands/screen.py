@@ -120,7 +120,7 @@ OUTPUT = Output()
 
 
 def never_wait() -> None:
-    """From now on what is printed never makes this process wait for a reader for longer than PATIENCE_S."""
+    """Let no reader of this process's output make it wait for longer than PATIENCE_S."""
     if OUTPUT.never_wait(sys.stdout):
         sys.stdout = OUTPUT
     errors = Output()

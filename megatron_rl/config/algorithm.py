@@ -319,6 +319,6 @@ class AlgorithmConfig(Section):
             )
         if rollout.prompts_per_step < self.updates_per_step:
             yield (
-                f"algorithm.updates_per_step ({self.updates_per_step}) exceeds rollout.prompts_per_step "
-                f"({rollout.prompts_per_step}): a mini-batch has whole groups, so some would be empty; lower it"
+                f"algorithm.updates_per_step exceeds rollout.prompts_per_step ({self.updates_per_step} > "
+                f"{rollout.prompts_per_step}): a mini-batch has whole groups, so some would be empty; lower it"
             )

@@ -149,7 +149,9 @@ def _keeps(source: Source, options: Options) -> bool | None:
 
 
 def _head(source: Source, options: Options) -> list[TargetTensor]:
-    return head_tensors(source.head, options.torch_dtype) if options.multi_token == "keep" else []
+    if options.multi_token != "keep":
+        return []
+    return head_tensors(source.head, FAMILIES[source.shape.family], options.torch_dtype)
 
 
 def _literal(files: dict[str, bytes], rename: Callable[[str], str] = str) -> list[TargetFile]:

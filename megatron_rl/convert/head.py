@@ -18,8 +18,9 @@ import torch
 
 from megatron_rl.convert import forms
 from megatron_rl.convert.hub import MAX_FILE_BYTES
-from megatron_rl.convert.target import StoredPart, TargetTensor, keeps_dtype
+from megatron_rl.convert.target import StoredPart, TargetTensor
 from megatron_rl.convert.tensor_files import Stored, read_safetensors
+from megatron_rl.layout.family import Family
 from megatron_rl.layout.hub import find_head
 from megatron_rl.types import ModelShape
 
@@ -35,7 +36,7 @@ def open_head(folder: Path, shape: ModelShape) -> dict[str, Stored]:
     return {name: files[path][name] for name, path in found.items()}
 
 
-def head_tensors(head: Mapping[str, Stored], dtype: torch.dtype | None) -> list[TargetTensor]:
+def head_tensors(head: Mapping[str, Stored], family: Family, dtype: torch.dtype | None) -> list[TargetTensor]:
     """The tensors of a head as they are written.
 
     Args:
@@ -44,13 +45,13 @@ def head_tensors(head: Mapping[str, Stored], dtype: torch.dtype | None) -> list[
     tensors = []
     for name, stored in head.items():
         box = tuple((0, length) for length in stored.extents)
-        own = dtype is None or keeps_dtype(name)
+        own = dtype is None or family.is_router_bias(name)
         wanted = stored.value_dtype if own or dtype is None else dtype
         tensors.append(TargetTensor(name, wanted, stored.extents, (StoredPart(stored, box, box),)))
     return tensors
 
 
-def head_groups(head: Mapping[str, Stored], dtype: torch.dtype | None) -> list[list[TargetTensor]]:
+def head_groups(head: Mapping[str, Stored], family: Family, dtype: torch.dtype | None) -> list[list[TargetTensor]]:
     """The tensors of each file of a Hugging Face folder that has the head in files of its own."""
-    sized = ((tensor, tensor.num_bytes) for tensor in head_tensors(head, dtype))
+    sized = ((tensor, tensor.num_bytes) for tensor in head_tensors(head, family, dtype))
     return forms.split_into_files(sized, MAX_FILE_BYTES) if head else []

@@ -26,7 +26,7 @@ from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
 from megatron_rl.layout import FAMILIES, is_matrix
 from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.hub import MANIFEST
-from megatron_rl.layout.rule import VALUE_HEAD, is_trained
+from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.types import Mesh, ModelShape
 
 FORMAT = 1
@@ -149,7 +149,7 @@ def has_part(fields: dict[str, Any], part: str, hf_name: str, num_dims: int) -> 
     if part == WEIGHTS:
         return True
     family = FAMILIES[fields["shape"]["family"]]
-    if not is_trained(hf_name):
+    if family.is_router_bias(hf_name):
         return False  # and so it has no optimizer state
     if part in (*ADAM_MOMENTS, *MUON_MOMENTS):
         return part in moments(optimizer_kind(fields), is_matrix(hf_name, num_dims))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.convert import forms, manifest
 from megatron_rl.convert.forms import Described
-from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file, keeps_dtype
+from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.convert.tensor_files import Maps, Quantised, Stored, read_safetensors
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
 from megatron_rl.layout.composite import read_config
@@ -85,7 +85,8 @@ class Source:
             raise ValueError(
                 f"{self.folder}: {described.name} is made of several dtypes, {named}; choose one with --dtype"
             )
-        if dtype is None or any(keeps_dtype(shard.hf_name) for shard in described.shards):
+        family = FAMILIES[self.shape.family]
+        if dtype is None or any(family.is_router_bias(shard.hf_name) for shard in described.shards):
             dtype = (parts[0].source if parts else next(iter(self.regions.values()))[0].stored).value_dtype
         return TargetTensor(described.name, dtype, described.extents, tuple(parts))
 

@@ -64,12 +64,6 @@ class TargetTensor:
         return prod(self.extents) * self.dtype.itemsize
 
 
-def keeps_dtype(hf_name: str) -> bool:
-    """Whether an HF tensor keeps its dtype when others are converted. Megatron and vLLM hold the router's bias in
-    float32."""
-    return hf_name.endswith("e_score_correction_bias")
-
-
 @dataclass(frozen=True, slots=True)
 class TargetFile:
     name: str

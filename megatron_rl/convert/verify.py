@@ -14,6 +14,7 @@ from megatron_rl.convert.source import Source, bits, check_copies, open_checkpoi
 from megatron_rl.convert.target import TargetTensor, Tick, blocks, check_file
 from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import Report, Workers
+from megatron_rl.layout import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class Verification:
         for tensor, described in zip(self.tensors, forms.hf_tensors(other.shape), strict=True):
             self._add(tensor, other.tensor(described, None))
         both = [name for name in mine.head if name in theirs.head]  # where one has none, it was left out by choice
-        heads = (head_tensors({name: source.head[name] for name in both}, None) for source in (mine, theirs))
+        family = FAMILIES[mine.shape.family]
+        heads = (head_tensors({name: one.head[name] for name in both}, family, None) for one in (mine, theirs))
         for tensor, pair in zip(*heads, strict=True):
             self._add(tensor, pair)
 

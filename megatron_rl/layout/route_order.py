@@ -86,7 +86,8 @@ class _Shop:
             loads[other] += size
         assert sum(map(len, self._route)) == 2 * len(self._ends), "no two routes have both ends in common"
         self._keys = [load * self._num_ends + self._num_ends - 1 - end for end, load in enumerate(loads)]
-        """By which ends are compared. `load` is what has not been started of all routes of an end."""
+        """The sort key of each end: its load, then its number. The load is the sum of the routes that have not been
+        started."""
         self._block = max(1, -(-max(loads, default=1) // NUM_BLOCKS))
         self._num_bytes, self._left = num_bytes, list(num_bytes)
         """The bytes of each route, and the number of them that have not been started."""

@@ -155,11 +155,6 @@ class Ignored:
         return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
 
 
-def is_trained(hf_name: str) -> bool:
-    """Whether an HF tensor has a gradient. The bias of a router has none."""
-    return not hf_name.endswith(".e_score_correction_bias")
-
-
 def num_experts(shape: ModelShape) -> int:
     """The number of routed experts of a layer. Only models with experts have rows with a `{}` for the expert."""
     assert shape.experts is not None, f"{shape.family}: a model without experts has a row for each expert"

@@ -1,4 +1,5 @@
-"""What a family's rows say of its layers."""
+"""The properties of a family's layers that follow from its rows. A row is recognised by its parameter of Megatron,
+which has one name in all families; the names of checkpoints differ."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from typing import Literal
 from megatron_rl.layout.rule import Rule
 from megatron_rl.types import ModelShape
 
+ROUTER_BIAS = "mlp.router.expert_bias"
+
 
 class Traits:
-    """Properties of a family that follow from the names of its rows."""
+    """Properties of a family that follow from its rows."""
 
     __slots__ = ()
     attention: tuple[Rule, ...]
@@ -24,40 +27,40 @@ class Traits:
 
     def qk_norm(self, shape: ModelShape) -> Literal["none", "head", "full"]:
         """How q and k are normalised. `head`: each head alone; `full`: all heads together; `none`: not at all."""
-        known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
-        known = {None: "none", ("head",): "head", ("q",): "full"}
-        return known[self._dims("self_attn.q_norm.weight", shape)]
+        known: dict[tuple[str, ...] | None, Literal["head", "full"]] = {("head",): "head", ("q",): "full"}
+        # Latent attention has a norm of this name, of the compressed queries.
+        return known.get(self._dims("self_attention.q_layernorm.weight", shape), "none")
 
     def qkv_bias(self, shape: ModelShape) -> bool:
-        return self._dims("self_attn.q_proj.bias", shape) is not None
+        return self._dims("self_attention.linear_qkv.bias", shape) is not None
 
     @property
     def gated_attention(self) -> bool:
         """Whether the projection to q also gives gates of the heads' outputs: each head's rows are [q ; gate]."""
-        return self._dims("self_attn.q_proj.weight") == ("q_and_gate", "hidden")
+        return self._dims("self_attention.linear_qkv.weight") == ("q_and_gate", "hidden")
 
     @property
     def sinks(self) -> bool:
         """Whether each head's softmax has one more logit, which is learnt and has no value (arXiv:2309.17453)."""
-        return self._dims("self_attn.sinks") is not None
+        return self._dims("self_attention.core_attention.softmax_offset") is not None
 
     @property
     def linear_bias(self) -> bool:
         """Whether every linear layer of attention and MLP has a bias, and the router too."""
-        return self._dims("self_attn.o_proj.bias") is not None
+        return self._dims("self_attention.linear_proj.bias") is not None
 
     @property
     def post_norm(self) -> bool:
         """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
-        return self._dims("post_feedforward_layernorm.weight") is not None
+        return self._dims("post_mlp_layernorm.weight") is not None
 
     @property
     def router_bias(self) -> bool:
         """Whether the router adds a bias to the scores when it chooses experts. The bias is updated from the experts'
         load, not by a gradient (arXiv:2408.15664)."""
-        return self._dims("mlp.gate.e_score_correction_bias") is not None
+        return self._dims(ROUTER_BIAS) is not None
 
-    def _dims(self, name: str, shape: ModelShape | None = None) -> tuple[str, ...] | None:
-        """The dims of an HF tensor of a layer, in one model or, without `shape`, in any model."""
+    def _dims(self, megatron: str, shape: ModelShape | None = None) -> tuple[str, ...] | None:
+        """The dims of the first HF tensor of a parameter of a layer, in one model or, without `shape`, in any model."""
         rules = [rule for rule in self.rules if shape is None or rule.when(shape)]
-        return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)
+        return next((rule.hf[0].dims for rule in rules if rule.megatron == megatron), None)

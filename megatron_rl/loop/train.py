@@ -79,7 +79,7 @@ def train(
             rollouts = source.next(step)
             with sink.phase("plan"):
                 shares, planned = plan_step(config, shape, batch_of(config, rollouts, step))
-            metrics |= rollouts.metrics | planned | updates.make(shares, planned, rollouts.groups, step)
+            metrics |= rollouts.metrics | planned | updates.make(shares, planned, rollouts, step)
             step += 1
             whole.mark(step)
             metrics |= source.evaluated()

@@ -16,7 +16,7 @@ from megatron_rl.loop.health.answers import UntrainedSteps
 from megatron_rl.loop.health.stragglers import Stragglers
 from megatron_rl.loop.performance import performance
 from megatron_rl.ports import Policy, Sink
-from megatron_rl.types import Group, Metrics, Shares
+from megatron_rl.types import Metrics, Rollouts, Shares
 
 
 class Updates:
@@ -24,7 +24,7 @@ class Updates:
         self._config, self._policy, self._coefficients, self._sink = config, policy, coefficients, sink
         self._stragglers, self._untrained = Stragglers(), UntrainedSteps()
 
-    def make(self, shares: Shares, planned: Metrics, groups: Sequence[Group], step: int) -> Metrics:
+    def make(self, shares: Shares, planned: Metrics, rollouts: Rollouts, step: int) -> Metrics:
         """Train on a step; returns its metrics. Nothing is trained if no sample has a gradient.
 
         Args:
@@ -34,7 +34,7 @@ class Updates:
             ValueError: trainer and engine disagree, or a number is not finite.
         """
         coefficients = self._coefficients
-        self._untrained.count(shares.num_updates > 0, planned, groups, self._sink)
+        self._untrained.count(shares.num_updates > 0, planned, rollouts.groups, self._sink)
         if not shares.num_updates:
             return {}
         with self._sink.phase("logprobs"):
@@ -53,6 +53,8 @@ class Updates:
             if len(shares.policy) > 1:
                 metrics |= self._describe_epochs(made, len(shares.policy[0][0].minibatches))
             coefficients.adapt(metrics, int(planned["samples/active"]))
+        if shares.num_updates > 1 and (lag := rollouts.metrics.get("lag/mean")):
+            metrics["lag/updates"] = lag * shares.num_updates
         return metrics
 
     def _describe_epochs(self, updates: Sequence[Metrics], per_epoch: int) -> Metrics:

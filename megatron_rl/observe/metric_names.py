@@ -123,6 +123,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "grad_norm": "the norm of the gradient before it is clipped",
         "param_norm": "the norm of the weights",
         "update_ratio": "the norm of the update by the norm of the weights",
+        "update_changed": "the share of the weights in bfloat16 that an update has given other bits",
         "critic/value_mean": "the mean value that the critic predicted",
         "critic/return_mean": "the mean return",
         "critic/explained_variance": "the share of the returns' variance that the values explain",

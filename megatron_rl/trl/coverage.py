@@ -71,7 +71,7 @@ refused: images
     train_vlm train_vlm_beta_non_zero train_vlm_peft train_vlm_importance_sampling train_vlm_vllm
     train_vlm_multi_image train_vlm_text_only train_vlm_mixed train_with_tools_multimodal_response vlm_training
     vlm_processor_vllm_colocate_mode
-refused: a second pass over the same answers
+the same: several passes over the same answers, `num_iterations`
     train_multiple_iterations train_sequence_importance_sampling prepare_input_called_with_correct_data
 refused: other distributions than the model's: top_p, beams, a grammar
     train_with_additional_generation_kwargs train_vllm_with_additional_generation_kwargs

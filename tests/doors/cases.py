@@ -146,13 +146,9 @@ LOSSES = [
         )
         for low, high in ((None, 3.0), (0.5, None), (0.5, 5.0))
     ),
-    _case("train_multiple_iterations", {"num_iterations": 2}, refused="num_iterations=2"),
-    _case("train_sequence_importance_sampling", {"num_iterations": 2}, refused="num_iterations=2"),
-    _case(
-        "prepare_input_called_with_correct_data",
-        {"shuffle_dataset": False, "num_iterations": 2},
-        refused="num_iterations=2",
-    ),
+    _case("train_multiple_iterations", {"num_iterations": 2}),
+    _case("train_sequence_importance_sampling", {"num_iterations": 2, "importance_sampling_level": "sequence"}),
+    _case("prepare_input_called_with_correct_data", {"shuffle_dataset": False, "num_iterations": 2}),
     *(
         _case(
             test, {"top_p": 0.9, "top_k": 10, "min_p": 0.01, "repetition_penalty": 1.1}, refused="top_p=0.9, top_k=10"

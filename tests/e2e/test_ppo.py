@@ -52,10 +52,12 @@ def arguments(task, name: str, *more: str) -> list[str]:
         "rollout.max_response_tokens=16",
         "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
         "algorithm.updates_per_step=2",
+        "algorithm.epochs=2",
         "algorithm.kl={estimator: k2, place: reward, coefficient: {kind: fixed, value: 0.05}}",
         "policy.parallel.data=2",
         "critic.parallel.tensor=2",
         "critic.updates_per_step=2",
+        "critic.epochs=3",
         "critic.warmup_steps=1",
         "checkpoint.every=2",
         *more,
@@ -66,10 +68,15 @@ def metrics_of(folder) -> list[dict]:
     return [record for record in read_lines(folder / METRICS) if "critic/loss" in record]
 
 
+AT_A_BOUND = ("tokens/untrained", "critic/clipfrac")
+"""The first one begins with the process. The second one counts tokens beyond a bound, and the log-probs of two engines
+round in another way."""
+
+
 def check_same(records: list[dict], others: list[dict]) -> None:
     for first, second in zip(records, others, strict=True):
         for name, value in first.items():
-            if not NOT_COMPARED.fullmatch(name):
+            if not NOT_COMPARED.fullmatch(name) and name not in AT_A_BOUND:
                 assert second[name] == value, name
 
 

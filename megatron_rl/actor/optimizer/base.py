@@ -114,7 +114,7 @@ class Optimizer(ABC):
                     yield self._names[id(interval.parameter)], interval.start, interval.main.grad.view(-1)
 
     @torch.no_grad()
-    def update(self, grad_norm: float, is_last: bool, head_norm: float = 0.0) -> tuple[float, float]:
+    def update(self, grad_norm: float, is_last: bool, head_norm: float = 0.0) -> dict[str, float]:
         """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in
         one `step`; here they are separate, so that a gradient that is not finite or too large never reaches the
         weights.
@@ -125,7 +125,9 @@ class Optimizer(ABC):
                 them from the data-parallel ranks layer by layer (`overlap_param_gather`).
 
         Returns:
-            The global L2 norms of the parameters and of the update, which are equal on every rank.
+            `param_norm`, the global L2 norm of the parameters after the update; `update_ratio`, the norm of the update
+            divided by it; and for a bfloat16 model `update_changed`, the share of the weights that have other bits than
+            before. They are equal on every rank.
         """
         assert max(grad_norm, head_norm) <= LARGEST_NORM
         self.num_updates += 1
@@ -144,14 +146,15 @@ class Optimizer(ABC):
         for chunk in self._chunks:
             if is_last and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        squares = [norms.squares() for norms in found]
-        parameter_square, update_square = sum(squares[1:], start=squares[0]).tolist()
-        return math.sqrt(parameter_square), math.sqrt(update_square)
+        sums = [norms.sums() for norms in found]
+        parameter_square, update_square, num_rounded, num_changed = sum(sums[1:], start=sums[0]).tolist()
+        changed = {"update_changed": num_changed / num_rounded} if num_rounded else {}
+        norm = math.sqrt(parameter_square)
+        return {"param_norm": norm, "update_ratio": math.sqrt(update_square) / norm, **changed}
 
     @abstractmethod
     def _apply(self) -> list[Norms]:
-        """Do an update with the clipped gradients; returns norms whose squares add up to the squares of the whole
-        model's norms."""
+        """Do an update with the clipped gradients; returns norms whose sums add up to the whole model's."""
 
     @abstractmethod
     def _moments(self, inner: MegatronOptimizer, interval: Interval) -> dict[str, Tensor]:

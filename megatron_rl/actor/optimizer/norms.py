@@ -66,8 +66,8 @@ def belongs_to_head(parameter: Parameter) -> bool:
 
 
 class Norms:
-    """The L2 norms of the parameters and of the last update of one of Megatron's optimizers. Each rank adds up the
-    parameters whose state it has."""
+    """The L2 norms of the parameters and of the last update of one of Megatron's optimizers, and the number of weights
+    in bfloat16 whose bits the update has changed. Each rank adds up the parameters whose state it has."""
 
     def __init__(self, inner: MegatronOptimizer, of_head: bool = False) -> None:
         """
@@ -75,7 +75,7 @@ class Norms:
             of_head: whether the norms are of the multi-token head's parameters, and not of the model's without it.
         """
         self._inner, self._of_head = inner, of_head
-        self._sums = torch.zeros(2, dtype=torch.float64, device=platform.device())
+        self._sums = torch.zeros(4, dtype=torch.float64, device=platform.device())
 
     def counts(self, interval: Interval) -> bool:
         """Whether this rank adds up the interval: tied embeddings, and what the tensor-parallel ranks all hold, count
@@ -93,8 +93,12 @@ class Norms:
         """
         for i, tensor in enumerate((value, step)):
             self._sums[i] += sum_of_squares([tensor])
+        if self._inner.config.bf16:
+            self._sums[2] += len(value.view(-1))
+            self._sums[3] += (value.bfloat16() != (value + step).bfloat16()).sum()
 
-    def squares(self) -> Tensor:
-        """float64 [2]: the squares of both norms over all ranks. Collective: every rank must call it."""
+    def sums(self) -> Tensor:
+        """float64 [4]: the squares of both norms, the number of weights in bfloat16, and the number of changed ones,
+        over all ranks. Collective: every rank must call it."""
         dist.all_reduce(self._sums, group=self._inner.get_grad_stats_parallel_group())
         return self._sums

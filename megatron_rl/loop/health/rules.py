@@ -225,6 +225,19 @@ def ratio(history: History) -> str:
     )
 
 
+def still_weights(history: History) -> str:
+    changed, rewards = series(history, "update_changed"), series(history, "reward/mean")
+    if min(len(changed), len(rewards)) < 3 * SETTLED or (share := fmean(changed[-SETTLED:])) > 0.02:
+        return ""
+    if fmean(rewards[-SETTLED:]) > fmean(rewards[:SETTLED]):
+        return ""
+    return (
+        f"an update gives {share:.2%} of the weights other bits in bfloat16, and the mean reward has not risen in the "
+        f"last {len(rewards)} steps: the policy that answers hardly moves. Raise policy.optimizer.lr, or train with "
+        "model.dtype=float32"
+    )
+
+
 def untrained_tokens(history: History) -> str:
     share = history[-1].get("tokens/untrained", 0.0)
     if not share:
@@ -298,6 +311,7 @@ RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "no_calls": no_calls,
     "mismatch": mismatch,
     "ratio": ratio,
+    "still_weights": still_weights,
     "untrained_tokens": untrained_tokens,
     "idle_engines": idle_engines,
     "memory": memory,

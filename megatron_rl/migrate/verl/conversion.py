@@ -1,4 +1,4 @@
-"""From a call of verl to our configuration, and a row for every key.
+"""Converts a call of verl into a configuration of this project, with a row for every key.
 
 Invariants (tests/unit/migrate): every override of the call has exactly one row; the same key of ours never gets two
 values.

@@ -287,7 +287,7 @@ class Variables:
 
 
 def _divide(left: int, right: int) -> int:
-    """As C divides: towards zero."""
+    """Integer division as in C, which truncates towards zero."""
     return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
 
 

@@ -26,7 +26,7 @@ from megatron_rl.preflight.adapters import unserved
 from megatron_rl.types import ModelShape
 
 TRAINED_BYTES = 6
-"""Of each parameter of a rank: its weight in bfloat16 and its gradient in fp32."""
+"""The bytes of a parameter on a rank: its weight in bfloat16 and its gradient in fp32."""
 GUESSED_SHARE = 24e9
 """A rank with fewer bytes of weights and gradients is not split further in the first guess."""
 

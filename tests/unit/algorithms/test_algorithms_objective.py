@@ -415,3 +415,49 @@ def test_what_the_error_tells_to_write_is_a_configuration():
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_every_aggregation_is_a_valid_choice(mode):
     AlgorithmConfig(loss_agg_mode=mode, loss_agg_tokens=9 if mode.endswith("norm") else None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_updates", "expected"),
+    [
+        ({}, 1, ["policy gradient 0"]),
+        ({}, 2, ["policy log-probs logp_old", "policy gradient 0", "policy gradient 1"]),
+        ({"loss": {"kind": "dppo_tv"}, "correction": None}, 2, ["policy gradient 0", "policy gradient 1"]),
+        (
+            {"kl": {}, "top_entropy_share": 0.2},
+            2,
+            [
+                "reference log-probs logp_ref",
+                "policy log-probs logp_old",
+                "policy gradient 0",
+                "policy log-probs 1",
+                "policy gradient 1",
+            ],
+        ),
+        ({"adv_estimator": {"kind": "gae"}}, 1, ["critic values value", "policy gradient 0"]),
+        (
+            {"adv_estimator": {"kind": "reinforce_plus_plus"}, "kl": {"place": "reward"}},
+            1,
+            ["reference log-probs logp_ref", "policy log-probs logp_old", "policy gradient 0"],
+        ),
+    ],
+)
+def test_the_passes_of_a_step_follow_from_the_columns_that_are_needed(changes, num_updates, expected):
+    passes = PolicyObjective(AlgorithmConfig(**changes)).needs.passes(num_updates)
+    found = [f"{one.model} {one.computes} {one.leaves if one.update is None else one.update}" for one in passes]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("bounds", "metrics", "stops"),
+    [
+        ({"kl": 0.1}, {"ppo_kl": 0.11, "ratio/max": 1.0, "ratio/min": 1.0}, True),
+        ({"kl": 0.1}, {"ppo_kl": 0.1, "ratio/max": 9.0, "ratio/min": 0.1}, False),
+        ({"ratio": 4.0}, {"ppo_kl": 9.0, "ratio/max": 4.0, "ratio/min": 0.25}, False),
+        ({"ratio": 4.0}, {"ppo_kl": 0.0, "ratio/max": 4.1, "ratio/min": 0.25}, True),
+        ({"ratio": 4.0}, {"ppo_kl": 0.0, "ratio/max": 1.0, "ratio/min": 0.2}, True),
+        ({"ratio": 4.0}, {"ppo_kl": 0.0, "ratio/max": 1.0, "ratio/min": 0.0}, True),
+    ],
+)
+def test_a_step_stops_beyond_a_bound(bounds, metrics, stops):
+    assert PolicyObjective(AlgorithmConfig(epochs=2, stop_epochs=bounds)).stops(metrics) == stops

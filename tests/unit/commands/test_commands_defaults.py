@@ -171,6 +171,22 @@ def test_a_large_lag_has_a_clip_around_the_weights_that_sampled(tmp_path, lag, a
     assert (said in about[0]) if said else not about
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "is_told"),
+    [
+        ({"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}}, True),
+        ({"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}, "epochs": 2}, False),
+        ({"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}, "updates_per_step": 2}, False),
+        ({"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}, "anchor": "engine", "correction": None}, False),
+        ({}, False),
+    ],
+)
+def test_a_clip_that_never_acts_is_told_if_somebody_has_set_it(tmp_path, algorithm, is_told):
+    told = []
+    with_defaults(grpo(tmp_path / "elsewhere", algorithm=algorithm), told.append)
+    assert any("algorithm.loss.clip_ratio_high never acts" in note for note in told) == is_told
+
+
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 3), ("2", 5), ("0.8", 2), ("0.1", 1)])
 def test_epochs_are_as_many_steps_as_train_all_their_rows(tmp_path, epochs, steps):
     """Ten rows, four in a step: two epochs are 20 rows, which fill five steps."""

@@ -25,6 +25,16 @@ CONFLICTS = [
     (["algorithm.adv_estimator={kind: two_stage}"], "without rollout.beams there are none"),
     (["algorithm.adv_estimator={kind: gae}"], "gae needs a critic"),
     (["algorithm.updates_per_step=5"], "algorithm.updates_per_step exceeds rollout.prompts_per_step"),
+    (
+        ["algorithm.epochs=2", "algorithm.loss={kind: reinforce}"],
+        "epochs is 2, but loss reinforce has no ratio to pi_old",
+    ),
+    (["algorithm.stop_epochs={kl: 0.1}"], "stop_epochs is for the second epoch and later ones, but epochs is 1"),
+    (["algorithm.epochs=2", "algorithm.stop_epochs={}"], "stop_epochs has no bound"),
+    (
+        ["algorithm={epochs: 2, stop_epochs: {kl: 0.1}, anchor: engine, correction: null}"],
+        "stop_epochs compares pi with pi_old, but the ratio here is to the engine",
+    ),
     (["rollout.max_lag=1", "rollout.prefix_cache=salted"], "set prefix_cache to cleared"),
     (["rollout.late=drop"], "rollout.late: drop has no effect"),
     (["rollout.expected_tokens={mean: 900, tail: 1000}"], "expected_tokens.mean is 900, and rollout.max_response_"),

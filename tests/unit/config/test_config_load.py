@@ -78,7 +78,7 @@ def thinks(tokens, **others) -> dict:
         ),
         ({"rollout": {"expert_parallel": True}}, "it is rollout.parallel.expert now"),
         ({"policy": {"tp": 2}}, "policy.tp: unknown key; it is policy.parallel.tensor"),
-        ({"algorithm": {"epochs": 2}}, "a second pass over the same answers"),
+        ({"algorithm": {"ppo_epochs": 2}}, "passes over a step's answers are algorithm.epochs"),
         ({"policy": {"nonsense": 1}}, "policy.nonsense: unknown key; known here: parallel,"),
         ({"rewards": [{"kind": "mathematic"}]}, "rewards.0.kind: there is no kind 'mathematic'; did you mean math"),
         ({"rewards": [{"kind": "q"}]}, "rewards.0.kind: there is no kind 'q'; known here: exact_answer, text,"),

@@ -180,6 +180,29 @@ def test_what_the_tables_say_of_a_family():
 GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 
 
+def test_a_trait_is_of_the_row_and_not_of_its_name_in_checkpoints():
+    def renamed(family, **names):
+        def of(tensor):
+            return replace(tensor, name=next((new for old, new in names.items() if old in tensor.name), tensor.name))
+
+        rows = {
+            kind: tuple(replace(rule, hf=tuple(map(of, rule.hf))) for rule in getattr(family, kind))
+            for kind in ("attention", "dense", "mixture")
+        }
+        return replace(family, **rows)
+
+    glm = renamed(FAMILIES["glm4_moe"], e_score_correction_bias="block_sparse_moe.bias")
+    assert glm.router_bias and glm.is_router_bias("model.layers.3.block_sparse_moe.bias")
+    assert not glm.is_router_bias("model.layers.3.mlp.gate.weight")
+    assert not FAMILIES["qwen3_moe"].router_bias
+    olmo = renamed(FAMILIES["olmo3"], post_feedforward_layernorm="after.weight", q_norm="query.norm")
+    shape = ModelShape("olmo3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
+    assert olmo.post_norm and olmo.qk_norm(shape) == "full"
+    assert [name for name, family in FAMILIES.items() if family.zero_centred_norms] == [
+        name for name, family in FAMILIES.items() if family.linear
+    ]
+
+
 def test_a_rank_has_the_rows_of_its_heads_of_linear_attention():
     """By hand: rank 1 of 2, of 2 key heads of 3 rows, 4 value heads of 2 rows, and a hidden size of 5."""
     delta = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=3, value_size=2, convolution=4, interleaved=True)

@@ -107,9 +107,24 @@ def test_keys_that_nothing_reads_and_tensors_without_a_row_are_told(monkeypatch)
     assert list(found.missing) == ["model.norm.weight"] and found.understood == len(tensors) - 2
 
 
-def test_a_config_json_that_no_family_reads_is_refused():
-    with pytest.raises(ValueError, match="config.json: llama: .*num_attention_heads"):
+def test_a_row_is_taken_by_its_extents_and_not_by_its_name_alone():
+    """Norms of q and k over all heads together, as OLMo 2 has them, in a model that is otherwise Qwen3."""
+    family = FAMILIES["qwen3"]
+    shape = shape_of(family, QWEN3)
+    tensors = {key: held.extents for key, held in family.file_tensors(shape).items()}
+    widths = {"q": shape.num_heads * shape.head_dim, "k": shape.num_kv_heads * shape.head_dim}
+    for layer in range(shape.num_layers):
+        for which, width in widths.items():
+            tensors[f"model.layers.{layer}.self_attn.{which}_norm.weight"] = (width,)
+    found = propose(QWEN3 | {"model_type": "new"}, tensors)
+    assert not found.unknown and not found.missing and found.understood == len(tensors)
+    assert found.family.qk_norm(found.shape) == "full"
+
+
+def test_a_config_json_that_no_family_reads_is_refused_with_each_fault_once():
+    with pytest.raises(ValueError, match="config.json: llama, .*: .*num_attention_heads") as told:
         propose({"model_type": "new"}, {})
+    assert str(told.value).count("num_attention_heads") == 1
 
 
 def test_a_nearer_family_that_refuses_config_json_is_told():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,13 +27,15 @@ PROMPTS = [Prompt(f"row {i}", (5, 6 + i), "") for i in range(10)]
 class World:
     """All ports in one: a policy that counts its updates, a stream whose groups end in any order, and a log."""
 
-    def __init__(self, score=lambda group, i: float(i % 2)):
+    def __init__(self, score=lambda group, i: float(i % 2), stops_at=sys.maxsize, masked_from=sys.maxsize):
         self.calls: list[str] = []
         self.logged: list[tuple[int, dict]] = []
         self.warnings: list[str] = []
         self.score_of, self.updates, self.version, self.mismatch = score, 0, None, 0.0
         self.num_changes = 0
         self.mesh = Mesh()
+        self.stops_at, self.masked_from = stops_at, masked_from
+        """The update of a step before which the objective stops it, and the first one without unmasked tokens."""
         self.coefficients: list[dict[str, float]] = []
         self.restarts_left, self.keeps_mirrors = 0, False
         self.mirrors: dict[int, int] = {}
@@ -57,14 +60,16 @@ class World:
 
     def update(self, coefficients):
         num_updates = len(self.share.minibatches) + sum(len(share.minibatches) for [share] in self.later)
-        return [self.update_once(i, coefficients) for i in range(num_updates)], {}
+        num_updates = min(num_updates, self.stops_at)
+        updates = [self.update_once(i, coefficients) for i in range(num_updates)]
+        return updates + ([{"stopped": 1.0, "ppo_kl": 1.0}] if num_updates == self.stops_at else []), {}
 
     def update_once(self, minibatch, coefficients):
         self.calls.append(f"update {minibatch}")
         self.updates, self.num_changes = self.updates + 1, self.num_changes + 1
         self.coefficients.append(coefficients)
         told = {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
-        return told | {"kl": 0.02, "entropy": 0.5}
+        return told | {"kl": 0.02, "entropy": 0.5, "masked": float(minibatch >= self.masked_from)}
 
     def save(self, folder: Path, extra):
         self.calls.append(f"save {folder.name}")

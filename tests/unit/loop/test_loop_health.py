@@ -124,6 +124,14 @@ def test_an_entropy_that_falls_without_a_gain():
     assert run(gains)[0] == []
 
 
+def test_weights_that_stand_still_while_the_reward_does():
+    still = [HEALTHY | {"update_changed": 0.004, "reward/mean": 0.4 - 0.01 * (s % 2)} for s in range(20)]
+    [(rule, message)] = run(still)[0]
+    assert rule == "still_weights" and "gives 0.40% of the weights other bits in bfloat16" in message
+    assert run([one | {"reward/mean": 0.4 + 0.01 * s} for s, one in enumerate(still)])[0] == [], "it learns"
+    assert run([one | {"update_changed": 0.03} for one in still])[0] == []
+
+
 def test_a_held_out_accuracy_that_falls_below_its_interval():
     """As in a run whose policy was destroyed while the rewards of its older answers looked well."""
 

@@ -65,6 +65,41 @@ def test_updates_per_step_are_mini_batches_of_whole_groups(tmp_path):
         assert len(samples) == 4 and len(set(world.share.index[samples] // 2)) == 2
 
 
+def test_epochs_have_metrics_of_their_own(tmp_path):
+    world = World()
+    run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "epochs": 3}))
+    assert world.updates == 18 and len(world.share.minibatches) == 2 and len(world.later) == 2
+    first = world.logged[0][1]
+    assert first["epochs"] == 3 and first["loss"] == 3.5
+    # The world's update i of a step has the largest ratio 1 + i.
+    assert [first[f"epoch_{number}/ratio/max"] for number in (1, 2, 3)] == [2, 4, 6]
+    composition = [[sorted(share.index[list(sum(rows, ()))]) for rows in share.minibatches] for [share] in world.later]
+    assert composition[0] != composition[1], "each epoch has its own mini-batches"
+    for of_epoch in composition:
+        assert sorted(sum(of_epoch, [])) == list(range(8))
+
+
+def test_without_reshuffling_the_epochs_have_the_same_shares(tmp_path):
+    world = World()
+    run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "epochs": 2, "reshuffle": False}))
+    [[share]] = world.later
+    assert share is world.share
+
+
+def test_a_step_that_is_stopped_describes_the_updates_that_were_made(tmp_path):
+    world = World(stops_at=3)
+    run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "epochs": 2, "stop_epochs": {"kl": 0.1}}))
+    first = world.logged[0][1]
+    assert first["epochs"] == 1.5 and first["loss"] == 2.0 and "stopped" not in first
+    assert first["epoch_2/ratio/max"] == 3
+
+
+def test_an_epoch_whose_tokens_are_all_masked_is_told(tmp_path):
+    world = World(masked_from=2)
+    run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "epochs": 2}))
+    assert any("in epoch 2 no token has a policy loss: algorithm.correction.reject" in told for told in world.warnings)
+
+
 def test_zero_signal_groups_leave_the_step_and_are_counted(tmp_path):
     world = World(score=lambda group, i: 1.0 if group < 3 else float(i))
     run(world, tmp_path / "c", config())

@@ -72,6 +72,13 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     (("data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=32"), "algorithm.updates_per_step", 16),
     ((), "algorithm.updates_per_step", 4),
     (("data.train_batch_size=64",), "algorithm.updates_per_step", 1),
+    ((f"{ACTOR}.ppo_epochs=2",), "algorithm.epochs", 2),
+    ((f"{ACTOR}.ppo_epochs=2",), "algorithm.reshuffle", False),
+    ((f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=True"), "algorithm.reshuffle", True),
+    ((f"{ACTOR}.shuffle=True",), "algorithm.reshuffle", "missing"),
+    ((f"{ACTOR}.ppo_epochs=2", "algorithm.adv_estimator=gae", "critic.ppo_epochs=3"), "critic.epochs", 3),
+    # a warm-up of 5 training steps, with 4 mini-batches in 2 epochs each
+    ((f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr_warmup_steps=5"), "policy.optimizer.warmup_steps", 40),
     # tokens of a micro-batch: of all ranks of a sequence, and not below the longest answer
     ((f"{ACTOR}.use_dynamic_bsz=True",), "balance.max_tokens_per_microbatch", 16384),
     (
@@ -300,7 +307,6 @@ def test_the_numbers(overrides, key, expected):
     [
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=32", "implied", "packed"),
         (f"{ACTOR}.ppo_epochs=1", "implied", "once"),
-        (f"{ACTOR}.ppo_epochs=2", "refused", "smaller ppo_mini_batch_size"),
         (f"{ROLLOUT}.top_p=1.0", "implied", "all tokens"),
         (f"{ROLLOUT}.top_p=0.9", "refused", "full distribution"),
         (f"{ROLLOUT}.top_k=-1", "implied", "all tokens"),

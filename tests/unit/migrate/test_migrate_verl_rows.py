@@ -164,7 +164,7 @@ def test_the_list_of_harmless_keys_has_no_line_without_a_key(name):
 
 
 KNOWN = (
-    f"{ACTOR}.ppo_epochs=2",
+    f"+{ROLLOUT}.min_p=0.1",
     f"{ROLLOUT}.top_p=0.9",
     "algorithm.use_pf_ppo=True",
     f"+{ROLLOUT}.repetition_penalty=1.2",
@@ -228,11 +228,11 @@ def test_an_invented_key_is_refused_with_the_nearest_real_one(key, meant):
 
 def test_an_override_behind_a_script_replaces_its_value(tmp_path, capsys):
     script = tmp_path / "run.sh"
-    words = [*BASE, "algorithm.adv_estimator=grpo", f"{ACTOR}.ppo_epochs=2"]
+    words = [*BASE, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.top_p=0.9"]
     script.write_text(" ".join(("python3 -m verl.trainer.main_ppo", *words)))
     assert main([str(script), "--rows", "100000"]) == 1
-    assert f"refused: line 1: {ACTOR}.ppo_epochs=2" in capsys.readouterr().out
-    assert main([str(script), f"{ACTOR}.ppo_epochs=1", "--rows", "100000"]) == 0
+    assert f"refused: line 1: {ROLLOUT}.top_p=0.9" in capsys.readouterr().out
+    assert main([str(script), f"{ROLLOUT}.top_p=1.0", "--rows", "100000"]) == 0
 
 
 def test_sizes_that_do_not_fit_are_printed_as_yaml(capsys):

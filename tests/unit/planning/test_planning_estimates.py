@@ -159,6 +159,9 @@ def test_the_work_of_a_step_is_that_of_its_longest_samples():
     assert largest_work(config(kl={"place": "reward"}, adv_estimator={"kind": "reinforce_plus_plus"})).num_passes == 2
     without = {"loss": {"kind": "dppo_tv"}, "correction": None, "updates_per_step": 4}
     assert largest_work(config(**without)).num_passes == 0, "its anchor is the engine's policy"
+    again = largest_work(config(updates_per_step=2, epochs=3, kl={}))
+    assert (again.num_updates, again.num_passes, again.num_epochs) == (6, 2, 3)
+    assert largest_work(config(**kl_cov, epochs=2)).num_passes == 1 + 7 / 4
     two = config(updates_per_step=2)
     plan = planned_microbatches(two, SHAPE, ParallelConfig(tensor=4), largest_work(two))
     # 13 tokens are padded to 16, so two samples fill a micro-batch of 32; an update has four samples.

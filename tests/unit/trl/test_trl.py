@@ -70,6 +70,12 @@ def test_batches_are_those_of_trl(arguments, replicas, prompts, updates):
         ({"model_init_kwargs": {"num_labels": 2}}, "model_init_kwargs has {'num_labels': 2}"),
         ({"model_init_kwargs": {"trust_remote_code": True}}, "trust_remote_code: the code of a model folder"),
         ({"delta": 1.1}, "delta=1.1 is below 1 .* epsilon_high = 1.2"),
+        (
+            {"num_iterations": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2},
+            "num_iterations=2 repeats a batch of answers within an optimizer step",
+        ),
+        ({"num_iterations": 2, "max_steps": 9}, "9 optimizer steps end within .* set max_steps to 8 or 10"),
+        ({"beta": 0.1, "num_iterations": 2}, "use_bias_correction_kl=True with 2 optimizer steps"),
         ({"beta": 0.1, "steps_per_generation": 2}, "use_bias_correction_kl=True with 2 optimizer steps"),
         ({"entropy_coef": 0.1, "top_entropy_quantile": 0.2}, "entropy_coef with top_entropy_quantile"),
         ({"steps_per_generation": 8, "per_device_train_batch_size": 1}, "an optimizer step has 1 answers, less than a"),
@@ -85,9 +91,9 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(arguments, said):
 
 
 def test_arguments_that_change_the_meaning_are_refused_together():
-    told = r"num_iterations=2 is not supported: .*; top_p=0.9, top_k=3 are not supported: .*; loss_type='v' is not .*"
+    told = r"fp16=True is not supported: .*loss_type='v' is not .*"
     with pytest.raises(ValueError, match=told + "scale_rewards='all'"):
-        GRPOConfig(num_iterations=2, top_p=0.9, top_k=3, loss_type="v", scale_rewards="all")
+        GRPOConfig(fp16=True, top_p=0.9, top_k=3, loss_type="v", scale_rewards="all")
     with pytest.raises(TypeError, match="'num_generation'.*'num_generations'"):
         GRPOConfig(num_generation=4)
     with pytest.raises(TypeError, match="'max_prompt_len'.*'one'.*top_p=0.9"):

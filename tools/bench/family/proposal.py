@@ -9,7 +9,7 @@ Invariant (tests/unit/layout): without the family of a known model the proposal 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from megatron_rl.layout.families import FAMILIES, module_of
 from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts
 from megatron_rl.layout.families.rows import first_name, rows_of, rows_without
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.rule import HfTensor
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.types import ModelShape
 
 Extents = tuple[int, ...]
@@ -141,7 +141,8 @@ def propose(config: Mapping[str, Any], tensors: Mapping[str, Extents]) -> Propos
             continue
         found.append(_complete(nearest, family, shape, dict(config), read.keys_read, tensors))
     if not found:
-        told = "; ".join(f"{name}: {fault}" for name, fault in faults.items())
+        of_fault = {fault: [name for name, own in faults.items() if own == fault] for fault in faults.values()}
+        told = "; ".join(f"{', '.join(names)}: {fault}" for fault, names in of_fault.items())
         raise ValueError(f"no family can read config.json: {told}")
     best = min(found, key=lambda one: (len(one.unknown) + len(one.missing), len(one.taken) + len(one.dropped)))
     refused = faults.keys() - {one.nearest for one in found}  # some were read with another mixture
@@ -173,10 +174,13 @@ def _complete(
     """The proposal that begins with a family."""
     expected = {name: tensor.extents for name, tensor in family.file_tensors(shape).items()}
     prefix = _layer(family)
-    over = {_pattern(prefix, name) for name in tensors.keys() - expected.keys()}
-    lost = {_pattern(prefix, name) for name, extents in expected.items() if tensors.get(name) != extents}
+    fitting = {name for name, extents in expected.items() if tensors.get(name) == extents}
+    over: dict[str, set[Extents]] = {}
+    for name in tensors.keys() - fitting:
+        over.setdefault(_pattern(prefix, name), set()).add(tensors[name])
+    lost = {_pattern(prefix, name) for name in expected.keys() - fitting}
     dropped = tuple(dict.fromkeys(first_name(rule) for rule in family.rules if all(_is_in(t, lost) for t in rule.hf)))
-    taken = tuple(_taken(family, shape, over))
+    taken = tuple(_taken(family, shape, dropped, over))
     rows: dict[str, Any] = {kind: rows_without(getattr(family, kind), list(dropped)) for kind in KINDS}
     for kind, other, hf_name in taken:
         rows[kind] += rows_of(FAMILIES[other], hf_name)
@@ -219,23 +223,32 @@ def _layer(family: Family) -> re.Pattern[str]:
     return re.compile(re.escape(family.hf_layer).replace(re.escape("{}"), r"\d+"))
 
 
-def _taken(family: Family, shape: ModelShape, over: set[str]) -> Iterator[tuple[str, str, str]]:
-    """The rows of other families whose tensors are all left over."""
-    known = {first_name(rule) for rule in family.rules}
+def _taken(
+    family: Family, shape: ModelShape, dropped: Collection[str], over: Mapping[str, set[Extents]]
+) -> Iterator[tuple[str, str, str]]:
+    """The rows of other families whose tensors are all left over, with the extents that the model has.
+
+    Args:
+        over: the extents of the tensors that are left over, by pattern.
+    """
+    known = {first_name(rule) for rule in rows_without(family.rules, dropped)}
     for other in FAMILIES.values():
         for kind in KINDS:
             for rule in getattr(other, kind):
-                try:
-                    rule.extents(shape)
-                except KeyError:  # of a dim that this model does not have
-                    continue
-                if (
-                    rule.when(shape)
-                    and first_name(rule) not in known
-                    and all(_is_in(tensor, over) for tensor in rule.hf)
-                ):
+                if first_name(rule) not in known and _fits(rule, shape, over) and rule.when(shape):
                     known.add(first_name(rule))
                     yield kind, other.name, first_name(rule)
+
+
+def _fits(rule: Rule, shape: ModelShape, over: Mapping[str, set[Extents]]) -> bool:
+    try:
+        extents = rule.extents(shape)
+    except KeyError:  # of a dim that this model does not have
+        return False
+    return all(
+        own in over.get(tensor.name, ()) or (tensor.file is not None and tensor.file.name in over)
+        for tensor, own in zip(rule.hf, extents, strict=True)
+    )
 
 
 def _pattern(prefix: re.Pattern[str], name: str) -> str:

@@ -278,7 +278,7 @@ def _updates(folder: Path, shares: Sequence[Share], offload: bool, device: str) 
     optimizer: Any = actor.optimizer  # this one gets another method
     update, marks = actor.optimizer.update, []
 
-    def timed_update(*arguments: Any) -> tuple[float, float]:
+    def timed_update(*arguments: Any) -> dict[str, float]:
         begin = Mark.now(device)
         norms = update(*arguments)
         marks.append((begin, Mark.now(device)))
