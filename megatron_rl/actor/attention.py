@@ -39,7 +39,7 @@ from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_att
 from megatron_rl.actor.delta_net import DeltaPlan, plan_delta
 from megatron_rl.actor.dot_product import dot_product_attention
 from megatron_rl.actor.exchange import HeadExchange, plan_exchange
-from megatron_rl.actor.packing import Routes, SharedPrompts
+from megatron_rl.actor.packing import RoutedRow, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
 from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
@@ -87,19 +87,24 @@ class PackedSequences(PackedSeqParams):
     attention alone."""
     sliding: AttentionPlan | None = None
     """The plan of the layers with a sliding window, if the model has any."""
-    routes: Routes | None = None
-    """The choices of experts that the routers replay (replay.py)."""
+    routed: RoutedRow | None = None
+    """What the rank's routers know of the tokens that they see, if the model has experts."""
     delta: DeltaPlan | None = None
     """The plan of the layers with linear attention, if the model has any; and `exchange` with context parallelism."""
     exchange: HeadExchange | None = None
 
 
 def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool:
-    """Whether the attention of these layers lets sequences see a prompt that another one holds. Transformer Engine's
-    does not, and the state of linear attention is of one sequence. A mixture of experts would count the prompt's tokens
-    once when it balances their load."""
-    others = shape.sliding_layers or shape.linear_layers
-    return not fused and context_size == 1 and shape.experts is None and not others
+    """Whether these layers let sequences see a prompt that another one holds. What the others would need:
+
+    Linear attention: a prompt would be a sequence of its own, from whose last state and last convolved tokens all its
+    answers start, and their gradients would be added up there. The kernels for GPUs would run twice a layer.
+    Context parallelism: in each turn of the ring a rank's chunks of an answer would also see the chunks of the prompt
+    that it holds. A chunk's work would then depend on its prompt, and another division of the row would balance it.
+    Transformer Engine: it would get the keys of varlen.py and a causal mask that ends at each sequence's last key.
+    Our angles would take the place of Megatron's, whose positions begin at 0 in each sequence.
+    """
+    return not fused and context_size == 1 and not shape.linear_layers
 
 
 def packed_sequences(
@@ -107,7 +112,6 @@ def packed_sequences(
     shape: ModelShape,
     fused: bool,
     context: ContextRank | None = None,
-    routes: Routes | None = None,
     shared: SharedPrompts | None = None,
     varlen: bool = False,
 ) -> PackedSequences:
@@ -117,7 +121,6 @@ def packed_sequences(
         lengths_S: the lengths of the sequences in their order, on the CPU.
         fused: whether the layers are Transformer Engine's.
         context: the rank's place in its context group; None: it has all tokens of the row.
-        routes: the choices of experts for the tokens that the rank's routers see.
         shared: the prompts that sequences share; only for layers that `can_share_prompts`.
         varlen: whether attention is one kernel call for the whole row (varlen.py), without a context group.
     """
@@ -142,7 +145,6 @@ def packed_sequences(
             qkv_format="thd",
             full=plan(shape.rope_scaling, None),
             sliding=plan(of_windows, shape.sliding_window) if shape.sliding_layers else None,
-            routes=routes,
             delta=plan_delta(lengths_S) if shape.linear_layers else None,
             exchange=plan_exchange(lengths_S, context) if shape.linear_layers and context is not None else None,
         )
@@ -158,7 +160,6 @@ def packed_sequences(
         cu_seqlens_kv=starts,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        routes=routes,
     )
 
 
@@ -195,14 +196,11 @@ def plan_attention(
             offset += query_BL.numel()
             key_BK, mask_LK = query_BL, None
             if reach is not None:
-                column_K = torch.arange(1 - reach, len(column_L))
+                column_K = torch.arange(-len(prompt) or 1 - reach, len(column_L))
                 key_BK = first_B1 + torch.minimum(column_K, length_B1 - 1)
+                key_BK[:, : len(prompt)] = prompt
                 back_LK = column_L[:, None] - column_K
                 mask_LK = ((back_LK >= 0) & (back_LK < reach)).to(device)
-            elif len(prompt):
-                key_BK = torch.cat((prompt.expand(len(query_BL), -1), query_BL), 1)
-                column_K = torch.arange(-len(prompt), len(column_L))
-                mask_LK = (column_K <= column_L[:, None]).to(device)
             calls.append(AttentionBlocks(query_BL.to(device), key_BK.to(device), mask_LK))
     return AttentionPlan(cos_T, sin_T, tuple(calls), unpad_T.to(device))
 
@@ -231,19 +229,21 @@ def _blocks(
     first_S: Tensor, length_S: Tensor, window: int | None, shared: SharedPrompts | None
 ) -> Iterator[tuple[Tensor, Tensor, int | None, Tensor]]:
     """(packed position of the first query, number of queries) of blocks [P] that are alike: how many tokens a query
-    sees, if it is not all before it, and the packed positions of a prompt that all of its queries see, too."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    if shared is None:
-        yield first_S, length_S if window is None else length_S.clamp(max=window), None, nothing
-        if window is not None:
-            yield *_tails(length_S, window), window, nothing
-        return
-    alone_S = shared.length_S == 0
-    yield first_S[alone_S], length_S[alone_S], None, nothing
-    for start in shared.start_S[~alone_S].unique().tolist():  # type: ignore[no-untyped-call]  # it has no types
-        mine_S = ~alone_S & (shared.start_S == start)
-        prompt = torch.arange(start, start + int(shared.length_S[mine_S][0]))
-        yield first_S[mine_S], length_S[mine_S], None, prompt
+    sees, if it sees tokens before its block, and the packed positions of these if they are the last ones of a prompt
+    and not the ones right before the block."""
+    nothing, far = torch.empty(0, dtype=torch.int64), window or int(length_S.sum())
+    head_S, alone_S = length_S.clamp(max=far), torch.ones(len(length_S), dtype=torch.bool)
+    if shared is not None:
+        alone_S = shared.length_S == 0
+    yield first_S[alone_S], head_S[alone_S], None, nothing
+    if shared is not None:
+        for start in shared.start_S[~alone_S].unique().tolist():  # type: ignore[no-untyped-call]  # it has no types
+            mine_S = ~alone_S & (shared.start_S == start)
+            length = int(shared.length_S[mine_S][0])
+            prompt = torch.arange(start + max(0, length + 1 - far), start + length)
+            yield first_S[mine_S], head_S[mine_S], far, prompt
+    if window is not None:
+        yield *_tails(length_S, window), window, nothing
 
 
 def _tails(lengths_S: Tensor, window: int) -> tuple[Tensor, Tensor]:

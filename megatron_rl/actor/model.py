@@ -36,8 +36,7 @@ from megatron_rl.actor.linear_attention import DeltaAttention, keep_rates_in_flo
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.moe.experts import ExpertOutput, sigmoid_unit
-from megatron_rl.actor.moe.replay import replay_routes
-from megatron_rl.actor.moe.router import Router, keep_biases_in_float32
+from megatron_rl.actor.moe.router import Router, keep_biases_in_float32, prepare_routers
 from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.value_head import add_value_head
@@ -279,8 +278,7 @@ def _build_chunk(
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
     if gpt.post_process and shape.multi_token:
         add_head(gpt, _head_layer(config, shape), block.layer_norm)
-    if policy.routing_replay:
-        replay_routes(gpt)
+    prepare_routers(gpt, policy.routing_replay)
     gpt.to(platform.device())
     if adapting is not None:
         adapting.adapt(gpt, "" if number is None else f"chunk{number}.")

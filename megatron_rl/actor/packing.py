@@ -33,6 +33,14 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedRow:
+    """What routers know of a row: how often each token counts (`multiplicity`), and the choices that they replay."""
+
+    multiplicity_T: Tensor
+    routes: Routes | None
+
+
+@dataclass(frozen=True, slots=True)
 class SharedPrompts:
     """The prompts that sequences of a row have in common. The first sequence with a prompt holds all of it. The others
     begin with its last token, which predicts their first action, and see the tokens before it in that sequence.
@@ -81,6 +89,16 @@ class Microbatch:
             columns=replace(self.columns, **moved),
             routes=self.routes and Routes(self.routes.expert_TLK.to(device), self.routes.is_known_T.to(device)),
         )
+
+
+def multiplicity(batch: Microbatch) -> Tensor:
+    """int64 [T]: how many tokens of samples each token of the row is: the number of the samples that have it in common
+    in a shared prompt, 0 for padding, and 1 for all others."""
+    count_T = (~batch.padding_T).long()
+    if batch.shared is not None:
+        for start, length in zip(batch.shared.start_S.tolist(), batch.shared.length_S.tolist(), strict=True):
+            count_T[start : start + length] += 1
+    return count_T
 
 
 SHORTEST_SHARED = 16
@@ -142,23 +160,26 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
             lag_T=torch.from_numpy(lag_T),
             reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
         ),
-        routes=_pack_routes(tokens, padded),
+        routes=_pack_routes(tokens, padded, [skipped for _, skipped in holders]),
         shared=_shared(starts, holders),
     )
 
 
 def _holders(tokens: Sequence[Tokens]) -> list[tuple[int, int]]:
-    """Find the sample of a row that holds the prompt of each sample: the first one with the same prompt.
+    """Find the sample of a row that holds the prompt of each sample: the first one with the same prompt, and the same
+    choices of experts for its tokens.
 
     Returns:
         for each sample the index of that sample, and the number of tokens of the prompt that it leaves out: 0 for the
         first sample, and all but the last token for the others.
     """
-    first: dict[bytes, int] = {}
+    first: dict[tuple[bytes, bytes], int] = {}
     holders = []
     for i, mine in enumerate(tokens):
-        num_before = int(mine.action_mask.argmax())
-        holder = first.setdefault(mine.ids[:num_before].tobytes(), i) if num_before >= SHORTEST_SHARED else i
+        num_before, holder = int(mine.action_mask.argmax()), i
+        if num_before >= SHORTEST_SHARED:
+            routes = b"" if mine.routes is None else mine.routes[: num_before - 1].tobytes()
+            holder = first.setdefault((mine.ids[:num_before].tobytes(), routes), i)
         holders.append((holder, 0 if holder == i else num_before - 1))
     return holders
 
@@ -229,10 +250,11 @@ def _rewards(share: Share, sample: int, tokens: Tokens) -> np.ndarray:
         raise ValueError(f"sample {share.names[sample]}: {error}") from None
 
 
-def _pack_routes(tokens: Sequence[Tokens], padded: Sequence[int]) -> Routes | None:
+def _pack_routes(tokens: Sequence[Tokens], padded: Sequence[int], skipped: Sequence[int]) -> Routes | None:
     """
     Args:
         padded: the numbers of tokens of the samples in the row, padding included.
+        skipped: how many of its first tokens each sample leaves out.
     """
     given = next((mine.routes for mine in tokens if mine.routes is not None), None)
     if given is None:
@@ -241,10 +263,10 @@ def _pack_routes(tokens: Sequence[Tokens], padded: Sequence[int]) -> Routes | No
     dtype = np.uint8 if given.dtype == np.uint8 else np.int16
     expert_TLK, is_known_T = np.zeros((sum(padded), *given.shape[1:]), dtype), np.zeros(sum(padded), bool)
     start = 0
-    for mine, room in zip(tokens, padded, strict=True):
+    for mine, room, left_out in zip(tokens, padded, skipped, strict=True):
         if mine.routes is not None:
-            here = slice(start, start + len(mine.routes))
-            expert_TLK[here], is_known_T[here] = mine.routes, True
+            here = slice(start, start + max(0, len(mine.routes) - left_out))
+            expert_TLK[here], is_known_T[here] = mine.routes[left_out:], True
         start += room
     return Routes(torch.from_numpy(expert_TLK), torch.from_numpy(is_known_T))
 

@@ -28,9 +28,8 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedSequences, packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
-from megatron_rl.actor.moe.router import padding_mask
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
-from megatron_rl.actor.packing import Microbatch, Routes, targets_after_next
+from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
 from megatron_rl.actor.value_head import values
 from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
 from megatron_rl.types import ModelShape
@@ -110,17 +109,17 @@ class Schedule:
                 self.shape,
                 self.fused,
                 self.context,
-                self._routes(batch),
                 batch.shared,
                 varlen=platform.HAS_CUDA and self.last.config.bf16,
             )
+            if self.shape.experts is not None:
+                packed.routed = self._routed(batch)
             with spans.span("forward", i):
                 output = model(
                     input_ids=self._part(batch.ids_T, batch)[None],
                     position_ids=None,
                     attention_mask=None,
                     packed_seq_params=packed,
-                    padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
                     **extra,
                 )
 
@@ -202,15 +201,15 @@ class Schedule:
         head_loss.add(*whole)
         return -logp_T.sum() / max(1, head_loss.num_targets)
 
-    def _routes(self, batch: Microbatch) -> Routes | None:
-        """The choices of experts for the tokens that this rank's routers see."""
-        if batch.routes is None:
-            return None
-        expert_TLK, is_known_T = (self._part(x_T, batch) for x_T in (batch.routes.expert_TLK, batch.routes.is_known_T))
-        if self.last.config.sequence_parallel:
-            group = parallel_state.get_tensor_model_parallel_group()
-            expert_TLK, is_known_T = (x_T.chunk(group.size())[group.rank()] for x_T in (expert_TLK, is_known_T))
-        return Routes(expert_TLK, is_known_T)
+    def _routed(self, batch: Microbatch) -> RoutedRow:
+        """What this rank's routers know of the tokens that they see."""
+        group, routes = parallel_state.get_tensor_model_parallel_group(), batch.routes
+
+        def own(x_T: Tensor) -> Tensor:
+            x_T = self._part(x_T, batch)
+            return x_T.chunk(group.size())[group.rank()] if self.last.config.sequence_parallel else x_T
+
+        return RoutedRow(own(multiplicity(batch)), routes and Routes(own(routes.expert_TLK), own(routes.is_known_T)))
 
     def _part(self, x_T: Tensor, batch: Microbatch) -> Tensor:
         """The values of this rank's tokens."""

@@ -44,7 +44,7 @@ from megatron_rl.actor.multi_token import HeadLoss, copy_embedding
 from megatron_rl.actor.optimizer.build import build_optimizer
 from megatron_rl.actor.optimizer.matrices import Place
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, sum_of_squares
-from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch
+from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, multiplicity
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
@@ -359,7 +359,7 @@ class MegatronTrainer:
         policy = self.spec.policy
         if not (policy.load_balancing_loss or policy.router_z_loss):
             return False
-        num_tokens = torch.stack([(~batch.padding_T).sum() for batch in microbatches]).sum()
+        num_tokens = torch.stack([multiplicity(batch).sum() for batch in microbatches]).sum()
         dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
         load_RE = None
         if policy.load_balancing_loss:

@@ -10,6 +10,8 @@ import trainers as worlds
 from shares import TrainSample
 from sizes import VOCAB_SIZE
 
+from megatron_rl.actor.packing import SHORTEST_SHARED
+from megatron_rl.tools.bench.compare_layouts import random_rows, rows_of_lengths
 from megatron_rl.types import Tokens
 
 
@@ -106,6 +108,29 @@ def long_samples() -> list[TrainSample]:
         )
         result.append(TrainSample(f"prompt{i}#0", tokens, float(rng.standard_normal()), 1 / num_actions, index=i))
     return result
+
+
+@pytest.fixture(scope="session")
+def groups() -> list[Tokens]:
+    """Two prompts, longer than windows, with three answers each. Rows of local layers hold the prompts once."""
+    prompts = [row.ids for row in rows_of_lengths(VOCAB_SIZE, (SHORTEST_SHARED, 23), np.random.default_rng(4))]
+    answers = random_rows(VOCAB_SIZE, num_rows=6, longest=12, seed=5)
+    return [
+        Tokens(
+            ids=np.concatenate((prompts[i // 3], answer.ids)),
+            action_mask=np.arange(len(prompts[i // 3]) + len(answer.ids)) >= len(prompts[i // 3]),
+            logp_rollout=np.zeros(len(prompts[i // 3]) + len(answer.ids), np.float32),
+            version=np.zeros(len(prompts[i // 3]) + len(answer.ids), np.int32),
+        )
+        for i, answer in enumerate(answers)
+    ]
+
+
+@pytest.fixture(scope="session")
+def grouped_samples(long_samples, groups) -> list[TrainSample]:
+    """4 of `long_samples`, and the answers to two prompts."""
+    answers = [TrainSample(f"prompt{4 + i // 3}#{i % 3}", one, 1.0, 0.01, index=4 + i) for i, one in enumerate(groups)]
+    return long_samples[:4] + answers
 
 
 @pytest.fixture(scope="session")

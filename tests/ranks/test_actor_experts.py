@@ -59,8 +59,8 @@ def expert_loads(folder: Path, samples: list[TrainSample]) -> np.ndarray:
 @pytest.mark.parametrize(
     "name, layout_name", cover.essential(CASES, ("qwen3_moe", "pp2_dp2_ep2"), ("deepseek_v3", "one"))
 )
-def test_the_load_of_the_experts_is_reported(trainers, folders, long_samples, name, layout_name):
-    layout, samples = BALANCED[layout_name], long_samples[:4]
+def test_the_load_of_the_experts_is_reported(trainers, folders, grouped_samples, name, layout_name):
+    layout, samples = BALANCED[layout_name], grouped_samples
     results = trainers.run(
         "train", layout.mesh.world_size, folder=folders[name], samples=samples, layout=layout, num_updates=1
     )
@@ -88,8 +88,8 @@ RELATIVE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Tokens]:
-    return random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=5)
+def rows(groups) -> list[Tokens]:
+    return random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=5) + groups
 
 
 @pytest.fixture(scope="module")
@@ -224,11 +224,11 @@ def test_recomputation_attaches_the_auxiliary_losses_once(trainers, folders, lon
 
 def random_routes(folder: Path, rows: list[Tokens]) -> list[Tokens]:
     """The rows with choices that no router would make. The last token of each row has none; the first row has none at
-    all, and the second one those of its first half."""
-    shape, rng = read_shape(folder), np.random.default_rng(1)
-    experts = shape.experts
+    all, and the second one those of its first half. Answers to one prompt have the same ones in it, except the last."""
+    shape, experts = read_shape(folder), read_shape(folder).experts
 
     def routes(row: Tokens, number: int) -> np.ndarray | None:
+        rng = np.random.default_rng((row.ids[0], number == len(rows) - 1))
         every = np.tile(np.arange(experts.num_experts, dtype=np.uint8), (len(row.ids), shape.num_layers, 1))
         every = rng.permuted(every, axis=-1)
         return (
@@ -306,7 +306,7 @@ def test_replayed_choices_have_the_gradient_of_plain_pytorch(numbers, folders, r
     expected_loss, expected = replayed_gradient(folders[name], routed)
     assert loss == pytest.approx(expected_loss, rel=RELATIVE)
     own_loss, own = replayed_gradient(folders[name], rows)
-    assert abs(own_loss - expected_loss) > 0.01
+    assert abs(own_loss - expected_loss) > 20 * RELATIVE * expected_loss
     for key in gradient.keys() & expected.keys():
         assert relative(gradient[key], expected[key]) < 2e-5, key  # fp32 against float64, through four layers
     routers = [key for key in expected if key.endswith(("mlp.gate.weight", "mlp.router.weight"))]
@@ -337,11 +337,11 @@ def test_replayed_choices_have_the_same_gradient_in_every_layout(numbers, replay
 
 
 @pytest.mark.parametrize("layout_name", cover.essential(["one", "tp2_cp2", "pp2_dp2_ep2", "tp2_pp2"]))
-def test_the_shares_of_replayed_and_of_differing_choices_are_reported(trainers, folders, long_samples, layout_name):
+def test_the_shares_of_replayed_and_of_differing_choices_are_reported(trainers, folders, grouped_samples, layout_name):
     """Each sample's choices are the trainer's own but for one of the last known token, in the last layer, which has no
     effect on later tokens."""
     folder, layout = folders["qwen3_moe"], BALANCED[layout_name]
-    samples = own_routes(folder, long_samples)
+    samples = own_routes(folder, grouped_samples)
     results = trainers.run(
         "train",
         layout.mesh.world_size,

@@ -379,19 +379,19 @@ BALANCED = {
 }
 
 
-@pytest.mark.parametrize("layout_name", cover.essential(BALANCED, "cp2_ep2"))
-def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, long_samples, layout_name):
+@pytest.mark.parametrize("layout_name", cover.essential(BALANCED, "cp2_ep2", "tp2"))
+def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, grouped_samples, layout_name):
     """Padding, passes for log-probs, recomputation and a refused update add no tokens."""
     layout = BALANCED[layout_name]
     results = trainers.run(
         "balance_routers",
         layout.mesh.world_size,
         folder=folders["deepseek_v3"],
-        samples=long_samples,
+        samples=grouped_samples,
         layout=layout,
         router_bias_update_rate=RATE,
     )
-    expected = balanced_biases(folders["deepseek_v3"], long_samples)
+    expected = balanced_biases(folders["deepseek_v3"], grouped_samples)
     total = {name: np.zeros(16, np.int64) for name in expected}
     for error, unchanged, biases, load in results:
         assert "not finite" in error and unchanged

@@ -19,7 +19,6 @@ from test_actor_experts import plain_gradient
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from megatron_rl.actor.packing import SHORTEST_SHARED
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.tools.bench import compare_layouts
 from megatron_rl.tools.bench.compare_layouts import (
@@ -32,10 +31,8 @@ from megatron_rl.tools.bench.compare_layouts import (
     parse_layout,
     random_rows,
     relative,
-    rows_of_lengths,
     too_far,
 )
-from megatron_rl.types import Tokens
 
 DENSE = (
     *("tp2", "tp4", "pp2", "pp2-vpp2", "pp2@3,1", "cp2", "cp4", "dp2"),
@@ -92,19 +89,8 @@ WITHOUT_SEQUENCE = [("qwen3", "tp2"), ("llama", "tp2"), ("olmo2", "tp2"), ("olmo
 
 
 @pytest.fixture(scope="module")
-def rows():
-    """Eight rows of their own, and two prompts with three answers each, which rows of the local layers hold once."""
-    prompts = [row.ids for row in rows_of_lengths(VOCAB_SIZE, (SHORTEST_SHARED, 23), np.random.default_rng(4))]
-    answers = random_rows(VOCAB_SIZE, num_rows=6, longest=12, seed=5)
-    return random_rows(VOCAB_SIZE, num_rows=8, longest=64, seed=3) + [
-        Tokens(
-            ids=np.concatenate((prompts[i // 3], answer.ids)),
-            action_mask=np.arange(len(prompts[i // 3]) + len(answer.ids)) >= len(prompts[i // 3]),
-            logp_rollout=np.zeros(len(prompts[i // 3]) + len(answer.ids), np.float32),
-            version=np.zeros(len(prompts[i // 3]) + len(answer.ids), np.int32),
-        )
-        for i, answer in enumerate(answers)
-    ]
+def rows(groups):
+    return random_rows(VOCAB_SIZE, num_rows=8, longest=64, seed=3) + groups
 
 
 def numbers_of(trainers, folder, rows, parallel, num_microbatches, recompute="none", exact=False) -> list:

@@ -82,15 +82,15 @@ def heads(wholes, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Tokens]:
-    """One of them has holes in its answer, as tools leave; one is too short for a target."""
+def rows(groups) -> list[Tokens]:
+    """One of them has holes in its answer, as tools leave; one is too short for a target; some share a prompt."""
     rows = random_rows(VOCAB_SIZE, num_rows=8, longest=48, seed=3)
     rows[0].action_mask[[4, 5, 9]] = False
     short = Tokens(
         np.arange(2, dtype=np.int32), np.array([False, True]), np.zeros(2, np.float32), np.zeros(2, np.int32)
     )
     assert len(rows[0].ids) > 10
-    return [*rows, short]
+    return [*rows, short, *groups]
 
 
 def plain_head(name: str, whole: Path, folder: Path, rows: list[Tokens]) -> tuple[float, float, dict[str, np.ndarray]]:

@@ -1,6 +1,10 @@
 """The routers of mixtures of experts: the load of the experts, auxiliary losses, and the update of the bias in routers
 that choose by score plus bias (DeepSeek-V3).
 
+A router learns of a packed row from `PackedSequences`, which Megatron gives to each layer in the forward pass, and
+again when it recomputes the layer in the backward pass, even if the pipeline works on other micro-batches in between. A
+token that several samples share counts once for each of them, in every sum here.
+
 The auxiliary losses are computed here and not by Megatron, whose load-balancing loss is a product of means over a
 micro-batch, and whose z-loss is weighted by micro-batches: both would depend on how a mini-batch is cut. With the
 experts' shares of a whole mini-batch, which a forward pass before the update counts, both are sums over tokens.
@@ -11,15 +15,15 @@ Tokens are counted here and not by Megatron, for three reasons: Megatron counts 
 on the layout; it updates before it is known whether the gradients are finite; and it counts in a method that torch
 compiles. Megatron's own counters stay 0, so its own update changes nothing.
 
-Invariants (tests/ranks): each token of a mini-batch counts once in every layout, also with recomputation; the auxiliary
-losses have the same gradient in every layout; a step that is refused changes no bias.
+Invariants (tests/ranks): each token of a mini-batch counts once in every layout, also with recomputation and with
+shared prompts; the auxiliary losses have the same gradient in every layout; a step that is refused changes no bias.
 
 Shape letters: T tokens of a rank, R routers of a rank, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +31,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.moe.replay import Replay
+from megatron_rl.actor.packing import RoutedRow
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.config.policy import PolicyConfig
 from megatron_rl.layout.multi_token import is_of_head
@@ -49,26 +56,33 @@ class Router(TopKRouter):
         """The factor of a token's z-loss."""
         self.auxiliary_loss = torch.zeros((), device=platform.device())
         """The sum of this rank's auxiliary losses since `start_counting`."""
+        self.row: RoutedRow | None = None
+        """What it knows of the present row; None in a multi-token head."""
+
+    def take_row(self, layer: torch.nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Take the row that the layer is about to compute."""
+        self.row = named["packed_seq_params"].routed
+        if self.router_replay is not None:
+            self.router_replay.row = self.row
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Megatron calls this before the choice of experts.
 
         Args:
             logits: [T, E].
-            padding_mask: bool [T]: True where the row is padded.
 
         Returns:
             The logits. Their gradient contains the gradients of both auxiliary losses.
         """
         if not torch.is_grad_enabled() or (self.score_weight_E is None and not self.z_weight):
             return logits
-        assert padding_mask is not None
+        assert self.row is not None, "a router with these losses has it"
         loss_T = self.z_weight * logits.logsumexp(-1).square()
         if self.score_weight_E is not None:
             softmax = self.score_function == "softmax"
             score_TE = logits.softmax(-1) if softmax else F.normalize(logits.sigmoid(), p=1, dim=-1)
             loss_T = loss_T + score_TE @ self.score_weight_E
-        loss = loss_T.masked_fill(padding_mask, 0.0).sum()
+        loss = (loss_T * self.row.multiplicity_T).sum()
         self.auxiliary_loss += loss.detach()
         attached: Tensor = _Attached.apply(logits, loss)  # type: ignore[no-untyped-call]  # it has no types
         return attached
@@ -79,10 +93,9 @@ class Router(TopKRouter):
 
         Args:
             routing_map: bool [T, E]: the experts of each token.
-            padding_mask: bool [T]: True where the row is padded; None if padding was not told.
         """
-        if torch.is_grad_enabled() == self.counts_with_gradients and padding_mask is not None:
-            self.load_E += (routing_map & ~padding_mask[:, None]).sum(0)
+        if torch.is_grad_enabled() == self.counts_with_gradients and self.row is not None:
+            self.load_E += (routing_map * self.row.multiplicity_T[:, None]).sum(0)
 
 
 class _Attached(torch.autograd.Function):
@@ -97,15 +110,13 @@ class _Attached(torch.autograd.Function):
         return gradient, gradient.new_ones(())
 
 
-def padding_mask(padding_T: Tensor, gpt: GPTModel) -> Tensor | None:
-    """The argument `padding_mask` of a pipeline stage, bool [1, T]; None if the model has no routers. With sequence
-    parallelism the first stage gives each rank its part of the row, and the other stages need it given."""
-    if gpt.config.num_moe_experts is None:
-        return None
-    if gpt.config.sequence_parallel and not gpt.pre_process:
-        group = parallel_state.get_tensor_model_parallel_group()
-        padding_T = padding_T.chunk(group.size())[group.rank()]
-    return padding_T[None]
+def prepare_routers(gpt: GPTModel, replays: bool) -> None:
+    """Let the routers of a model take the rows of its layers, and replay the choices of experts that come with them."""
+    for layer in gpt.decoder.layers:
+        if isinstance(layer.mlp, MoELayer):
+            router = layer.mlp.router
+            router.router_replay = Replay(layer.layer_number - 1) if replays else None
+            layer.register_forward_pre_hook(router.take_row, with_kwargs=True)
 
 
 def keep_biases_in_float32(chunks: Sequence[torch.nn.Module]) -> None:

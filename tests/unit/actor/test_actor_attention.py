@@ -115,28 +115,39 @@ def test_the_first_dims_of_each_head_are_rotated(rotary_dim):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
 
 
-def test_sequences_see_a_shared_prompt_where_another_one_holds_it():
-    """Two prompts of 3 and 5 tokens. The first sequence holds 3 + 2 tokens, and sequences of 4 and 1 share its prompt;
-    the fourth one is alone, the fifth holds 5 + 1 tokens, and the last, of 2, shares its prompt."""
-    torch.manual_seed(0)
-    lengths, start, shared = [5, 4, 1, 7, 6, 2], [0, 0, 0, 0, 17, 17], [0, 3, 3, 0, 0, 5]
-    q, k, v = (torch.randn(sum(lengths), heads, 8).requires_grad_() for heads in (4, 2, 2))
-    grad = torch.randn(sum(lengths), 32)
-    prompts = SharedPrompts(torch.tensor(start), torch.tensor(shared))
-    plan = plan_attention(torch.tensor(lengths), 8, THETA, shared=prompts)
-    packed = PackedSequences(qkv_format="thd", full=plan)
-    out = PackedAttention(_config(), layer_number=1)(q, k, v, None, packed_seq_params=packed)
-    out.backward(grad)
-
-    q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
+def with_prompts(q, k, v, lengths, prompts, window, sink_N=None):
+    """`plain_attention` of the sequences of a row, each with the prompt that it shares."""
     expected, first = [], 0
-    for length, begin, count in zip(lengths, start, shared, strict=True):
+    for length, begin, count in zip(lengths, prompts.start_S.tolist(), prompts.length_S.tolist(), strict=True):
         seen = [*range(begin, begin + count), *range(first, first + length)]
-        expected.append(plain_attention(q64[seen], k64[seen], v64[seen], None)[count:])
+        expected.append(plain_attention(q[seen], k[seen], v[seen], window, sink_N=sink_N)[count:])
         first += length
-    torch.cat(expected).backward(grad.double())
-    pairs = ((out, torch.cat(expected)), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad))
-    for got, want in pairs:
+    return torch.cat(expected)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 6, 64])
+def test_sequences_see_a_shared_prompt_where_another_one_holds_it(window, has_sinks):
+    """Two prompts of 3 and 5 tokens. The first sequence holds 3 + 2 tokens, and sequences of 4, 1 and 9 share its
+    prompt; the fourth one is alone, the fifth holds 5 + 1 tokens, and the sixth, of 2, shares its prompt."""
+    torch.manual_seed(0)
+    lengths = [5, 4, 1, 7, 6, 2, 9]
+    prompts = SharedPrompts(torch.tensor([0, 0, 0, 0, 17, 17, 0]), torch.tensor([0, 3, 3, 0, 0, 5, 3]))
+    q, k, v = (torch.randn(sum(lengths), heads, 8).requires_grad_() for heads in (4, 2, 2))
+    sink_N = torch.tensor([-90.0, 0.3, 2.0, 90.0]).requires_grad_() if has_sinks else None
+    grad, leaves = torch.randn(sum(lengths), 32), [q, k, v, *([sink_N] if has_sinks else [])]
+    plan = plan_attention(torch.tensor(lengths), 8, THETA, window=window, shared=prompts)
+    rotated = rotate(torch.cat((q, k), 1), plan.cos_T, plan.sin_T).split((4, 2), 1)
+    out = attend(*rotated, v, plan, sink_N=sink_N)
+
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    expected = with_prompts(*exact[:3], lengths, prompts, window, exact[3] if has_sinks else None)
+    found = zip(
+        (out, *torch.autograd.grad(out, leaves, grad)),
+        (expected, *torch.autograd.grad(expected, exact, grad.double())),
+        strict=True,
+    )
+    for got, want in found:
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
 
 

@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shares import TrainSample, share_of
 
-from megatron_rl.actor.packing import SHORTEST_SHARED, Microbatch, by_sample, column_of, pack, targets_after_next
+from megatron_rl.actor.packing import (
+    SHORTEST_SHARED,
+    Microbatch,
+    by_sample,
+    column_of,
+    multiplicity,
+    pack,
+    targets_after_next,
+)
 from megatron_rl.types import Tokens
 
 
@@ -124,6 +132,34 @@ def test_routes_belong_to_the_tokens_themselves():
     assert known.tolist() == [True, True, False, False] + [False] * 4 + [True, False, False, False]
     assert batch.routes.expert_TLK[known].tolist() == [[[1], [2]], [[3], [4]], [[255], [6]]]
     assert pack_row([sample("b", [8, 9], [0, 1])], 1).routes is None
+
+
+def test_answers_share_a_prompt_if_the_engine_chose_the_same_experts_for_it():
+    """All but the last token of the prompt is shared, which has choices of its own. A token counts once for each sample
+    that has it; the padding counts nothing."""
+    n = len(PROMPT)
+
+    def answer_with(name: str, ids: list[int], changed: int | None = None) -> TrainSample:
+        routes = np.arange(n + len(ids) - 1, dtype=np.uint8)[:, None, None]
+        if changed is not None:
+            routes[changed] = 200
+        return with_routes(answer(name, ids), routes)
+
+    of_last, of_shared = answer_with("b", [4, 3, 2], n - 1), answer_with("c", [5], n - 2)
+    samples = [answer_with("a", [8, 9]), of_last, of_shared, answer("d", [6]), answer_with("e", [7])]
+    batch = pack_row(samples, 4, share_prompts=True)
+    assert batch.shared.length_S.tolist() == [0, n - 1, 0, 0, n - 1]
+    assert batch.lengths_S.tolist() == [n + 4, 4, n + 4, n + 4, 4]
+    mine = slice(n + 4, n + 8)
+    assert batch.routes.expert_TLK[mine, 0, 0].tolist() == [200, n, n + 1, 0]
+    assert batch.routes.is_known_T[mine].tolist() == [True, True, True, False]
+    assert batch.routes.is_known_T.sum() == (n + 1) + 3 + n + 1
+    counts = multiplicity(batch)
+    assert counts.tolist()[: n + 4] == [3] * (n - 1) + [1] * 3 + [0, 0]
+    assert counts[n + 4 :].max() == 1 and counts.sum() == sum(len(sample.tokens.ids) for sample in samples)
+    nothing = replace(of_last.tokens, routes=of_last.tokens.routes[: n - 3])
+    short = pack_row([replace(of_last, tokens=nothing)] * 2, 1, share_prompts=True)
+    assert short.shared.length_S.tolist() == [0, n - 1] and short.routes.is_known_T.sum() == n - 3
 
 
 def test_routes_of_more_than_256_experts_have_16_bits():

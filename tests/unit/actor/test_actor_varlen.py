@@ -111,14 +111,15 @@ def test_one_call_equals_plain_attention(num_heads, num_groups, window, has_sink
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
 
 
-def test_sequences_see_a_shared_prompt_in_one_call():
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+def test_sequences_see_a_shared_prompt_in_one_call(window):
     """As in the padded calls: prompts of 3 and 5 tokens, which the first and the fifth sequence hold."""
     torch.manual_seed(0)
     lengths, start, shared = [5, 4, 1, 7, 6, 2], [0, 0, 0, 0, 17, 17], [0, 3, 3, 0, 0, 5]
     q, k, v = (torch.randn(sum(lengths), heads, 8).requires_grad_() for heads in (4, 2, 2))
     grad, prompts = torch.randn(sum(lengths), 32), SharedPrompts(torch.tensor(start), torch.tensor(shared))
-    out = by_one_call(q, k, v, lengths, shared=prompts)
-    plan = plan_attention(torch.tensor(lengths), 8, THETA, shared=prompts)
+    out = by_one_call(q, k, v, lengths, window, shared=prompts)
+    plan = plan_attention(torch.tensor(lengths), 8, THETA, window=window, shared=prompts)
     rotated = rotate(torch.cat((q, k), 1), plan.cos_T, plan.sin_T).split((4, 2), 1)
     padded = attend(*rotated, v, plan)
     found, expected = ([x, *torch.autograd.grad(x, [q, k, v], grad)] for x in (out, padded))

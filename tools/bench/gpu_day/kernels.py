@@ -132,6 +132,7 @@ def attention(device: str) -> Found:
         "sinks": (None, True, None),
         "a window and sinks": (sizes.window, True, None),
         "shared prompts": (None, False, prompts),
+        "shared prompts, a window and sinks": (sizes.window, True, prompts),
     }
     numbers: dict[str, Number] = {}
     problems = []
