@@ -58,8 +58,6 @@ class Family(Traits):
     """The MLP's rows in layers with experts."""
     linear: tuple[Rule, ...] = ()
     """The rows of norms and attention in layers with linear attention (`ModelShape.linear_layers`)."""
-    zero_centred_norms: bool = False
-    """Whether checkpoints hold the weights of norms minus 1, but not of the norms of linear attention."""
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     """Reads from config.json the fields of ModelShape that are special to this family."""
     ignored: tuple[Ignored, ...] = ()

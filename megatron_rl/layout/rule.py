@@ -94,6 +94,9 @@ class Rule:
     """The engine alone holds the parameter in float32 for every dtype of the model. It is sent as float32; trainer and
     files have the model's dtype."""
 
+    zero_centred: bool = False
+    """The model holds the weights of this norm minus 1, and of all other norms of hidden states, q and k."""
+
     @property
     def is_sent_as_float32(self) -> bool:
         return self.float32 or self.served_float32

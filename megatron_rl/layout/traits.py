@@ -50,6 +50,11 @@ class Traits:
         return self._dims("self_attention.linear_proj.bias") is not None
 
     @property
+    def zero_centred_norms(self) -> bool:
+        """Whether the weights of norms are stored minus 1, but not of the norms of linear attention's outputs."""
+        return any(rule.zero_centred for rule in self.rules)
+
+    @property
     def post_norm(self) -> bool:
         """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
         return self._dims("post_mlp_layernorm.weight") is not None

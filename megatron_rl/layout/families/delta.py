@@ -46,6 +46,7 @@ DELTA_ROWS = (
         hf=INPUT_NORM.hf,
         megatron=INPUT_NORM.megatron,
         fused="self_attention.in_proj.layer_norm_weight",
+        zero_centred=True,
     ),
     Rule(
         DELTA_SECTIONS,

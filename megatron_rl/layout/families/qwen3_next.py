@@ -59,7 +59,6 @@ QWEN3_NEXT = Family(
     vllm_model="Qwen3NextForCausalLM",
     attention=GATED_ATTENTION,
     linear=(*DELTA_ROWS, *_INPUT),
-    zero_centred_norms=True,
     dense=(MLP_NORM, *GATED_MLP),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_read,
