@@ -22,7 +22,7 @@ from megatron_rl.layout.placement import Placed, Placement, engine_layers, linea
 from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
-from megatron_rl.layout.traits import ROUTER_BIAS, Traits
+from megatron_rl.layout.traits import Traits
 from megatron_rl.layout.view import FileTensor, View
 from megatron_rl.types import Mesh, ModelShape
 
@@ -80,10 +80,6 @@ class Family(Traits):
     def multi_token(self) -> MultiTokenHead | None:
         """None: models of this family have no such head."""
         return next((one for one in self.ignored if isinstance(one, MultiTokenHead)), None)
-
-    def is_router_bias(self, hf_name: str) -> bool:
-        """Whether an HF tensor is the bias of a router: it has no gradient, and float32 in every form."""
-        return any(rule.megatron == ROUTER_BIAS for rule in self._rules_of(hf_name))
 
     def is_float32(self, hf_name: str) -> bool:
         """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""

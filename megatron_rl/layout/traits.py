@@ -65,6 +65,11 @@ class Traits:
         load, not by a gradient (arXiv:2408.15664)."""
         return self._dims(ROUTER_BIAS) is not None
 
+    def is_router_bias(self, hf_name: str) -> bool:
+        """Whether an HF tensor is the bias of a router: it has no gradient, and float32 in every form."""
+        names = [tensor.name for rule in self.rules if rule.megatron == ROUTER_BIAS for tensor in rule.hf]
+        return any(hf_name.endswith(f".{name}") for name in names)
+
     def _dims(self, megatron: str, shape: ModelShape | None = None) -> tuple[str, ...] | None:
         """The dims of the first HF tensor of a parameter of a layer, in one model or, without `shape`, in any model."""
         rules = [rule for rule in self.rules if shape is None or rule.when(shape)]
