@@ -122,7 +122,7 @@ def test_a_push_in_the_middle(stage, folders, references, reached, least):
 def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(stage, folders, references, reached, least):
     """No token is sampled twice: what the record has is the beginning of the answers that another call completes, with
     other weights."""
-    asked, path = prompts(16, 5), stage.engine._progress.path
+    asked, path = prompts(16, 5), stage.engine.sampler._progress.path
 
     async def answer(earlier=()):
         calls = [answer_group(stage, 100 * least + i, prompt, earlier) for i, prompt in enumerate(asked)]
@@ -251,7 +251,7 @@ def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, f
     salted.trainers.begin_push(folders[1], 1)
 
     async def second_call():
-        assert salted.engine._thread.engine.get_num_unfinished_requests()
+        assert salted.engine.sampler._thread.engine.get_num_unfinished_requests()
         return await salted.generate(asked, 4, 1, seed=8)
 
     groups, running, metrics, later = with_push(salted, asked, 16, 0, sampled(4), 1, second_call)
