@@ -49,8 +49,7 @@ class Engine:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
                 thinking budget or beams do not fit (see `Budgets`).
         """
-        self._spec, self._rollout = spec, spec.rollout
-        model, rollout = spec.model, spec.rollout
+        self._spec, model, rollout = spec, spec.model, spec.rollout
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = spec.stop_ids
@@ -119,11 +118,11 @@ class Engine:
         call = AnswerCall(ticket, asked, samples, version, batch)
 
         def started(requests: Sequence[Request]) -> list[Future[Completion]]:
-            check_prompt(prompt, self._rollout.max_prompt_tokens, self._vocab_size)
+            check_prompt(prompt, self._spec.rollout.max_prompt_tokens, self._vocab_size)
             return self.sampler.ask(requests)
 
         def begun() -> Future[tuple[Samples, Samples]]:
-            check_prompt(prompt, self._rollout.max_prompt_tokens, self._vocab_size)
+            check_prompt(prompt, self._spec.rollout.max_prompt_tokens, self._vocab_size)
             programs = {i: self._budgets.of(prompt, i) for i in samples}
             sampled = {i: sampled_before(recorded(earlier, ticket, i)) for i in samples}
             answers = [

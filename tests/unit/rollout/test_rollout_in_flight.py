@@ -7,6 +7,7 @@ never a token, so every running request still has many steps to go.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import cover
 import numpy as np
@@ -43,7 +44,6 @@ def stage(make_stage, folders, tmp_path_factory):
             sampling={"temperature": TEMPERATURE},
         )
     )
-    stage.engine._stop_ids = ()
     return stage
 
 
@@ -52,15 +52,18 @@ def salted(stage, folders, monkeypatch):
     """Requests have one call, and keep their cache over a push. Nothing that vLLM is told when it starts depends on
     this."""
     config = stage.config.model_copy(update={"prefix_cache": "salted", "thinking": None})
-    monkeypatch.setattr(stage.engine, "_rollout", config)
+    sampler = stage.engine.sampler
+    monkeypatch.setattr(sampler, "spec", replace(sampler.spec, rollout=config))
     monkeypatch.setattr(stage.engine.weights, "_rollout", config)
     monkeypatch.setattr(stage.engine, "_budgets", Budgets(folders[0], config, on_gpu=False))
     return stage
 
 
 def endless(stage):
-    params = stage.engine._params
-    stage.engine._params = lambda *call: params(*call) | {"stop_token_ids": [], "ignore_eos": True}
+    """No token ends an answer."""
+    sampler = stage.engine.sampler
+    params, stage.engine._stop_ids, sampler._stop_ids = sampler._params, (), ()
+    sampler._params = lambda *call: params(*call) | {"stop_token_ids": [], "ignore_eos": True}
     return stage
 
 

@@ -91,7 +91,6 @@ def stage(make_stage, mixtures, tmp_path_factory):
         delimiter="=?",
         thinking=THINKING,
     )
-    made.engine._stop_ids = ()
     return endless(made)
 
 
