@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from itertools import count
 from pathlib import Path
 
-from megatron_rl.rollout.engine import Samples, VllmEngine
+from megatron_rl.rollout.engine import Engine, Samples
 from megatron_rl.types import GroupRequest, Prompt
 
 tickets = count(2**20)
 
 
 async def answer(
-    engine: VllmEngine, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
+    engine: Engine, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
 ) -> Samples:
     """Answers that begin alone, with whatever weights the engine has, and behind them their continuations."""
     request = GroupRequest(number, prompt, len(samples), (number,))
@@ -23,7 +23,7 @@ async def answer(
 
 
 async def generate(
-    engine: VllmEngine,
+    engine: Engine,
     prompts: Sequence[Prompt],
     num_samples: int,
     version: int,

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.request_queue import RequestQueue
+from megatron_rl.rollout.vllm_sampler import VllmSampler
 from megatron_rl.types import Phase
 
 HERE = Path(__file__).parent
@@ -73,8 +73,8 @@ class HeldWeights(EngineWeights):
         await super().enter(phase)
 
 
-class HeldEngine(VllmEngine):
+class HeldSampler(VllmSampler):
     def __init__(self, spec) -> None:
         super().__init__(spec)
-        self._thread = HeldThread(RequestQueue(self._give), lambda: self.weights.version)
+        self._thread = HeldThread(RequestQueue(self._give, self._completion), lambda: self.weights.version)
         self.weights = HeldWeights(self._thread, spec.rollout, self._progress, spec.shares_gpus)

@@ -36,7 +36,8 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
 from megatron_rl.processes import starting
-from megatron_rl.rollout.backend import EngineBackend, EngineSpec
+from megatron_rl.rollout.backend import EngineSpec, Sampler
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.programs.agents import Agents
 from megatron_rl.rollout.programs.episodes import Episodes, MakeAnswers
 from megatron_rl.rollout.programs.turns import Turns, chat_template
@@ -89,7 +90,7 @@ class EngineRank(TracedProcess):
                 adapters=config.served_adapters,
                 keeps_statistics=self._endpoint is not None,
             )
-            self.engine = backend_of(config.rollout)(spec)
+            self.engine = Engine(spec, sampler_of(config.rollout))
             await self.engine.start()
         if self._endpoint is not None:
             from megatron_rl.observe.prometheus import serve_engine
@@ -120,7 +121,7 @@ class EngineRank(TracedProcess):
 
     async def alive(self) -> bool | str:
         """Whether the engine works; if not, its failure, as far as it is known."""
-        return self.engine.alive or getattr(self.engine, "failure", str)()
+        return self.engine.alive or self.engine.failure()
 
     async def enter(self, phase: Phase) -> None:
         start = time.perf_counter()
@@ -177,17 +178,17 @@ class EngineRank(TracedProcess):
         self.engine.close()
 
 
-def backend_of(rollout: RolloutConfig) -> Callable[[EngineSpec], EngineBackend]:
-    """The class of the engines.
+def sampler_of(rollout: RolloutConfig) -> Callable[[EngineSpec], Sampler]:
+    """The class of the engines' samplers.
 
     Raises:
         ValueError: there is no such class.
     """
     if rollout.backend is not None:
         return load_function(rollout.backend)
-    from megatron_rl.rollout.engine import VllmEngine  # vLLM takes seconds to import
+    from megatron_rl.rollout.vllm_sampler import VllmSampler
 
-    return VllmEngine
+    return VllmSampler
 
 
 class EngineGroup:
@@ -198,7 +199,7 @@ class EngineGroup:
             bring them.
     """
 
-    role = "engine"
+    role, rank = "engine", EngineRank
 
     def __init__(
         self,
@@ -234,7 +235,7 @@ class EngineGroup:
         spans_nodes = self._placement.spans_nodes("engine", index)
         self.record_of[index] = str(self._records / f"engine_{index}_{secrets.token_hex(4)}.tokens")
         arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index], self.loads_weights)
-        return ray.remote(EngineRank).options(**options).remote(*arguments)
+        return ray.remote(self.rank).options(**options).remote(*arguments)
 
     def wait(self) -> None:
         """Wait until every engine has started. They start while the policy starts.

@@ -26,6 +26,7 @@ from megatron_rl.layout.peft import base_digest
 from megatron_rl.loop.health.answers import common_reason
 from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.ports import StopRequested
+from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.row_sources import prompt_rules, training_sources
 from megatron_rl.types import Group, GroupRequest, Prompt, Tokenizer
 
@@ -178,6 +179,9 @@ def engines_alone(
 
     Args:
         check: is called several times a second, and ends the work by raising.
+
+    Raises:
+        ValueError: `rollout.backend` is not able to do what the configuration asks for.
     """
     from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.nodes import RayPlacement
@@ -186,6 +190,8 @@ def engines_alone(
     from megatron_rl.cluster.verifier import VerifierGroup
     from megatron_rl.rollout.shared_memory import remove_leftovers
 
+    if faults := faults_of_backend(config, trains=False):
+        raise ValueError("; ".join(faults))
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)
         with waiting(console, "Ray starts") as tell:

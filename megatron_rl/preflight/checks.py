@@ -33,6 +33,7 @@ from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
+from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.devices import faults_of_cpu_attention, faults_of_device, faults_of_start_timeout
 from megatron_rl.preflight.engine_options import faults_of_engine_options
@@ -134,6 +135,8 @@ def preflight(
         tell(f"not checked, because {', '.join(map(str, absent))} is not there: rows and reward functions")
     else:
         faults += faults_of_rows(config, tokenizer, tell)
+    if isinstance(config, GrpoRunConfig):
+        faults += faults_of_backend(config, trains=True)
     if isinstance(config, GrpoRunConfig) and config.rollout.replay is not None:
         saved, last = config.rollout.replay, config.run.steps - 1
         attempt(lambda: require_step(saved, last))

@@ -26,7 +26,7 @@ def fault_of_function(path: str, key: str, needs_class: bool = False) -> str | N
         key: the configuration key that names the function.
         needs_class: whether it must be a class.
     """
-    found = _definition(path, key)
+    found = definition(path, key)
     if needs_class and isinstance(found, tuple) and isinstance(found[1], Definition):
         return f"{key}: {short_path(path)} is a function, and the key needs a class; name the class"
     return found if isinstance(found, str) else None
@@ -38,7 +38,7 @@ def fault_of_reward(reward: ImportedReward, columns: Collection[str] | None) -> 
     Args:
         columns: the columns of the training rows without the prompt; None if they are not known.
     """
-    found = _definition(reward.path, "rewards")
+    found = definition(reward.path, "rewards")
     if isinstance(found, str):
         return found
     takes_columns = isinstance(reward, FunctionReward)
@@ -63,7 +63,7 @@ def fault_of_reward(reward: ImportedReward, columns: Collection[str] | None) -> 
     return f"rewards: {where}: {fault}" if fault else None
 
 
-def _definition(path: str, key: str) -> str | tuple[str, ast.stmt] | None:
+def definition(path: str, key: str) -> str | tuple[str, ast.stmt] | None:
     """The file and the statement that binds the function's name; or the fault; or None if there is no source. A
     function that goes by value has no file, and only its arguments."""
     module, colon, name = path.rpartition(":")

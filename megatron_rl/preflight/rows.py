@@ -275,9 +275,6 @@ def _faults_of_functions(
         if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, columns)):
             faults.append(fault)
     own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
-    backend = config.rollout.backend
-    if backend is not None and (fault := fault_of_function(backend, "rollout.backend", needs_class=True)):
-        faults.append(fault)
     for key, method in own.items():
         if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
             faults.append(fault)

@@ -1,84 +1,58 @@
-"""The engine that generates answers: vLLM, with token ids as input and output.
+"""An engine: what answers are made of, over any sampler (`backend.py`).
 
-The calls of a batch start together and in their order. An answer's program goes on in the engine's thread
-(coroutine.py): its next request enters vLLM before the next step and waits for no other answer. Weights may arrive
-while requests run: they arrive between two steps, and the requests continue with them. Invariants (tests/unit/rollout):
-- Each answer has a seed, and its noise belongs to (seed, position). So it does not depend on the engine or on other
-  requests, up to the rounding of batches of other sizes. If the engine does nothing else, and no push arrives, the
-  answers of a batch are the same to the bit, because an idle engine empties its prefix cache when a batch begins: a
-  resumed run in turns repeats the uninterrupted one.
-- A push during a call changes no token that was sampled before it.
+An answer's program says what the sampler is asked next (`program.py`), and goes on where its last completion came
+(`coroutine.py`): its next request waits for no other answer. Invariants (tests/unit/rollout):
+- Each answer has a seed, which depends neither on the engine nor on other answers.
 - Each token carries exactly the version that sampled it.
-- A request never reads a cached prefix that other weights computed. With `cleared` a push empties the cache and the
-  running requests' keys and values are computed again; with `salted` later requests cannot see the old cache.
-- Log-probs belong to the full distribution at the sampling temperature (vLLM's `processed_logprobs`). With top_p or
-  top_k they belong to the truncated distribution, so a training run is refused.
-- An engine without weights, with another version than the caller asks for, or with a part of an update refuses to
-  answer. A call during which a push fails raises an error.
-
-On a GPU, kernels may round differently from run to run.
-
-vLLM labels the tokens of a step with a version when it hands them out. Before weights change, all steps have been
-handed out, so no token gets the wrong version. With asynchronous scheduling, which vLLM does on GPUs alone, this has
-not been run.
+- Budgets, beams, turns and values of passages work with every sampler that has the abilities which they need.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
 import torch
-from pydantic import ValidationError
 
 from megatron_rl.layout import read_shape
-from megatron_rl.rollout.answer import completion_of, prompt_logp, request_seed, sampled_before
-from megatron_rl.rollout.backend import EngineSpec
+from megatron_rl.rollout.answer import request_seed, sampled_before
+from megatron_rl.rollout.backend import AnswerCall, BackendWeights, EngineSpec, Sampler
 from megatron_rl.rollout.coroutine import Coroutine, begin
-from megatron_rl.rollout.engine_thread import EngineThread
-from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.program import Call, Completion, Program, Samples, as_rollout, next_call, replay
+from megatron_rl.rollout.program import Call, Completion, Program, Request, Samples, as_rollout, next_call, replay
 from megatron_rl.rollout.programs.beams import as_rollouts
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.programs.episodes import EpisodeRequest
 from megatron_rl.rollout.programs.prefix_values import Beginning, PrefixValuer
-from megatron_rl.rollout.progress import Progress, recorded
-from megatron_rl.rollout.request_queue import Request, RequestQueue
-from megatron_rl.rollout.start import make_engine, served_adapter
-from megatron_rl.rollout.vocabulary import stop_ids
+from megatron_rl.rollout.progress import recorded
 from megatron_rl.types import GroupRequest, Prompt
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-
-log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-CLOSE_S = 20.0
-"""The time limit for vLLM's end."""
 
+class Engine:
+    """One engine, as the process that holds it uses it. All methods run in one event loop.
 
-class VllmEngine:
-    """vLLM as one engine of the ranks of `rollout.parallel`; implements `EngineBackend`. Call `start`, then
-    `weights.init_transfer` and `weights.receive`, then `answer`. An engine that loads weights needs no transfer."""
+    Call `start`, then `weights.init_transfer`, `weights.take` and `weights.commit`, then `answer`. An engine that loads
+    weights needs no transfer.
+    """
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, sampler: Callable[[EngineSpec], Sampler]) -> None:
         """
+        Args:
+            sampler: makes the engine's sampler.
+
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
                 thinking budget or beams do not fit (see `Budgets`).
         """
-        self._spec, self._rollout = spec, spec.rollout
-        model, rollout, record = spec.model, spec.rollout, spec.record
+        self._spec, model, rollout = spec, spec.model, spec.rollout
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
-        self._stop_ids = stop_ids(model.path)
+        self._stop_ids = spec.stop_ids
         if (longest := rollout.max_engine_tokens) > shape.max_positions:
             values = rollout.prefix_values
             forced = " + rollout.prefix_values.forced_tokens" if values and values.num_scored else ""
@@ -92,32 +66,20 @@ class VllmEngine:
             self._valuer = PrefixValuer(
                 model.path, rollout.prefix_values, self._budgets.delimiter or (), self._score, self._go_on
             )
-        self._thread = EngineThread(RequestQueue(self._give))
-        self.failure: Callable[[], str] = self._thread.failure
+        self.sampler = sampler(spec)
         assert (spec.make_answers is None) == (rollout.environment is None), "only an environment needs them"
-        self._episodes = spec.make_answers(self._go_on_asking, self._completion) if spec.make_answers else None
-        self._batches: dict[int | None, list[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
-        """The calls of each batch that wait for its last one; see `answer`."""
-        self._num_requests, self._pins = 0, spec.adapters is not None and rollout.num_adapters > 1
-        self._progress = Progress(record) if record else None
-        self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus, spec.adapters is not None)
+        self._episodes = spec.make_answers(self.sampler.sample) if spec.make_answers else None
+
+    @property
+    def weights(self) -> BackendWeights:
+        return self.sampler.weights
 
     async def start(self) -> None:
-        """Start vLLM.
-
-        Raises:
-            ValueError: vLLM refuses the configuration.
         """
-        try:
-            await self._thread.start(partial(make_engine, self._spec, self._budgets, self._progress))
-            longest = self._rollout.max_response_tokens
-            await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
-            if self._spec.loads_weights:
-                await self.weights.loaded()
-        except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
-            reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
-            log.exception("vLLM refuses its configuration")
-            raise ValueError(f"vLLM refuses the configuration: {reasons}") from None
+        Raises:
+            ValueError: the sampler refuses the configuration.
+        """
+        await self.sampler.start()
 
     async def answer(
         self,
@@ -128,76 +90,59 @@ class VllmEngine:
         batch: tuple[int, int] | None = None,
         earlier: Sequence[Path] = (),
     ) -> tuple[Samples, Samples]:
-        """See `EngineBackend`."""
-        prompt, first_seed, is_rewarded = asked.prompt, request_seed(self._spec.seed, *asked.seed), asked.number >= 0
-        # Nobody trains on the group, so it may keep the weights of its beginning.
-        pinned = [(ticket, i) for i in samples] if self._pins and asked.number < 0 else []
+        """Give some of the answers of a group, and their continuations if there are any (`Group.continuations`). With
+        `rollout.beams` the answers are thoughts; each thought gives a rollout for each of its beams, the best one
+        first.
 
-        def started(requests: Sequence[Request], is_first: bool) -> list[Future[RequestOutput]]:
-            check_prompt(prompt, self._rollout.max_prompt_tokens, self._vocab_size)
-            self._require(version, is_first)
-            if pinned:
-                self.weights.pin(pinned)
-            return self._ask(requests)
+        Many calls run at once, and pushes may arrive during a call: the answers continue with the new weights, and
+        `Tokens.version` gives the version of each token. Each answer goes on as soon as its own request has ended.
+
+        Args:
+            ticket: names this asking of the group in `cancel` and in the records. All engines have the same.
+            samples: the numbers of the answers within the group.
+            version: the version of the weights that the answers begin with. If a push is running, the call waits until
+                it ends. None: any.
+            batch: the name of calls that begin together, in the order of their arrival, and their number. The first
+                ones wait for the last one. None: this call begins alone.
+            earlier: the records of the engines that have begun these answers and lost them, in order. The answers go
+                on from the tokens in these records, and search their beams from the start. With an environment, whose
+                state is lost, they begin again.
+
+        Raises:
+            ValueError: the prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
+                (see `Budgets.of`), or the engine did not keep it, or it does not hold `version`.
+            RuntimeError: the engine holds no weights, the group was cancelled, or a push failed meanwhile, and the
+                answers are lost.
+        """
+        prompt, first_seed, is_rewarded = asked.prompt, request_seed(self._spec.seed, *asked.seed), asked.number >= 0
+        call = AnswerCall(ticket, asked, samples, version, batch)
+
+        def started(requests: Sequence[Request]) -> list[Future[Completion]]:
+            check_prompt(prompt, self._spec.rollout.max_prompt_tokens, self._vocab_size)
+            return self.sampler.ask(requests)
 
         def begun() -> Future[tuple[Samples, Samples]]:
-            check_prompt(prompt, self._rollout.max_prompt_tokens, self._vocab_size)
+            check_prompt(prompt, self._spec.rollout.max_prompt_tokens, self._vocab_size)
             programs = {i: self._budgets.of(prompt, i) for i in samples}
             sampled = {i: sampled_before(recorded(earlier, ticket, i)) for i in samples}
             answers = [
                 self._answered(prompt, programs[i], sampled[i], first_seed + i, (ticket, i), asked.is_greedy)
                 for i in samples
             ]
-            self._require(version, is_first=True)
-            if pinned:
-                self.weights.pin(pinned)
             return begin(self._group(prompt, answers, is_rewarded))
 
-        try:
-            if self._episodes is not None:
-                played = await self._episodes.answers(
-                    EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy),
-                    lambda requests, is_first: self._together(batch, partial(started, requests, is_first)),
-                )
-                found = await self._carry_out(self._valued(prompt, played, is_rewarded))
-            else:
-                found = await asyncio.wrap_future(await self._together(batch, begun))
-        finally:
-            self.weights.unpin(pinned)
-        if self._progress is not None:
-            self._progress.done(ticket)
-        return found
-
-    async def _together(self, batch: tuple[int, int] | None, start: Callable[[], Result]) -> Result:
-        """Call a function in the engine's thread, in turn with the functions of the same batch; see `answer`."""
-        name, size = batch or (None, 1)
-        waiting = self._batches.setdefault(name, [])
-        started: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        waiting.append((start, started))
-        if len(waiting) == size:
-            del self._batches[name]
-            if size > 1:
-                log.info("version %s: answering %d parts of groups", self.weights.version, size)
-
-            def start_all() -> list[Any]:
-                return [_outcome(start) for start, _ in waiting]
-
-            try:
-                outcomes = await self._thread.call(start_all)
-            except RuntimeError as error:  # vLLM has failed
-                outcomes = [error] * size
-            for (_, future), outcome in zip(waiting, outcomes, strict=True):
-                if future.done():  # nobody waits for it any more
-                    continue
-                if isinstance(outcome, Exception):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
-        return await started
+        with self.sampler.answering(call):
+            if self._episodes is None:
+                return await asyncio.wrap_future(await self.sampler.begin(call, begun))
+            played = await self._episodes.answers(
+                EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy),
+                lambda requests, is_first: self.sampler.begin(call, partial(started, requests), is_first),
+            )
+            return await self._carry_out(self._valued(prompt, played, is_rewarded))
 
     async def _carry_out(self, coroutine: Coroutine[Result]) -> Result:
-        """Carry out a coroutine in the engine's thread."""
-        return await asyncio.wrap_future(await self._thread.call(partial(begin, coroutine)))
+        """Carry out a coroutine where the sampler is asked."""
+        return await asyncio.wrap_future(await self.sampler.call(partial(begin, coroutine)))
 
     def _group(
         self, prompt: Prompt, answers: Sequence[Coroutine[Samples]], is_rewarded: bool
@@ -233,8 +178,9 @@ class VllmEngine:
         transcript, call = replay(program, sampled, self._stop_ids)
         while call is not None:
             ids = [*prompt.token_ids, *transcript.ids]
-            [output] = yield self._ask([Request(ids, call, seed, is_greedy, name, goes_on=len(transcript.ids) > 0)])
-            transcript.sampled(self._completion(output))
+            request = Request(ids, call, seed, is_greedy, name, goes_on=len(transcript.ids) > 0)
+            [completion] = yield self.sampler.ask([request])
+            transcript.sampled(completion)
             call = next_call(program, transcript)
         delimiter, budget = program.delimiter, program.thought_tokens
         if (search := self._budgets.beams) is None:
@@ -244,8 +190,7 @@ class VllmEngine:
         for _ in range(search.num_tokens):
             before = [*prompt.token_ids, *transcript.ids]
             requests = [Request([*before, *beam.ids], search.call, seed, False, name, True) for beam in beams]
-            outputs = yield self._ask(requests)
-            beams = search.extended(beams, [self._completion(output) for output in outputs])
+            beams = search.extended(beams, (yield self.sampler.ask(requests)))
         return as_rollouts(prompt.token_ids, transcript, delimiter, budget, beams)
 
     def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> Coroutine[Samples]:
@@ -266,100 +211,30 @@ class VllmEngine:
             left = [k for k in range(len(texts)) if k not in found]
             calls = [Call(1, num_scored=texts[k][1], reads_cache=reads_cache) for k in left]
             requests = [Request(texts[k][0], call, seed=0, goes_on=True) for k, call in zip(left, calls, strict=True)]
-            outputs = yield self._ask(requests)
-            for k, call, output in zip(left, calls, outputs, strict=True):
-                logp = prompt_logp(output)
-                if call.num_scored <= len(logp):
-                    found[k] = logp[-call.num_scored :]
+            completions = yield self.sampler.ask(requests)
+            for k, call, completion in zip(left, calls, completions, strict=True):
+                if call.num_scored <= len(completion.prompt_logp):
+                    found[k] = completion.prompt_logp[-call.num_scored :]
         return [found[k] for k in range(len(texts))]
 
     async def cancel(self, ticket: int) -> None:
         """End the answers of a group. Its call of `answer`, if it is running, ends with an error."""
         if self._episodes is not None:
             self._episodes.cancel(ticket)
-
-        def end() -> None:
-            self._thread.requests.cancel(self._thread.engine, ticket)
-            if self._progress is not None:
-                self._progress.forget(ticket)
-
-        await self._thread.call(end, drained=True)
+        await self.sampler.cancel(ticket)
 
     @property
     def alive(self) -> bool:
-        """Whether vLLM works, its workers included."""
-        return self._thread.alive
+        """Whether the engine works, its ranks included."""
+        return self.sampler.alive
+
+    def failure(self) -> str:
+        """Why the engine does not work; empty if it does, or if nobody knows."""
+        return self.sampler.failure()
 
     def close(self) -> None:
-        self._thread.close(CLOSE_S)
-
-    async def _go_on_asking(self, request: Request) -> Completion:
-        """See `episodes.Ask`."""
-        [future] = await self._thread.call(partial(self._ask, [request]))
-        return self._completion(await asyncio.wrap_future(future))
-
-    def _require(self, version: int | None, is_first: bool) -> None:
-        """Check that the engine can answer.
-
-        Args:
-            version: the version that the engine must hold; None: any.
-            is_first: whether answers begin now. If there are no others, the prefix cache is emptied.
-        """
-        self.weights.require("generating")
-        self.weights.require_version(version)
-        engine, queue = self._thread.engine, self._thread.requests
-        if is_first and not len(queue):
-            self._thread.drain()
-            engine.reset_prefix_cache()
-            queue.forget_lengths()
-
-    def _ask(self, requests: Sequence[Request]) -> list[Future[RequestOutput]]:
-        """Queue requests, and return their future outputs."""
-        self.weights.require("generating")
-        return self._thread.requests.add(requests)
-
-    def _give(self, request: Request) -> str:
-        from vllm import SamplingParams
-
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
-        if self._rollout.prefix_cache == "salted":
-            prompt["cache_salt"] = str(self.weights.version)
-        self._num_requests += 1
-        name = str(self._num_requests)
-        params, call = self._params(request.is_greedy), request.call
-        params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
-        params |= {"logprobs": call.num_candidates}  # 0: only for the sampled tokens
-        if call.num_scored:
-            params |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": not call.reads_cache}
-            params["extra_args"] = {"num_scored": call.num_scored}  # for RolloutWorker.score_together
-        params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
-        pinned = self.weights.pinned(request.answer)
-        adapter = served_adapter(self._spec.adapters, pinned)
-        internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params), lora_request=adapter)
-        # No progress is kept for environments (nobody reads it) nor beams (their calls sample candidates, not answers).
-        is_read = self._episodes is None and not call.num_candidates and pinned is None
-        if self._progress is not None and request.answer is not None and is_read:
-            self._progress.begin(internal_name, *request.answer)
-        return name
-
-    def _params(self, greedy: bool) -> dict[str, Any]:
-        """The fields of vLLM's SamplingParams, without the limits of the call and the seed."""
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = self._rollout.sampling
-        return {
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": list(self._stop_ids),
-            "flat_logprobs": True,
-            "detokenize": False,
-            "skip_clone": True,  # each request has its own
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-        }
-
-    def _completion(self, output: RequestOutput) -> Completion:
-        return completion_of(output, self._stop_ids)
+        """End the processes of the engine."""
+        self.sampler.close()
 
 
 def check_prompt(prompt: Prompt, longest: int, vocab_size: int) -> None:
@@ -379,11 +254,3 @@ def check_prompt(prompt: Prompt, longest: int, vocab_size: int) -> None:
             f"prompt {prompt.uid} holds the id {alien}, outside the model's vocabulary of {vocab_size}: "
             "tokenise it with this model's tokenizer"
         )
-
-
-def _outcome(start: Callable[[], Any]) -> Any:
-    """The result of a function, or its error."""
-    try:
-        return start()
-    except Exception as error:
-        return error

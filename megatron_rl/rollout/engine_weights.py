@@ -16,6 +16,7 @@ from typing import Any
 from megatron_rl import types
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording
+from megatron_rl.rollout.backend import BackendWeights
 from megatron_rl.rollout.engine_thread import EngineThread, Result
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.types import Metrics, ModelShape, Phase
@@ -23,7 +24,7 @@ from megatron_rl.types import Metrics, ModelShape, Phase
 HOLDS = types.HOLDS["engine"]
 
 
-class EngineWeights:
+class EngineWeights(BackendWeights):
     """The asynchronous methods are called from outside, the others in the engine's thread."""
 
     def __init__(

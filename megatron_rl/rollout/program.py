@@ -118,6 +118,22 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What a sampler is asked for: one completion."""
+
+    ids: Sequence[int]
+    """The prompt, with what has been sampled after it."""
+    call: Call
+    seed: int
+    is_greedy: bool = False
+    """Whether the most probable tokens are taken; only with the ability `greedy`."""
+    answer: tuple[int, int] | None = None
+    """The ticket of the group and the number of the sample; None: the completion is no part of an answer."""
+    goes_on: bool = False
+    """Whether the answer has begun with an earlier request."""
+
+
+@dataclass(frozen=True, slots=True)
 class Force:
     """Append these tokens, which are no actions."""
 

@@ -45,7 +45,7 @@ class Progress:
 
         Args:
             request: vLLM's internal name of the request.
-            ticket: names the group; see `VllmEngine.answer`.
+            ticket: names the group; see `Engine.answer`.
         """
         self._answer_of[request] = ticket * MAX_SAMPLES + sample
 

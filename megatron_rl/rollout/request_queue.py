@@ -6,7 +6,7 @@ that have not begun, because the cache still holds its tokens. With pipeline sta
 as there are stages, one part a step: vLLM would make one batch of all that start together, and all stages but one would
 wait. Only the engine's thread uses the queue, except for `fail`.
 
-Invariants (tests/unit/rollout): every future of `add` ends, with the output of vLLM or with an error; vLLM spends no
+Invariants (tests/unit/rollout): every future of `add` ends, with a completion or with an error; vLLM spends no
 step on a request after it was cancelled.
 """
 
@@ -15,47 +15,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl import spans
 from megatron_rl.rollout.coroutine import resolve
 from megatron_rl.rollout.kv_budget import KvBudget
-from megatron_rl.rollout.program import Call
+from megatron_rl.rollout.program import Completion, Request
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What vLLM is asked for: one sample."""
-
-    ids: Sequence[int]
-    """The prompt, with what has been sampled after it."""
-    call: Call
-    seed: int
-    is_greedy: bool = False
-    answer: tuple[int, int] | None = None
-    """The ticket of the group and the number of the sample under which the tokens are recorded; None: they are not."""
-    goes_on: bool = False
-    """Whether the answer has begun with an earlier request."""
-
-
 class RequestQueue:
     """
     Args:
         give: gives a request to vLLM, and returns its name there.
+        completed: what a request gets of vLLM's output.
     """
 
-    def __init__(self, give: Callable[[Request], str]) -> None:
-        self._give = give
-        self._waiting: deque[tuple[Request, Future[RequestOutput]]] = deque()
-        self._running: dict[str, tuple[Request, Future[RequestOutput]]] = {}
+    def __init__(self, give: Callable[[Request], str], completed: Callable[[RequestOutput], Completion]) -> None:
+        self._give, self._completed = give, completed
+        self._waiting: deque[tuple[Request, Future[Completion]]] = deque()
+        self._running: dict[str, tuple[Request, Future[Completion]]] = {}
         """What vLLM works on, by its names."""
-        self._unresolved: set[Future[RequestOutput]] = set()
+        self._unresolved: set[Future[Completion]] = set()
         """The futures of all of these. `fail` reads it at any moment, also while a request moves from waiting to
         running."""
         self._budget: KvBudget | None = None
@@ -90,9 +75,9 @@ class RequestQueue:
 
         scheduler._preempt_request = count_and_preempt
 
-    def add(self, requests: Sequence[Request]) -> list[Future[RequestOutput]]:
-        """Queue requests and return their future outputs."""
-        futures: list[Future[RequestOutput]] = [Future() for _ in requests]
+    def add(self, requests: Sequence[Request]) -> list[Future[Completion]]:
+        """Queue requests and return their future completions."""
+        futures: list[Future[Completion]] = [Future() for _ in requests]
         self._unresolved.update(futures)
         spans.follow("request", futures)
         items = list(zip(requests, futures, strict=True))
@@ -129,13 +114,14 @@ class RequestQueue:
         assert self._budget is not None, "the engine has been attached"
         for output in outputs:
             if output.finished:
+                completion = self._completed(output)
                 request, future = self._running.pop(output.request_id)
                 call = request.call
                 if not call.num_candidates and not call.num_scored:  # no answer, so it says nothing of their lengths
-                    self._budget.finished(len(output.outputs[0].token_ids))
+                    self._budget.finished(len(completion.ids))
                 self._has_changed = True
                 self._unresolved.remove(future)
-                resolve(future, output)
+                resolve(future, completion)
 
     def forget_lengths(self) -> None:
         """Forget the lengths of earlier answers, so that the next requests start when they would in a new engine."""

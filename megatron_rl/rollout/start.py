@@ -16,7 +16,6 @@ from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
-from megatron_rl.rollout.vocabulary import forbidden_ids
 from megatron_rl.types import Adapters, ModelShape
 
 if TYPE_CHECKING:
@@ -43,12 +42,10 @@ def set_cpu_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -> LLMEngine:
+def make_engine(spec: EngineSpec, progress: Progress | None) -> LLMEngine:
     """Start vLLM in the process and the thread that call.
 
     Args:
-        budgets: the thinking budget: vLLM gets its opening, delimiter and closing if it enforces the budget; and the
-            beams: vLLM gets their number of log-probs.
         progress: what records the tokens of every step; None if nobody does.
 
     Raises:
@@ -68,7 +65,7 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     from vllm.v1.executor import Executor
 
     defaults = {} if on_gpu else _cpu_defaults(rollout, shape.latent is not None)
-    ours = _own_arguments(spec, shape, budgets, on_gpu)
+    ours = _own_arguments(spec, shape, on_gpu)
     arguments = EngineArgs(**{**defaults, **rollout.vllm, **ours})
     look_at_classes_here()
     # vLLM chooses the tokens of a step by GPU and usage; without a usage it takes 2,048 on every GPU.
@@ -77,7 +74,7 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     config.aux_output_config.enable_return_routed_experts = returns_routes
     engine = LLMEngine(config, Executor.get_class(config), log_stats=spec.keeps_statistics, multiprocess_mode=False)
     remove_own_names()
-    if forbidden := forbidden_ids(model.path, shape.vocab_size, rollout):
+    if forbidden := spec.forbidden_ids:
         engine.collective_rpc("forbid", args=(forbidden,))
     if spec.adapters is not None:
         engine.collective_rpc("open_adapter_slots")
@@ -143,7 +140,7 @@ def served_adapter(adapters: Adapters | None, pinned: int | None) -> LoRARequest
     return LoRARequest(str(pinned), PINNED_ID, "it is a copy")
 
 
-def _own_arguments(spec: EngineSpec, shape: ModelShape, budgets: Budgets, on_gpu: bool) -> dict[str, Any]:
+def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
     """vLLM's arguments that other keys of the configuration and the bridge decide, and `rollout.vllm` cannot."""
     from vllm.config import WeightTransferConfig
 
@@ -175,10 +172,10 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, budgets: Budgets, on_gpu
         ours["distributed_executor_backend"] = UniProcExecutor
     if spec.spans_nodes:
         ours["distributed_executor_backend"] = "ray"
-    if budgets.opening is not None:
-        ours["reasoning_config"] = _reasoning(budgets)
-    if budgets.beams is not None:
-        ours["max_logprobs"] = budgets.beams.call.num_candidates
+    if rollout.thinking is not None and rollout.thinking.mode == "native":
+        ours["reasoning_config"] = _reasoning(Budgets(model.path, rollout, on_gpu))
+    if rollout.beams is not None:
+        ours["max_logprobs"] = min(rollout.beams.candidates, shape.vocab_size)
     if spec.adapters is not None:
         ours |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
         ours["max_loras"] = rollout.num_adapters

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.engine_weights import EngineWeights
+from megatron_rl.rollout.vllm_sampler import VllmSampler
 
 DAMAGED, DAMAGED_ENGINE = 2, 1
 STALE, STALE_ENGINE = 4, 0
@@ -55,7 +55,7 @@ class FaultyWeights(EngineWeights):
         await self._call(partial(self._thread.engine.collective_rpc, function))
 
 
-class FaultyEngine(VllmEngine):
+class FaultySampler(VllmSampler):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self.weights = FaultyWeights(self._thread, spec.rollout, self._progress, spec.shares_gpus)

@@ -264,7 +264,7 @@ def test_a_stop_while_engines_have_the_trainers_memory_saves_the_step_before(rec
     a step is answered. The answers end, the trainers take their memory back, and save, unless Ctrl-C comes twice."""
     folder, holds = recipe.folder / "runs" / "lent", Holds(recipe.folder)
     shutil.copy(held_engine.__file__, recipe.folder)
-    shared = ["cluster.colocate=true", "rollout.num_engines=2", "rollout.backend=held_engine.py:HeldEngine"]
+    shared = ["cluster.colocate=true", "rollout.num_engines=2", "rollout.backend=held_engine.py:HeldSampler"]
     command = [*arguments(task, "lent"), *shared, "eval.every=2", "--resume", "auto"]
 
     run = start_and_stand(recipe, command, holds, version=1)

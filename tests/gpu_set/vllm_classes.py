@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import faked
@@ -109,9 +108,8 @@ def configuration(folder: Path, rollout: RolloutConfig, **spec: Any) -> Any:
         raise _Made
 
     real, llm_engine.LLMEngine = llm_engine.LLMEngine, instead
-    budgets: Any = SimpleNamespace(opening=None, beams=None)
     try:
-        make_engine(EngineSpec(ModelConfig(path=folder, dtype="bfloat16"), rollout, 0, **spec), budgets, None)
+        make_engine(EngineSpec(ModelConfig(path=folder, dtype="bfloat16"), rollout, 0, **spec), None)
     except _Made:
         pass
     finally:

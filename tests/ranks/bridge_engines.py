@@ -21,7 +21,8 @@ from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig, SamplingConfig
 from megatron_rl.layout import Engines, Recording
 from megatron_rl.rollout.backend import EngineSpec
-from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.vllm_sampler import VllmSampler
 from megatron_rl.types import Adapters, ModelShape, Prompt, Tokens
 
 
@@ -31,7 +32,7 @@ def held(worker) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in named if not name.endswith((".W_UK_T", ".W_UV"))}
 
 
-def of(engine: VllmEngine, method: str) -> Any:
+def of(engine: Engine, method: str) -> Any:
     if method == "generate":
         return partial(asking.generate, engine)
     return getattr(engine.weights, method, None) or getattr(engine, method)
@@ -39,7 +40,7 @@ def of(engine: VllmEngine, method: str) -> Any:
 
 def serve(pipe: Connection, options: dict[str, Any]) -> None:
     """Do what the pipe asks of one engine, until it closes. An error is an answer too."""
-    engine = VllmEngine(EngineSpec(**options))
+    engine = Engine(EngineSpec(**options), VllmSampler)
     with asyncio.Runner() as runner:
         while True:
             try:

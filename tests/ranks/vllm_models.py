@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import file_forms
@@ -116,5 +115,5 @@ def looked_at(folder: str, cache: str) -> list[str]:
         0,
     )
     with suppress(_HasConfiguration):
-        make_engine(spec, SimpleNamespace(opening=None, beams=None), None)
+        make_engine(spec, None)
     return [path.name for path in Path(cache, "modelinfos").iterdir()]

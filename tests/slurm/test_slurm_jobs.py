@@ -29,7 +29,7 @@ def test_a_preempted_job_saves_waits_and_continues_with_the_same_numbers(slurm, 
     shutil.copy(held_engine.__file__, slurm.folder)
     holds = Holds(slurm.folder)
     holds.stand(version=1)
-    shared = ["cluster.colocate=true", "rollout.num_engines=2", "rollout.backend=held_engine.py:HeldEngine"]
+    shared = ["cluster.colocate=true", "rollout.num_engines=2", "rollout.backend=held_engine.py:HeldSampler"]
     job = ["slurm={nodes: 1, time_limit_h: 1}", "checkpoint.every=0"]
     number = slurm.submit("grpo", *slurm.recipe("preempted", *job, *shared))
     slurm.wait_until(lambda: holds.num_told("stands") == 2 or slurm.has_ended(number), number)

@@ -49,9 +49,9 @@ from megatron_rl.loop.source import Prompts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.rollout.backend import EngineSpec
-from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.rollout.program import Call
-from megatron_rl.rollout.request_queue import Request
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.program import Call, Request
+from megatron_rl.rollout.vllm_sampler import VllmSampler
 from megatron_rl.types import Group, GroupRequest, Prompt, Rollouts
 
 MEDIAN, LARGEST, SIGMA = 64, 30, 1.0
@@ -66,8 +66,8 @@ WARM_UP = 2
 LENGTHS = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, 2**16).clip(1, MEDIAN * LARGEST).astype(int)
 
 
-class DrawnLengths(VllmEngine):
-    """An engine whose answers have drawn lengths: an answer's numbers choose its length."""
+class DrawnLengths(VllmSampler):
+    """A sampler whose answers have drawn lengths: an answer's numbers choose its length."""
 
     def _give(self, request: Request) -> str:
         assert request.answer is not None
@@ -84,9 +84,10 @@ class BenchRank(EngineRank):
 
     async def start(self) -> None:
         config = self.config
-        self.engine = DrawnLengths(EngineSpec(config.model, config.rollout, config.run.seed, record=Path(self.record)))
+        self.sampler = DrawnLengths(EngineSpec(config.model, config.rollout, config.run.seed, record=Path(self.record)))
+        self.engine = Engine(self.sampler.spec, lambda _: self.sampler)
         await self.engine.start()
-        vllm = self.engine._thread.engine
+        vllm = self.sampler._thread.engine
         core, self.in_use_s, self.since = vllm.engine_core, 0.0, None
         self.steps: list[tuple[int, float]] = []
         get_output = core.get_output
@@ -103,15 +104,13 @@ class BenchRank(EngineRank):
         core.get_output = measured
 
     async def receive(self, version: int) -> dict[str, float]:
-        assert isinstance(self.engine, DrawnLengths)
-        return await self.engine._thread.call(partial(self._take, version))
+        return await self.sampler._thread.call(partial(self._take, version))
 
     def _take(self, version: int) -> dict[str, float]:
-        assert isinstance(self.engine, DrawnLengths)
-        engine = self.engine._thread.engine
+        engine = self.sampler._thread.engine
         engine.set_weight_version(str(version))
         engine.reset_prefix_cache(reset_running_requests=True)
-        self.engine.weights.version = version
+        self.sampler.weights.version = version
         return {}
 
     async def slot_seconds(self) -> float:
@@ -128,11 +127,7 @@ class BenchRank(EngineRank):
 
 
 class BenchGroup(EngineGroup):
-    def _new(self, index: int) -> Any:
-        options = self._placement.group_options("engine", index)
-        self.record_of[index] = str(self._records / f"engine_{index}.tokens")
-        arguments = (self._config, index, str(self._logs), False, self.record_of[index])
-        return ray.remote(BenchRank).options(**options).remote(*arguments)
+    rank = BenchRank
 
 
 class StaticSource:

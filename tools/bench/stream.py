@@ -37,7 +37,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.bridge.join import Joining, host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster import session
-from megatron_rl.cluster.engines import EngineGroup
+from megatron_rl.cluster.engines import EngineGroup, EngineRank
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Process
@@ -52,9 +52,8 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
 from megatron_rl.loop.shares import deal
 from megatron_rl.recipes.tiny.task import write_task
-from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.tools.bench.rollout import cpu_seconds
-from megatron_rl.types import GroupRequest, Minibatches, ModelShape, Phase, Prompt, Rollout, Share, StepBatch, Tokens
+from megatron_rl.types import GroupRequest, Minibatches, ModelShape, Prompt, Rollout, Share, StepBatch, Tokens
 
 SAMPLES, SHORT = 8, {"ground_truth": "1", "median": 20, "sigma": 0.0}
 """The number of answers to a prompt, and the columns of its row at a steady rate. Answers have a lognormal
@@ -71,14 +70,7 @@ MODES = ("rate", "step", "joining")
 
 
 class StubEngine:
-    def __init__(self, spec: EngineSpec) -> None:
-        self.weights, self.alive = self, True
-
-    async def start(self) -> None:
-        pass
-
-    async def enter(self, phase: Phase) -> None:
-        pass
+    alive = True
 
     async def answer(
         self, ticket: int, asked: GroupRequest, samples: range, *others: object
@@ -102,6 +94,15 @@ class StubEngine:
         pass
 
 
+class StubRank(EngineRank):
+    async def start(self) -> None:
+        self.engine = StubEngine()  # type: ignore[assignment]  # it has what a run without trainers calls
+
+
+class StubGroup(EngineGroup):
+    rank = StubRank
+
+
 class StubTrainer:
     def begin(self, share: Share) -> int:
         """Returns the number of tokens of a share."""
@@ -116,7 +117,6 @@ def configuration(folder: Path, prompts: int, samples: int, max_lag: int) -> Grp
         "balance": {"max_tokens_per_microbatch": 2 * LONGEST},
         "rewards": [{"kind": "exact_answer"}],
         "rollout": {
-            "backend": "megatron_rl.tools.bench.stream:StubEngine",
             "prompts_per_step": prompts,
             "samples_per_prompt": samples,
             "num_engines": NUM_ENGINES,
@@ -139,7 +139,7 @@ def measure(
     """
     config = configuration(folder, 128, SAMPLES, 1)
     logs, placement, restarts = folder / "logs", RayPlacement(config), Restarts(0)
-    engines = EngineGroup(config, logs, placement, restarts, loads_weights=True)
+    engines = StubGroup(config, logs, placement, restarts, loads_weights=True)
     verifiers = VerifierGroup(config, logs, placement, restarts)
     engines.wait()
     verifiers.wait()

@@ -20,11 +20,10 @@ from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import fault_of_reward
 from megatron_rl.environments.calls import Calls, OutOfTime
-from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout
+from megatron_rl.rollout.program import Call, Completion, Request, Samples, Transcript, as_rollout
 from megatron_rl.rollout.programs.conversations import Conversations, RenderCall
 from megatron_rl.rollout.programs.endpoint import AnswerLine, Endpoint
-from megatron_rl.rollout.programs.episodes import Ask, Begin, Completed, EpisodeRequest, Plays
-from megatron_rl.rollout.request_queue import Request
+from megatron_rl.rollout.programs.episodes import Ask, Begin, EpisodeRequest, Plays
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
 from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
 
@@ -51,7 +50,6 @@ class Agents:
         rollout: RolloutConfig,
         render: RenderCall,
         ask: Ask,
-        completed: Completed,
     ) -> None:
         cfg = rollout.environment
         assert isinstance(cfg, AgentEnvironment), "only agents need it"

@@ -12,15 +12,11 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from megatron_rl.rollout.program import Call, Completion, Samples, Transcript
+from megatron_rl.rollout.program import Call, Completion, Request, Samples, Transcript
 from megatron_rl.rollout.programs.turns import Turns
-from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Prompt, Rollout, Tokens
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
 
 Result = TypeVar("Result")
 
@@ -29,7 +25,7 @@ class EpisodeRequest(NamedTuple):
     """Answers to one prompt that an engine is asked for."""
 
     ticket: int
-    """See `VllmEngine.answer`."""
+    """See `Engine.answer`."""
     prompt: Prompt
     samples: range
     """The numbers of the answers within the group."""
@@ -38,29 +34,26 @@ class EpisodeRequest(NamedTuple):
     is_greedy: bool
 
 
-Begin = Callable[[Sequence[Request], bool], Awaitable[list["Future[RequestOutput]"]]]
-"""Begins the first requests of a group, and returns their future outputs. If the second argument is True, no earlier
-answer goes on, so that the prefix cache is emptied."""
+Begin = Callable[[Sequence[Request], bool], Awaitable[list[Future[Completion]]]]
+"""Begins the first requests of a group, and returns their future completions. If the second argument is True, no
+earlier answer goes on, so that the prefix cache is emptied."""
 
 Ask = Callable[[Request], Awaitable[Completion]]
 """Asks for the next turn of an answer."""
-
-Completed = Callable[["RequestOutput"], Completion]
-"""Takes what an answer needs from vLLM's output."""
 
 
 class Answers(Protocol):
     """Carries out answers that are more than the calls of a program."""
 
     async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
-        """The answers, without the rewards of their passages. See `VllmEngine.answer`."""
+        """The answers, without the rewards of their passages. See `Engine.answer`."""
         ...
 
     def cancel(self, ticket: int) -> None:
         """End the answers of a group."""
 
 
-MakeAnswers = Callable[[Ask, Completed], Answers]
+MakeAnswers = Callable[[Ask], Answers]
 """Makes them for an engine."""
 
 
@@ -105,8 +98,8 @@ class Episodes:
         turns: carries out one answer.
     """
 
-    def __init__(self, turns: Turns, ask: Ask, completed: Completed) -> None:
-        self._turns, self._ask, self._completed = turns, ask, completed
+    def __init__(self, turns: Turns, ask: Ask) -> None:
+        self._turns, self._ask = turns, ask
         self._plays = Plays()
 
     async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
@@ -118,7 +111,7 @@ class Episodes:
         ]
         now = [] if self._turns.has_objects else requests
         futures = await begin(now, not self._plays)  # the turns of others go on from the cache
-        begun: list[Future[RequestOutput] | None] = [*futures, *[None] * (len(requests) - len(now))]
+        begun: list[Future[Completion] | None] = [*futures, *[None] * (len(requests) - len(now))]
         plays = [self._play(prompt, request, future) for request, future in zip(requests, begun, strict=True)]
         return await self._plays.carry_out(ticket, plays)
 
@@ -127,20 +120,18 @@ class Episodes:
         self._plays.cancel(ticket)
 
     async def _play(
-        self, prompt: Prompt, request: Request, future: Future[RequestOutput] | None
+        self, prompt: Prompt, request: Request, future: Future[Completion] | None
     ) -> tuple[Rollout, Tokens]:
         """Carry out one answer.
 
         Args:
             request: its first request.
-            future: the output of this request; None: it waits for the answer's object.
+            future: the completion of this request; None: it waits for the answer's object.
         """
-
-        async def first(running: Future[RequestOutput]) -> Completion:
-            return self._completed(await asyncio.wrap_future(running))
 
         async def ask(prompt: Prompt, transcript: Transcript, call: Call) -> Completion:
             ids = [*prompt.token_ids, *transcript.ids]
             return await self._ask(replace(request, ids=ids, call=call, goes_on=bool(transcript.ids)))
 
-        return await self._turns.answer(prompt, None if future is None else first(future), ask)
+        first = None if future is None else asyncio.wrap_future(future)
+        return await self._turns.answer(prompt, first, ask)

@@ -52,7 +52,8 @@ class Stage:
             vllm: `rollout.vllm`, besides the size of the cache.
         """
         from megatron_rl.rollout.backend import EngineSpec
-        from megatron_rl.rollout.engine import VllmEngine
+        from megatron_rl.rollout.engine import Engine
+        from megatron_rl.rollout.vllm_sampler import VllmSampler
 
         assert not self.living, "another engine lives"
         block = 128 if read_shape(folder).latent else 32
@@ -73,7 +74,7 @@ class Stage:
             adapters=adapters,
             make_answers=answers(self.config),
         )
-        self.engine = VllmEngine(spec)
+        self.engine = Engine(spec, VllmSampler)
         self._loop = asyncio.new_event_loop()
         self.living.append(self)
         # vLLM collects garbage several times while it starts, and need not look each time at all that tests have
@@ -128,7 +129,7 @@ class Stage:
     def left_behind(self) -> list[str]:
         """What tests have left in the engine; afterwards it is gone. The prefix cache is emptied, which shows whether
         anything holds a block of the KV cache."""
-        thread, weights = self.engine._thread, self.engine.weights
+        thread, weights = self.engine.sampler._thread, self.engine.weights
         if not thread.alive:
             return ["a failure of vLLM"]
 

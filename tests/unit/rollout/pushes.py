@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 def moment(engine, reached: Callable[[list[tuple[int, int]]], bool]) -> asyncio.Event:
     """An event that is set when `reached` is true of the (prompt tokens, sampled tokens) of the unfinished requests."""
-    processor, event, loop = engine._thread.engine.output_processor, asyncio.Event(), asyncio.get_running_loop()
+    processor, event, loop = engine.sampler._thread.engine.output_processor, asyncio.Event(), asyncio.get_running_loop()
     original = processor.process_outputs
 
     def watch(*args, **kwargs):
@@ -39,7 +39,7 @@ def with_push(stage, asked, num_samples: int, version: int, reached, receive_as:
         event = moment(stage.engine, reached)
         answers = asyncio.create_task(stage.generate(asked, num_samples, version, seed=7))
         await event.wait()
-        running = stage.engine._thread.engine.get_num_unfinished_requests()
+        running = stage.engine.sampler._thread.engine.get_num_unfinished_requests()
         received = await asyncio.gather(stage.engine.weights.receive(receive_as), return_exceptions=True)
         others = [await also()] if also else []
         return (*await asyncio.gather(answers, return_exceptions=True), running, *received, *others)

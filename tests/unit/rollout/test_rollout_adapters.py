@@ -160,9 +160,9 @@ def merged(folder, adapters):
 
 @pytest.fixture
 def long_answers(stage, monkeypatch):
-    """No token ends an answer."""
-    monkeypatch.setattr(stage.engine, "_params", stage.engine._params)
-    monkeypatch.setattr(stage.engine, "_stop_ids", ())
+    sampler = stage.engine.sampler
+    for owner, name in ((stage.engine, "_stop_ids"), (sampler, "_stop_ids"), (sampler, "_params")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     return endless(stage)
 
 

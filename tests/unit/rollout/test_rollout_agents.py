@@ -515,7 +515,7 @@ def agents(folder, agent, model: Model, **options) -> Agents:
         delimiter="",
         environment=environment,
     )
-    return Agents(folder, rollout, render_with(KEEPS), model.ask, lambda output: output)
+    return Agents(folder, rollout, render_with(KEEPS), model.ask)
 
 
 def groups_of(playing: Agents, model: Model, names: list[str], num_samples: int = 1):

@@ -83,7 +83,7 @@ def on_an_h100(monkeypatch):
 
     def configuration(config: GrpoRunConfig):
         with pytest.raises(Made) as made:
-            make_engine(EngineSpec(config.model, config.rollout, 0), SimpleNamespace(opening=None, beams=None), None)
+            make_engine(EngineSpec(config.model, config.rollout, 0), None)
         return made.value.args[0]
 
     return configuration
@@ -185,7 +185,7 @@ def test_experts_are_written_in_place_where_vllm_keeps_the_form_of_the_checkpoin
 def test_an_engine_whose_plugins_vllm_cannot_find_does_not_start(monkeypatch):
     monkeypatch.setattr(plugins, "entry_points", lambda group: ())
     with pytest.raises(ValueError, match="^the entry points vllm.general_plugins: megatron_rl_bridge, "):
-        make_engine(None, None, None)
+        make_engine(None, None)
 
 
 def test_vllm_has_every_quantisation_and_it_is_one_of_all_linear_layers():

@@ -15,8 +15,8 @@ from tiny_references import reference_logp
 from tiny_trainers import NUM_TOKENS
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.rollout.program import Request
 from megatron_rl.rollout.progress import recorded
-from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Mesh, Prompt
 
 TEMPERATURE, WIDTH, THOUGHTS, BUDGET = 1.5, 5, 3, 6
@@ -122,7 +122,9 @@ def test_the_beams_are_those_of_transformers(stage, folders, references):
     assert ends >= {"cut", "ended by the delimiter"}
     again = stage.run(stage.generate(asked, THOUGHTS, 0, seed=4))
     assert flat(again) == flat(groups), "equal to the bit"
-    assert len(stage.engine._thread.requests._budget._bins) == THOUGHTS * len(asked), "lengths are those of thoughts"
+    assert len(stage.engine.sampler._thread.requests._budget._bins) == THOUGHTS * len(asked), (
+        "lengths are those of thoughts"
+    )
 
 
 def test_greedy_thoughts_have_beams_at_the_sampling_temperature(stage, folders, references):
@@ -135,7 +137,7 @@ def test_a_push_between_two_tokens_of_the_items(stage, folders, references, monk
     """The tokens before the push keep their log-probs and their version, and the new weights give the others. The push
     begins as soon as the first thought's beams have one token each."""
     stage.push(folders[0], 2)
-    thread, ask, rounds, is_pushed = stage.engine._thread, stage.engine._ask, Counter[int](), False
+    thread, ask, rounds, is_pushed = stage.engine.sampler._thread, stage.engine.sampler.ask, Counter[int](), False
 
     async def push_in_the_middle():
         loop, has_one_token = asyncio.get_running_loop(), asyncio.Event()
@@ -150,7 +152,7 @@ def test_a_push_between_two_tokens_of_the_items(stage, folders, references, monk
                     thread._calls.put(thread._calls.get(timeout=deadline(60)))  # the push asks for a pause
             return ask(requests)
 
-        monkeypatch.setattr(stage.engine, "_ask", asked)
+        monkeypatch.setattr(stage.engine.sampler, "ask", asked)
         generating = asyncio.create_task(stage.generate(prompts(), THOUGHTS, 2, seed=4))
         await has_one_token.wait()
         stage.trainers.begin_push(folders[1], 3)
@@ -174,8 +176,8 @@ def test_another_engine_goes_on_with_a_thought_and_searches_its_beams_again(stag
     """The record has the thoughts alone, and no token of them is sampled again."""
     stage.push(folders[0], 4)
     asked: list[Request] = []
-    add = stage.engine._thread.requests.add
-    monkeypatch.setattr(stage.engine._thread.requests, "add", lambda new: asked.extend(new) or add(new))
+    add = stage.engine.sampler._thread.requests.add
+    monkeypatch.setattr(stage.engine.sampler._thread.requests, "add", lambda new: asked.extend(new) or add(new))
 
     async def answer(ticket: int, earlier=()):
         calls = [stage.answer(ticket + i, i, one, range(THOUGHTS), earlier) for i, one in enumerate(prompts())]
@@ -189,10 +191,10 @@ def test_another_engine_goes_on_with_a_thought_and_searches_its_beams_again(stag
             check_thought(samples, [references[0]] * 3)
             sample, tokens = samples[0]
             num = tokens.action_mask.sum() - sample.num_item_tokens
-            rows = recorded([stage.engine._progress.path], 100 + i, number)
+            rows = recorded([stage.engine.sampler._progress.path], 100 + i, number)
             assert rows["token"].tolist() == tokens.ids[tokens.action_mask][:num].tolist()
 
     asked.clear()
-    again = stage.run(answer(100, [stage.engine._progress.path]))
+    again = stage.run(answer(100, [stage.engine.sampler._progress.path]))
     assert all(request.call.num_candidates for request in asked), "only beams are searched"
     assert [ids for ids, *_ in flat(again)] == [ids for ids, *_ in flat(groups)]

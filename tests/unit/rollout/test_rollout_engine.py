@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.backend import EngineSpec
-from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.vllm_sampler import VllmSampler
 from megatron_rl.types import Mesh, Prompt
 
 FORBIDDEN = SPECIAL.index("<unk>")
@@ -176,10 +177,10 @@ def test_a_trainer_that_dies_is_an_error_not_a_hang_and_others_take_its_place(st
     assert stage.run(stage.generate(prompts(1), 1, stage.load(folders[0]), seed=0))
 
 
-def engine(folder, **rollout) -> VllmEngine:
+def engine(folder, **rollout) -> Engine:
     sizes = {"max_prompt_tokens": 8, "max_response_tokens": 8} | rollout
     config = RolloutConfig(prompts_per_step=1, samples_per_prompt=1, **sizes)
-    return VllmEngine(EngineSpec(ModelConfig(path=folder, dtype="float32"), config, seed=0))
+    return Engine(EngineSpec(ModelConfig(path=folder, dtype="float32"), config, seed=0), VllmSampler)
 
 
 def test_more_tokens_than_positions_are_refused(folders):
@@ -202,7 +203,7 @@ def test_a_step_that_fails_ends_all_that_is_waited_for(stage, folders, monkeypat
     def fails():
         raise OSError("the device is gone")
 
-    monkeypatch.setattr(stage.engine._thread.engine, "step", fails)
+    monkeypatch.setattr(stage.engine.sampler._thread.engine, "step", fails)
     for _ in range(2):  # while it generates, and afterwards
         with pytest.raises(RuntimeError, match="^a step of vLLM failed: the device is gone$"):
             stage.run(stage.generate(prompts(1), 4, version, seed=0))

@@ -7,6 +7,7 @@ never a token, so every running request still has many steps to go.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import cover
 import numpy as np
@@ -43,7 +44,6 @@ def stage(make_stage, folders, tmp_path_factory):
             sampling={"temperature": TEMPERATURE},
         )
     )
-    stage.engine._stop_ids = ()
     return stage
 
 
@@ -52,15 +52,18 @@ def salted(stage, folders, monkeypatch):
     """Requests have one call, and keep their cache over a push. Nothing that vLLM is told when it starts depends on
     this."""
     config = stage.config.model_copy(update={"prefix_cache": "salted", "thinking": None})
-    monkeypatch.setattr(stage.engine, "_rollout", config)
+    sampler = stage.engine.sampler
+    monkeypatch.setattr(sampler, "spec", replace(sampler.spec, rollout=config))
     monkeypatch.setattr(stage.engine.weights, "_rollout", config)
     monkeypatch.setattr(stage.engine, "_budgets", Budgets(folders[0], config, on_gpu=False))
     return stage
 
 
 def endless(stage):
-    params = stage.engine._params
-    stage.engine._params = lambda *call: params(*call) | {"stop_token_ids": [], "ignore_eos": True}
+    """No token ends an answer."""
+    sampler = stage.engine.sampler
+    params, stage.engine._stop_ids, sampler._stop_ids = sampler._params, (), ()
+    sampler._params = lambda *call: params(*call) | {"stop_token_ids": [], "ignore_eos": True}
     return stage
 
 
@@ -122,7 +125,7 @@ def test_a_push_in_the_middle(stage, folders, references, reached, least):
 def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(stage, folders, references, reached, least):
     """No token is sampled twice: what the record has is the beginning of the answers that another call completes, with
     other weights."""
-    asked, path = prompts(16, 5), stage.engine._progress.path
+    asked, path = prompts(16, 5), stage.engine.sampler._progress.path
 
     async def answer(earlier=()):
         calls = [answer_group(stage, 100 * least + i, prompt, earlier) for i, prompt in enumerate(asked)]
@@ -251,7 +254,7 @@ def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, f
     salted.trainers.begin_push(folders[1], 1)
 
     async def second_call():
-        assert salted.engine._thread.engine.get_num_unfinished_requests()
+        assert salted.engine.sampler._thread.engine.get_num_unfinished_requests()
         return await salted.generate(asked, 4, 1, seed=8)
 
     groups, running, metrics, later = with_push(salted, asked, 16, 0, sampled(4), 1, second_call)

@@ -53,7 +53,7 @@ def use(stage, folder, *arguments, delimiter: str = "</think>", **keys) -> None:
 
 def script(stage, monkeypatch, wants: dict[int, callable], num_prompt: int) -> None:
     """Make the model want a token at each index of the response, by the first token of the prompt."""
-    runner = stage.engine._thread.engine.model_executor.driver_worker.worker.model_runner
+    runner = stage.engine.sampler._thread.engine.model_executor.driver_worker.worker.model_runner
     compute_logits = runner.model.compute_logits
 
     def compute(hidden, *others):

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from megatron_rl.rollout.program import Call
-from megatron_rl.rollout.request_queue import Request
+from megatron_rl.rollout.program import Call, Request
 from megatron_rl.types import Mesh, Prompt
 
 PROMPTS = [Prompt("row 0", (7, 8, 9, 10, 11), ""), Prompt("row 1", (12, 6), "")]
@@ -36,7 +35,7 @@ def held(worker) -> tuple[int, int]:
 
 
 def sizes(stage) -> list[tuple[int, int]]:
-    thread = stage.engine._thread
+    thread = stage.engine.sampler._thread
     return stage.run(thread.call(lambda: thread.engine.collective_rpc(held)))
 
 
@@ -101,7 +100,7 @@ def test_answers_that_are_under_way_end_when_the_trainers_take_the_memory(stage,
 
     async def both():
         generating = asyncio.ensure_future(stage.generate(PROMPTS, 3, 0, seed=0))
-        while not await stage.engine._thread.call(lambda: len(stage.engine._thread.requests)):
+        while not await stage.engine.sampler._thread.call(lambda: len(stage.engine.sampler._thread.requests)):
             pass
         await stage.engine.weights.enter("training")
         await generating
@@ -110,7 +109,7 @@ def test_answers_that_are_under_way_end_when_the_trainers_take_the_memory(stage,
         stage.run(both())
     assert sizes(stage) == [(0, 0)] * len(whole)
     with pytest.raises(RuntimeError, match="must enter the phase generating"):  # an agent may not know it yet
-        stage.run(stage.engine._go_on_asking(Request((7, 8, 9), Call(max_tokens=4), seed=0)))
+        stage.run(stage.engine.sampler.sample(Request((7, 8, 9), Call(max_tokens=4), seed=0)))
     enter(stage, "pushing")
     stage.push(folders[0], 0)
     enter(stage, "generating")

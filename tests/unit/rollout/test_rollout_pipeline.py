@@ -44,7 +44,7 @@ def stage(make_stage, folders, tmp_path_factory):
 def seen(stage, monkeypatch):
     """The numbers of batches under way: when the thread was asked to wait for them, in every change of the engine, by
     name, and the tokens of each of them after every step."""
-    core, thread = stage.engine._thread.engine.engine_core.engine_core, stage.engine._thread
+    core, thread = stage.engine.sampler._thread.engine.engine_core.engine_core, stage.engine.sampler._thread
     found = {"waits": [], "changes": [], "tokens": []}
     drain, step = thread.drain, thread.engine.step
 

@@ -81,7 +81,7 @@ def test_values_are_those_of_a_forward_pass(stage, models):
         for sample, tokens in group
     )
     assert num > 24, f"only {num} passages"
-    noted = stage.engine._thread.requests._budget._bins
+    noted = stage.engine.sampler._thread.requests._budget._bins
     assert len(noted) <= 2 * 24, "only the answers' own calls, one or two each, say how long answers are"
     # Without anything in the cache the same values are found.
     again = stage.run(stage.generate(asked, 6, 0, seed=1))
@@ -95,11 +95,11 @@ def test_what_is_scored_may_lie_in_the_cache(stage, models):
     expected = reference_logp(models[0], torch.tensor(ids).numpy(), 1.0)
 
     def num_requests(num: int) -> int:
-        before = stage.engine._num_requests
+        before = stage.engine.sampler._num_requests
         [scored] = stage.run(stage.engine._carry_out(stage.engine._score([(ids, num)])))
         # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
         assert list(scored) == pytest.approx(expected[-num:].tolist(), abs=1e-5)
-        return stage.engine._num_requests - before
+        return stage.engine.sampler._num_requests - before
 
     assert [num_requests(num) for num in (5, 5, 2, 3)] == [1, 2, 1, 2]
 

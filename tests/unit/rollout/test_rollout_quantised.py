@@ -96,7 +96,7 @@ def test_an_engine_waits_between_taking_and_committing(stage, pair):
 
     async def take_while_answering(version: int, dispute: str | None):
         answer = asyncio.create_task(stage.answer(version, 0, PROMPT, range(4)))
-        while not stage.engine._thread.engine.has_unfinished_requests():
+        while not stage.engine.sampler._thread.engine.has_unfinished_requests():
             await stage.engine.weights.ready()
         stage.trainers.begin_push(pair[1], version)
         digests = await stage.engine.weights.take(version)
@@ -122,7 +122,7 @@ def test_an_engine_waits_between_taking_and_committing(stage, pair):
 
 def tokens_of(stage) -> int:
     """The tokens that the engine has sampled for running requests."""
-    scheduler = stage.engine._thread.engine.engine_core.engine_core.scheduler
+    scheduler = stage.engine.sampler._thread.engine.engine_core.engine_core.scheduler
     return sum(request.num_output_tokens for request in scheduler.requests.values())
 
 

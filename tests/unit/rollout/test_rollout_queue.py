@@ -33,8 +33,8 @@ def stage(make_stage, tmp_path_factory):
 
 @pytest.fixture
 def requests(stage):
-    stage.engine._thread.requests.num_preempted = 0
-    return stage.engine._thread.requests
+    stage.engine.sampler._thread.requests.num_preempted = 0
+    return stage.engine.sampler._thread.requests
 
 
 def lengths(answers) -> list[int]:
@@ -85,8 +85,8 @@ def test_a_cancelled_group_ends_whether_it_runs_or_waits(stage, requests):
     async def cancel_three():
         tasks = [asyncio.create_task(answer(ticket)) for ticket in range(4)]
         await asyncio.sleep(0)
-        while not recorded([stage.engine._progress.path], 0, 0).size:
-            await stage.engine._thread.call(lambda: None)
+        while not recorded([stage.engine.sampler._progress.path], 0, 0).size:
+            await stage.engine.sampler._thread.call(lambda: None)
         waiting = {request.answer[0] for request, _ in requests._waiting}
         assert {2, 3} <= waiting <= {1, 2, 3}, "short answers of group 0 may have ended"
         for ticket in (3, 1, 0):
@@ -100,4 +100,4 @@ def test_a_cancelled_group_ends_whether_it_runs_or_waits(stage, requests):
     stage.run(stage.engine.cancel(0))  # a second time, when nothing is left of it
     begun = stage.run(answer(100))
     assert [tokens.ids.tolist() for _, tokens in begun] == [tokens.ids.tolist() for _, tokens in stage.run(answer(200))]
-    assert not len(recorded([stage.engine._progress.path], 3, 15)), "it waited when it was cancelled"
+    assert not len(recorded([stage.engine.sampler._progress.path], 3, 15)), "it waited when it was cancelled"

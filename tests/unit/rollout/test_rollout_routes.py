@@ -91,14 +91,13 @@ def stage(make_stage, mixtures, tmp_path_factory):
         delimiter="=?",
         thinking=THINKING,
     )
-    made.engine._stop_ids = ()
     return endless(made)
 
 
 def test_every_token_but_the_last_has_its_experts(stage, mixtures, choices):
     """Samples share the cached prompt, and the second call of each answer begins with what the first one has cached.
     Long prompts are computed in parts."""
-    assert stage.engine._thread.engine.vllm_config.scheduler_config.max_num_batched_tokens == STEP < LONG
+    assert stage.engine.sampler._thread.engine.vllm_config.scheduler_config.max_num_batched_tokens == STEP < LONG
     stage.push(mixtures[0], 0)
     groups = stage.run(stage.generate([*prompts(3, 5), *prompts(2, LONG)], 3, 0, seed=3))
     assert share_of_others(tokens_of(groups), choices) < TIES
@@ -120,7 +119,7 @@ def test_after_a_push_the_experts_are_those_of_the_new_weights(stage, mixtures, 
 
 def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage, mixtures, choices):
     """The record has no experts, so the engine computes those of the tokens that were sampled before."""
-    path = stage.engine._progress.path
+    path = stage.engine.sampler._progress.path
 
     async def answer(earlier=()):
         calls = [stage.answer(i, i, prompt, range(2), earlier) for i, prompt in enumerate(prompts(8, 5))]
@@ -149,7 +148,7 @@ def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage
 def test_experts_of_answers_that_were_preempted(stage, mixtures, choices, monkeypatch):
     """The queue lets too many requests start."""
     stage.push(mixtures[0], 30)
-    requests = stage.engine._thread.requests
+    requests = stage.engine.sampler._thread.requests
     monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
     groups = stage.run(stage.generate(prompts(12, 5), 4, 30, seed=1))
     assert requests.num_preempted > 0

@@ -63,8 +63,8 @@ def test_a_worker_that_dies_ends_all_that_is_waited_for(stage, folder):
     async def both():
         answers = asyncio.create_task(stage.generate(asked, 16, version, seed=0))
         await asyncio.sleep(0)
-        await stage.engine._thread.call(lambda: None)  # the requests have been added
-        os.kill(stage.engine._thread.engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
+        await stage.engine.sampler._thread.call(lambda: None)  # the requests have been added
+        os.kill(stage.engine.sampler._thread.engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
         return await asyncio.gather(answers, return_exceptions=True)
 
     [error] = stage.run(asyncio.wait_for(both(), deadline(60)))

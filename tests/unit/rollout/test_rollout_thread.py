@@ -12,8 +12,8 @@ import pytest
 
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.kv_budget import KvBudget
-from megatron_rl.rollout.program import Call
-from megatron_rl.rollout.request_queue import Request, RequestQueue
+from megatron_rl.rollout.program import Call, Request
+from megatron_rl.rollout.request_queue import RequestQueue
 
 
 class IdleVllm:
@@ -33,7 +33,7 @@ class IdleVllm:
 
 def with_thread(use) -> IdleVllm:
     """Start a thread, let `use` work with it, and end it."""
-    vllm, thread = IdleVllm(), EngineThread(RequestQueue(lambda request: ""))
+    vllm, thread = IdleVllm(), EngineThread(RequestQueue(lambda request: "", lambda output: output))
 
     async def run() -> None:
         await thread.start(lambda: vllm)
@@ -135,7 +135,7 @@ def test_a_request_that_does_not_start_ends_alone_unless_a_worker_has_died(worke
     engine = SimpleNamespace(
         model_executor=executor, engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
     )
-    requests = RequestQueue(give)
+    requests = RequestQueue(give, lambda output: output)
     requests._budget = KvBudget(1024, 8, 16)
     first, second = requests.add([Request([5], Call(1), seed=0), Request([5], Call(1), seed=1)])
     if worker_died:
@@ -150,7 +150,7 @@ def test_a_request_that_does_not_start_ends_alone_unless_a_worker_has_died(worke
 
 def test_a_thread_whose_vllm_does_not_start_tells_why():
     async def refused() -> None:
-        thread = EngineThread(RequestQueue(lambda request: ""))
+        thread = EngineThread(RequestQueue(lambda request: "", lambda output: output))
 
         def make():
             raise ValueError("there is no such model")

@@ -13,9 +13,8 @@ from tiny_turns import Lengths, turns_of
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import Reaction
-from megatron_rl.rollout.program import Completion
+from megatron_rl.rollout.program import Completion, Request
 from megatron_rl.rollout.programs.episodes import EpisodeRequest, Episodes
-from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Prompt, TokenReward
 
 ENDS = 1
@@ -61,7 +60,7 @@ def play_all(folder, turns: dict, rows: list[dict], most: int = 60, **limits):
     rollout = RolloutConfig(environment={"kind": "class", "path": "unused:Unused", **limits}, **sizes)
     made: list[Lengths] = []
     engine = StubEngine(turns)
-    episodes = Episodes(turns_of(folder, made)(rollout), engine.ask, lambda output: output)
+    episodes = Episodes(turns_of(folder, made)(rollout), engine.ask)
     prompts = [Prompt(f"row {i}", ids, "", row) for i, (ids, row) in enumerate(zip(turns, rows, strict=True))]
 
     async def answer():
@@ -169,7 +168,7 @@ def test_a_cancelled_group_asks_for_nothing_more(folder):
     rollout = RolloutConfig(environment={"kind": "class", "path": "unused:Unused"}, **sizes)
     made: list[Lengths] = []
     engine = StubEngine({(5, 6): [[7, ENDS]] * 50})
-    episodes = Episodes(turns_of(folder, made)(rollout), engine.ask, lambda output: output)
+    episodes = Episodes(turns_of(folder, made)(rollout), engine.ask)
 
     async def answer():
         request = EpisodeRequest(7, Prompt("row", (5, 6), "", {"num_turns": 99}), range(2), 0, False)

@@ -159,7 +159,7 @@ def test_an_answer_that_an_engine_has_lost_begins_anew(stage):
     """Its record has no tokens, because the state of the environment is gone."""
     prompt = prompts(1)[0]
     [(_, first)] = stage.run(stage.answer(1, 8, prompt, range(1)))
-    record = stage.engine._progress.path
+    record = stage.engine.sampler._progress.path
     assert record.read_bytes() == b""
     [(_, again)] = stage.run(stage.answer(2, 8, prompt, range(1), earlier=[record]))
     assert again.ids.tolist() == first.ids.tolist()

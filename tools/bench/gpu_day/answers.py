@@ -135,9 +135,11 @@ def _answer(config: GrpoRunConfig, prompts: Sequence[Prompt], device: str) -> En
 async def _answered(config: GrpoRunConfig, prompts: Sequence[Prompt], device: str) -> EngineAnswers:
     from megatron_rl.bridge.join import host_store
     from megatron_rl.rollout.backend import EngineSpec
-    from megatron_rl.rollout.engine import VllmEngine
+    from megatron_rl.rollout.engine import Engine
+    from megatron_rl.rollout.vllm_sampler import VllmSampler
 
-    engine = VllmEngine(EngineSpec(config.model, config.rollout, config.run.seed))
+    sampler = VllmSampler(EngineSpec(config.model, config.rollout, config.run.seed))
+    engine = Engine(sampler.spec, lambda _: sampler)
     await engine.start()
     store = host_store("127.0.0.1")
     setup = BridgeSetup(
@@ -159,7 +161,7 @@ async def _answered(config: GrpoRunConfig, prompts: Sequence[Prompt], device: st
         await engine.weights.init_transfer({"setup": setup.as_dict(), "engine": 0})
         answers: list[Answers] = []
         for version in range(2):
-            await engine.weights.receive(version)
+            await sampler.weights.receive(version)
             # All together, as the calls of a run.
             batch = (version, len(prompts))
             calls = [
@@ -167,7 +169,7 @@ async def _answered(config: GrpoRunConfig, prompts: Sequence[Prompt], device: st
                 for number, prompt in enumerate(prompts)
             ]
             answers.append([_sampled(samples) for samples, _ in await asyncio.gather(*calls)])
-        graphs = engine._thread.engine.vllm_config.compilation_config.cudagraph_mode.name
+        graphs = sampler._thread.engine.vllm_config.compilation_config.cudagraph_mode.name
     finally:
         trainer.kill()
         trainer.join()
