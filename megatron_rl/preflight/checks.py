@@ -135,15 +135,15 @@ def preflight(
         tell(f"not checked, because {', '.join(map(str, absent))} is not there: rows and reward functions")
     else:
         faults += faults_of_rows(config, tokenizer, tell)
+    num_updates = config.run.steps
     if isinstance(config, GrpoRunConfig):
+        num_updates *= config.algorithm.num_updates
         faults += faults_of_backend(config, trains=True)
-    if isinstance(config, GrpoRunConfig) and config.rollout.replay is not None:
-        saved, last = config.rollout.replay, config.run.steps - 1
-        attempt(lambda: require_step(saved, last))
-    if isinstance(config, GrpoRunConfig) and config.eval.every and config.data.eval is None:
-        tell(f"eval.every is {config.eval.every}, but nothing is evaluated: data.eval gives no held-out rows")
-    updates_per_step = config.algorithm.updates_per_step if isinstance(config, GrpoRunConfig) else 1
-    if config.policy.optimizer.warmup_steps >= config.run.steps * updates_per_step:
+        if (saved := config.rollout.replay) is not None:
+            attempt(lambda: require_step(saved, config.run.steps - 1))
+        if config.eval.every and config.data.eval is None:
+            tell(f"eval.every is {config.eval.every}, but nothing is evaluated: data.eval gives no held-out rows")
+    if config.policy.optimizer.warmup_steps >= num_updates:
         tell("policy.optimizer.warmup_steps: the learning rate rises until after the last step, and never reaches lr")
     faults += _keys(config) + _sampling(config) + faults_of_engine_options(config, tell)
     _compare_products(config, tell)
