@@ -101,14 +101,13 @@ def preflight(
     folder = config.model.path
     elsewhere = planning and not folder.exists()
     shape: ModelShape | None = attempt(lambda: planned_shape(config).base.served if planning else read_shape(folder))
-    splits = None
+    splits = tokenizer = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
         faults += _positions(config, shape) + faults_of_adapters(config, shape)
         faults += faults_of_start_timeout(config, shape) + faults_of_cpu_attention(config, shape)
         for note in notes_on_adapters(config):
             tell(note)
-    tokenizer = None
     if elsewhere:
         tell(
             f"not checked, because the folder {folder} is not there: weights, tokenizer, lengths of rows in tokens, "
@@ -147,8 +146,7 @@ def preflight(
         tell("policy.optimizer.warmup_steps: the learning rate rises until after the last step, and never reaches lr")
     faults += _keys(config) + _sampling(config) + faults_of_engine_options(config, tell)
     _compare_products(config, tell)
-    named = _name(config)
-    faults += named
+    faults += (named := _name(config))
     if not named:
         usable = attempt(lambda: _check_folder(config, resume))
         if usable and splits and not elsewhere and shape is not None:
