@@ -114,9 +114,8 @@ class RolloutConfig(Section):
     num_engines: PositiveInt = 1
     """The number of engines."""
     backend: FunctionPath | None = None
-    """The place of a class of your own that samples in the place of vLLM: `package.module:Class`, or
-    `folder/file.py:Class`. It is a subclass of `megatron_rl.rollout.backend.Sampler`. Keys that need an ability which
-    it does not declare are refused. null means vLLM."""
+    """The place of a subclass of `megatron_rl.rollout.backend.Sampler` (`package.module:Class`, `folder/file.py:Class`)
+    that samples in vLLM's place. Keys that need an ability which it does not declare are refused. null means vLLM."""
     parallel: EngineParallel = EngineParallel()
     """How each engine is split over ranks."""
     prompts_per_step: PositiveInt = 64
