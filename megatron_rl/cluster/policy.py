@@ -82,15 +82,7 @@ class TrainerRank(ProfiledRank, MegatronRank):
         with spans.span("update", minibatch):
             metrics = self.actor.update(minibatch, coefficients, epoch)
         seconds = time.perf_counter() - start
-        norm = metrics["grad_norm"]
-        log.info(
-            "epoch %d, update %d: loss %.6g, gradient norm %.6g, %.2f s",
-            epoch,
-            minibatch,
-            metrics["loss"],
-            norm,
-            seconds,
-        )
+        log.info("%s, %.2f s", describe_update(metrics, minibatch, epoch), seconds)
         return metrics | {PEAK: float(peak_memory_bytes())}, product_s
 
     def token_numbers(self, coefficients: Mapping[str, float]) -> dict[int, dict[str, np.ndarray]]:
@@ -200,6 +192,18 @@ class PolicyGroup(RankGroup):
         number, ratio = slowest([seconds for _, seconds in answers])
         peak = max(metrics[PEAK] for metrics, _ in answers)
         return answers[0][0] | {PEAK: peak, "slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
+
+
+def describe_update(metrics: Metrics, minibatch: int, epoch: int) -> str:
+    """A line of a rank's log about an update, with the epoch counted from 1 as in the metrics.
+
+    >>> describe_update({"loss": 0.25, "ppo_kl": 0.03, "stopped": 1.0}, 0, 1)
+    'epoch 2, update 0: loss 0.25, not made: algorithm.stop_epochs, KL 0.03'
+    """
+    where = f"epoch {epoch + 1}, update {minibatch}: loss {metrics['loss']:.6g}"
+    if STOPPED in metrics:
+        return f"{where}, not made: algorithm.stop_epochs, KL {metrics['ppo_kl']:.6g}"
+    return f"{where}, gradient norm {metrics['grad_norm']:.6g}"
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:

@@ -130,6 +130,12 @@ def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
     if config.rollout.max_lag <= 1 or algorithm.is_bounded:
         return config
     lag = f"rollout.max_lag is {config.rollout.max_lag}"
+    if algorithm.stop_epochs is not None:
+        tell(
+            f"algorithm.anchor stays old, because algorithm.stop_epochs compares with pi_old, although {lag}; without "
+            "stop_epochs the clip would be around the weights that sampled"
+        )
+        return config
     if loss.clips_ratio and not algorithm.model_fields_set & {"anchor", "correction"}:
         tell(
             f"algorithm.anchor is engine and algorithm.correction null, because {lag}: the clip of {loss.kind} is "

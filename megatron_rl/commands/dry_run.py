@@ -127,7 +127,8 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     if config.cluster.gpus_per_engine_rank:
         table.add_row("tokens of an engine's step", f"at most {step_tokens(config):,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
-    steps = f"{len(plan.minibatches)}, of at most {most_microbatches(plan)} micro-batches a rank"
+    num_updates = len(plan.minibatches) * config.algorithm.epochs
+    steps = f"{num_updates}, of at most {most_microbatches(plan)} micro-batches a rank"
     table.add_row("optimizer steps", steps)
     table.add_row("bridge", f"{transfer.num_routes} routes, plan {transfer.digest}")
     table.add_row(

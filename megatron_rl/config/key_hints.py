@@ -56,6 +56,7 @@ AXES = {
 FORMER: dict[tuple[str, ...], str] = {
     ("rollout", "expert_parallel"): "it is rollout.parallel.expert now, the number of tensor ranks where it was true",
     ("sft", "epochs"): "it is run.epochs now",
+    ("critic", "ppo_epochs"): "it is critic.epochs",
 }
 """A key in its section -> what to say: keys of an earlier version, and names with another meaning there."""
 

@@ -92,7 +92,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "pg_loss": "the policy's part of it",
         "pg_clipfrac": "the share of tokens whose gradient the clip removes",
         "pg_clipfrac_lower": "the share of tokens at the bound for negative advantages (dual clip)",
-        "ppo_kl": "KL of the policy from its state before the step, estimator k3 (Schulman 2020)",
+        "ppo_kl": "KL of the policy from the ratio's anchor (pi_old, or the engine's policy), estimator k3",
         "kl": "KL from the reference policy, by the configured estimator",
         "entropy": "the mean entropy of a token's distribution, in nats",
         "logp/mean": "the mean log-prob of the sampled tokens; on policy its negative estimates the entropy",

@@ -38,6 +38,11 @@ class StepSizes:
         """
         size, accumulated = args.per_device_train_batch_size * num_replicas, args.gradient_accumulation_steps
         group = args.num_generations
+        if args.num_iterations != int(args.num_iterations) or args.num_iterations < 1:
+            raise ValueError(
+                f"GRPOConfig: num_iterations={args.num_iterations} must be a whole number of at least 1, the passes "
+                "over a batch of answers"
+            )
         if args.generation_batch_size is not None and args.steps_per_generation is not None:
             raise ValueError("GRPOConfig: give generation_batch_size or steps_per_generation, not both")
         samples = args.generation_batch_size or size * (args.steps_per_generation or accumulated)

@@ -31,12 +31,17 @@ def mini_batch(settings: Settings, key: str, value: Any) -> Meaning:
 
 def epochs(settings: Settings, key: str, value: Any) -> Meaning:
     """The number of times that a training step trains on each of its samples."""
-    if key.rpartition(".")[0] == "critic":
-        return mapped({"critic.epochs": value})
+    owner = key.rpartition(".")[0]
+    target, other = ("critic.epochs", ACTOR) if owner == "critic" else ("algorithm.epochs", "critic")
+    is_shuffled = bool(settings[f"{owner}.shuffle"])
     if value == 1:
-        return implied("every answer is trained on once")
-    is_shuffled = bool(settings[f"{ACTOR}.shuffle"])
-    return mapped({"algorithm.epochs": value, "algorithm.reshuffle": is_shuffled})
+        return mapped({target: 1}) if owner == "critic" else implied("every answer is trained on once")
+    repeats = int(settings[f"{other}.ppo_epochs"]) > 1 and (other != "critic" or settings.has_critic)
+    if repeats and bool(settings[f"{other}.shuffle"]) != is_shuffled:
+        return refused(
+            "actor.shuffle and critic.shuffle differ, and here algorithm.reshuffle is for both; make them equal"
+        )
+    return mapped({target: value, "algorithm.reshuffle": is_shuffled})
 
 
 def is_dynamic(settings: Settings, key: str, value: Any) -> Meaning:

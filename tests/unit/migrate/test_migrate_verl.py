@@ -77,6 +77,7 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     ((f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.shuffle=True"), "algorithm.reshuffle", True),
     ((f"{ACTOR}.shuffle=True",), "algorithm.reshuffle", "missing"),
     ((f"{ACTOR}.ppo_epochs=2", "algorithm.adv_estimator=gae", "critic.ppo_epochs=3"), "critic.epochs", 3),
+    ((f"{ACTOR}.ppo_epochs=1", "algorithm.adv_estimator=gae", "critic.ppo_epochs=3"), "algorithm.reshuffle", False),
     # a warm-up of 5 training steps, with 4 mini-batches in 2 epochs each
     ((f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr_warmup_steps=5"), "policy.optimizer.warmup_steps", 40),
     # tokens of a micro-batch: of all ranks of a sequence, and not below the longest answer

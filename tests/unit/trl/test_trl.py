@@ -74,6 +74,8 @@ def test_batches_are_those_of_trl(arguments, replicas, prompts, updates):
             {"num_iterations": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2},
             "num_iterations=2 repeats a batch of answers within an optimizer step",
         ),
+        ({"num_iterations": 0}, "num_iterations=0 must be a whole number of at least 1"),
+        ({"num_iterations": 1.5}, "num_iterations=1.5 must be a whole number"),
         ({"num_iterations": 2, "max_steps": 9}, "9 optimizer steps end within .* set max_steps to 8 or 10"),
         ({"beta": 0.1, "num_iterations": 2}, "use_bias_correction_kl=True with 2 optimizer steps"),
         ({"beta": 0.1, "steps_per_generation": 2}, "use_bias_correction_kl=True with 2 optimizer steps"),
