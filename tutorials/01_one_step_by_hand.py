@@ -107,7 +107,7 @@ def step(model: PreTrainedModel, optimizer, config: GrpoRunConfig, groups: list[
     # distributed over micro-batches so that none has more than `balance.max_tokens_per_microbatch` tokens and all cost
     # about the same (Karmarkar-Karp).
     shares, metrics = plan_step(config, shape, StepBatch.of_groups(groups, version))
-    [share] = shares.policy  # one data-parallel rank
+    [[share]] = shares.policy  # one epoch, one data-parallel rank
     if not share.minibatches:
         return metrics | {"loss": float("nan")}
     [microbatches] = pack(share)  # one optimizer step

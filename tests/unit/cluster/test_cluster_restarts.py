@@ -67,7 +67,6 @@ def test_an_error_that_comes_again_before_anything_was_done_ends_the_run(monkeyp
     [
         (SimpleNamespace(alive=True, failure=lambda: ""), True),
         (SimpleNamespace(alive=False, failure=lambda: "head_dim=16"), "head_dim=16"),
-        (SimpleNamespace(alive=False), ""),  # an engine of the user's own may not know why
     ],
 )
 def test_an_engine_says_why_it_does_not_work(engine, said):
