@@ -10,7 +10,8 @@ Example: PPO's clip with a KL penalty in the loss, two mini-batches and one epoc
     policy     gradient    update 0
     policy     gradient    update 1
 
-With one update the second line is left out: the update computes the same log-probs, and its loss detaches them.
+With one update the second line is left out, unless `credit` or `statistics` needs it: the update computes the same
+log-probs, and its loss detaches them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 Column = Literal["logp", "logp_old", "logp_ref", "entropy", "value", "return", "reward", "advantage"]
 """A number at each token. `logp` and `entropy` are under the weights that an update begins with, `logp_old` and `value`
 under the weights at the step's start, `logp_ref` under the reference policy's."""
-
 
 STOPPED = "stopped"
 """The metric of an update that was not made, because `Objective.stops` was true."""
@@ -46,12 +46,12 @@ class Needs:
     """The columns that an objective takes."""
 
     credit: frozenset[Column] = frozenset()
-    """For the advantages of single tokens, when the step begins. Empty: each sample has one advantage."""
+    """The columns for the advantages of single tokens, when the step begins. Empty: each sample has one advantage."""
     statistics: frozenset[Column] = frozenset()
-    """For numbers of a whole mini-batch, before its update. Statistics of samples are not among them, because a sample
-    is whole in one micro-batch."""
+    """The columns for numbers of a whole mini-batch, before its update. Statistics of samples need none, because a
+    sample is whole in one micro-batch."""
     loss: frozenset[Column] = frozenset()
-    """For the loss of a token."""
+    """The columns for the loss of a token."""
 
     @classmethod
     def of(cls, cfg: AlgorithmConfig) -> Needs:

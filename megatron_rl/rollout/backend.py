@@ -181,7 +181,8 @@ class Sampler:
     this thread, where the last of their completions came."""
 
     abilities: ClassVar[frozenset[Ability]] = frozenset()
-    """In the source it is `frozenset({"forbid", ...})`, because it is read there without an import."""
+    """What the sampler can do. It must be written as `frozenset({"forbid", ...})`, because a check reads it in the
+    source without an import."""
     weights: BackendWeights = BackendWeights()
 
     def __init__(self, spec: EngineSpec) -> None:
