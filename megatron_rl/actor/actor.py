@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import numpy as np
 import torch
@@ -81,6 +82,7 @@ class MegatronActor(MegatronTrainer):
             ValueError: see `take`, or a log-prob or value that advantages are computed from is not finite.
         """
         self.take(share)
+        self._is_changed, self._at_start = False, []
         needs, metrics = self.spec.objective.needs, self._describe_untrained()
         for one in needs.passes(len(share.minibatches) * share.epochs):
             if one.leaves == "logp_ref":
@@ -88,7 +90,8 @@ class MegatronActor(MegatronTrainer):
                     self._keep("logp_ref", self._forward(list(self.rows)))
             elif one.leaves == "logp_old":
                 results = self._forward(list(self.rows))
-                self._at_start = results[: len(self.rows.minibatches[0])]
+                remaining = iter(results)
+                self._at_start = [list(islice(remaining, len(rows))) for rows in self.rows.minibatches]
                 self._keep("logp_old", results)
                 metrics |= self._describe_mismatch()
         if needs.credit:

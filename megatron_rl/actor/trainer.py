@@ -90,9 +90,11 @@ class MegatronTrainer:
         """One rank of each data-parallel replica reports its metrics."""
         self.rows: EpochRows
         """What `take` was given."""
-        self._at_start: list[FirstPass] = []
-        """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
-        stage has them."""
+        self._is_changed = False
+        """Whether an update has changed the weights since the step began."""
+        self._at_start: list[list[FirstPass]] = []
+        """The results of the pass for logp_old, `[mini-batch][micro-batch]`; empty if there was none. Only the last
+        pipeline stage has results."""
         self._saving: Saving | None = None
         """The checkpoint that is being written; None if there is none."""
 
@@ -168,7 +170,6 @@ class MegatronTrainer:
             for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
         self.rows.to(platform.device())
-        self._at_start = []
 
     def columns(self, names: Sequence[Column]) -> dict[Column, dict[int, np.ndarray]]:
         """Columns of the samples that `take` was given, as numbers at the tokens of each sample by its index in the
@@ -201,7 +202,7 @@ class MegatronTrainer:
         """
         self.require("training")
         microbatches, denominators = self.rows.minibatches[minibatch], self.rows.denominators[minibatch]
-        columns = self.prepared(minibatch, epoch)
+        columns = self.prepared(minibatch)
         problems: list[str] = []
 
         def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
@@ -234,7 +235,7 @@ class MegatronTrainer:
             if has_auxiliary_losses:
                 reports = [*reports, describe_auxiliary_losses(self.chunks)]
             metrics = self.agreement.reduce(reports, problems)
-            bound = coefficients.get("max_mismatch") if epoch == minibatch == 0 else None
+            bound = None if self._is_changed else coefficients.get("max_mismatch")
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             if epoch and self.spec.objective.stops(metrics):
                 return metrics | {STOPPED: 1.0}
@@ -245,6 +246,7 @@ class MegatronTrainer:
                     self.agreement.require_none([_describe_gradients(self.chunks, norm, microbatches)])
             # The last stage's head needs the whole embedding after every update.
             is_last = minibatch == len(self.rows.minibatches) - 1 or head_loss is not None
+            self._is_changed = True
             norms = self.optimizer.update(grad_norm, is_last, head_norm)
             if head_loss:
                 copy_embedding(self.chunks)
@@ -329,14 +331,14 @@ class MegatronTrainer:
         with platform.running(), torch.no_grad():
             return self.schedule.run(microbatches, keep, forward_only=True, temperature=temperature)
 
-    def prepared(self, minibatch: int, epoch: int = 0) -> list[PackedColumns]:
+    def prepared(self, minibatch: int) -> list[PackedColumns]:
         """The columns of this rank's micro-batches, with the columns that the objective adds."""
         microbatches, objective = self.rows.minibatches[minibatch], self.spec.objective
         first_pass = None
         if "logp" in objective.needs.statistics:
-            # The first update begins with the weights of logp_old, so the pass of `begin` is still valid.
-            known = epoch == minibatch == 0 and "logp_old" in objective.needs
-            first_pass = self._at_start if known else self._forward(microbatches)
+            # Until an update the weights are those of logp_old, so the pass of `begin` is still valid.
+            known = bool(self._at_start) and not self._is_changed
+            first_pass = self._at_start[minibatch] if known else self._forward(microbatches)
         columns = [batch.columns for batch in microbatches]
         if not self.is_last_stage:
             return columns

@@ -1,24 +1,24 @@
-"""Leads trainers, a critic and engines that share GPUs through the phases of a run.
+"""Leads the models of a run and engines that share GPUs through the phases of a run.
 
-The training loop does not know of it: the policy, the critic, the engines and the bridge each ask for the phase that
+The training loop does not know of it: the models, the engines and the bridge each ask for the phase that
 they need before they do anything. A push ends in the phase `generating`. The side that gives memory up does so before
 the other side takes it.
 
 Invariants (tests/unit/cluster, tests/e2e): the sides never hold more together than one of the phases allows; the
-numbers of the run equal the numbers without shared GPUs, also after an engine, the policy or the critic was lost.
+numbers of the run equal the numbers without shared GPUs, also after an engine, the policy or another model was lost.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import get_args
 
-from megatron_rl.cluster.critic import CriticGroup
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.policy import PolicyGroup
+from megatron_rl.cluster.trainers import RankGroup
 from megatron_rl.layout import Links
 from megatron_rl.types import Phase
 
@@ -29,14 +29,14 @@ ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
 class Colocation:
-    def __init__(self, policy: PolicyGroup, engines: EngineGroup, critic: CriticGroup | None = None) -> None:
+    def __init__(self, policy: PolicyGroup, engines: EngineGroup, others: Iterable[RankGroup] = ()) -> None:
         """
         Args:
-            policy, critic: their ranks are not started yet, because vLLM starts on GPUs without trainers.
+            policy, others: the models, whose ranks are not started yet, because vLLM starts on GPUs without trainers.
             engines: they start or have started, so the run begins in the phase `generating`.
         """
         self._policy, self._engines = policy, engines
-        self._trainers = [policy] if critic is None else [policy, critic]
+        self._trainers: list[RankGroup] = [policy, *others]
         self._phase: Phase = "generating"
         engines.before = self.enter
         for group in self._trainers:
@@ -55,12 +55,15 @@ class Colocation:
             return
         log.info("phase %s", phase)
         trainers_give = ORDER.index(phase) > ORDER.index(self._phase)
-        for side in [*self._trainers, self._engines] if trainers_give else [self._engines, *self._trainers]:
+        sides: list[RankGroup | EngineGroup] = [*self._trainers, self._engines]
+        if not trainers_give:
+            sides = [self._engines, *self._trainers]
+        for side in sides:
             side.enter(phase)
         self._phase = phase
 
     def make_room(self) -> Sequence[str | None]:
-        """Bring the engines into the phase `training`, the first phase of the ranks of policy or critic that start
+        """Bring the engines into the phase `training`, the first phase of the ranks that start
         next. Returns the GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
         self._engines.enter("training")
         self._phase = "training"

@@ -1,4 +1,4 @@
-"""The critic as a group of Ray actors, one Megatron rank each, which `actor_critic.py` joins with the policy.
+"""The critic as a group of Ray actors, one Megatron rank each, which `models.py` joins with the policy.
 
 Every method raises PolicyLost when a rank is lost.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megatron_rl import spans
+from megatron_rl.algorithms.passes import Column
 from megatron_rl.cluster.payloads import fetch_numbers
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.types import Epochs, Metrics, Share, TokenNumbers
@@ -59,8 +61,10 @@ class CriticGroup(RankGroup):
     """All ranks of the critic."""
 
     role, kind = "critic", CriticRank
+    learns: Column = "return"
+    """The column of the policy that it learns."""
 
-    def values(self, epochs: Epochs) -> TokenNumbers:
+    def annotate(self, epochs: Epochs) -> TokenNumbers:
         """Give every data-parallel rank its share of a step, and compute the values of the states before the tokens."""
         self.before("training")
         self._epochs, shares = epochs, epochs[0]
@@ -85,14 +89,16 @@ class CriticGroup(RankGroup):
             self.num_changes += num_updates
             self._learning.append([rank.learn.remote(epoch, num_updates) for rank in self.ranks])
 
-    def finish(self) -> tuple[Metrics, list[Metrics]]:
+    def finish(self) -> Metrics:
         """Wait until the updates are done.
 
         Returns:
-            How well the values predict the returns, and the metrics of each update.
+            `critic/` and the names of `describe_values`, `ValueObjective` and an update, as means over the updates.
 
         Raises:
             ValueError: a number is not finite. The weights are the ones before that update.
         """
-        described, *epochs = [self._gather(calls, "to learn") for calls in self._learning]
-        return described, [update for epoch in epochs for update in epoch]
+        values, *epochs = [self._gather(calls, "to learn") for calls in self._learning]
+        updates: list[Metrics] = [update for epoch in epochs for update in epoch]
+        means = {name: fmean([update[name] for update in updates]) for name in updates[0]}
+        return {f"critic/{name}": value for name, value in (values | means).items()}

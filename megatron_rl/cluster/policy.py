@@ -1,4 +1,4 @@
-"""The policy as a group of Ray actors, one Megatron rank each; implements `ports.Policy` for the loop.
+"""The policy as a group of Ray actors, one Megatron rank each, which `models.py` joins with the run's other models.
 
 The driver sends each rank the numbers of its own samples and references to their tokens. The tokens go from the engine
 to the rank through Ray's object store.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
@@ -18,16 +18,14 @@ import numpy as np
 
 from megatron_rl import spans
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.algorithms.passes import STOPPED, Column
+from megatron_rl.algorithms.passes import STOPPED, Column, Needs
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.profiling import ProfiledRank
-from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.config.cluster import ClusterConfig
-from megatron_rl.ports import PolicyLost
 from megatron_rl.types import Epochs, Gradient, Metrics, Share, Shares, TokenNumbers, TokenSpan
 
 if TYPE_CHECKING:
@@ -118,19 +116,16 @@ class PolicyGroup(RankGroup):
 
     role, kind = "trainer", TrainerRank
 
-    def __init__(
-        self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement, restarts: Restarts
-    ) -> None:
-        self._restarts = restarts
+    def __init__(self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement) -> None:
         self._epochs: Epochs = ()
         self._held: Sequence[Share] = ()
         """The shares of the epoch that the ranks hold."""
         super().__init__(spec, cluster, logs, placement)
 
-    def restart(self, cause: PolicyLost) -> Collection[int]:
-        """See `ports.Policy`."""
-        self._restarts.spend(str(cause))
-        return self.start_again()
+    @property
+    def needs(self) -> Needs:
+        """The columns that the objective takes."""
+        return self._spec.objective.needs
 
     def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
         """See `ports.Policy`."""
@@ -153,13 +148,12 @@ class PolicyGroup(RankGroup):
         """Columns of the step that `begin` was given."""
         return self.columns_of(self._held, names)
 
-    def update(self, coefficients: Mapping[str, float]) -> tuple[list[Metrics], Metrics]:
+    def update(self, coefficients: Mapping[str, float]) -> list[Metrics]:
         """See `ports.Policy`. The metrics of an update have PEAK, `slowest_rank/number` and `slowest_rank/ratio`: the
         rank whose matrix product took longest, and how many times as long as the product of the median rank."""
         self.before("training")
         updates: list[Metrics] = []
-        kept = self._spec.objective.needs.kept
-        columns = self.columns(kept) if any(shares is not self._held for shares in self._epochs) else {}
+        columns = self.columns(self.needs.kept) if any(shares is not self._held for shares in self._epochs) else {}
         for epoch, shares in enumerate(self._epochs):
             if shares is not self._held:
                 self._gather(self.take(shares, columns), "to take its samples")
@@ -167,8 +161,8 @@ class PolicyGroup(RankGroup):
             for minibatch in range(len(shares[0].minibatches)):
                 updates.append(self._update(minibatch, coefficients, epoch))
                 if STOPPED in updates[-1]:
-                    return updates, {}
-        return updates, {}
+                    return updates
+        return updates
 
     def token_numbers(self, coefficients: Mapping[str, float]) -> dict[int, dict[str, np.ndarray]]:
         """The numbers of all tokens of the step that `begin` was given; see `actor.inspection.token_numbers`."""

@@ -44,7 +44,7 @@ from megatron_rl.explain.text import Explanation, as_json, show, write  # noqa: 
 from megatron_rl.layout import read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import find_checkpoints  # noqa: E402
 from megatron_rl.observe.records import CONFIG, read_metrics  # noqa: E402
-from megatron_rl.ports import Policy, StopRequested  # noqa: E402
+from megatron_rl.ports import StopRequested  # noqa: E402
 from megatron_rl.types import Gradient, Metrics, Rollouts, Shares, Tokenizer, TokenSpan  # noqa: E402
 
 if TYPE_CHECKING:
@@ -179,12 +179,12 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
         check: is called several times a second, and ends the work by raising.
     """
     from megatron_rl.algorithms import Coefficients
-    from megatron_rl.cluster.actor_critic import PolicyWithCritic
+    from megatron_rl.cluster.models import Models
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
-    from megatron_rl.commands.grpo import policy_spec, start_critic
+    from megatron_rl.commands.grpo import policy_spec, start_others
     from megatron_rl.loop.shares import batch_of, plan_step
     from megatron_rl.loop.updates import Updates
 
@@ -196,13 +196,10 @@ def compute(config: GrpoRunConfig, asked: ExplainRequest, check: Callable[[], No
         cleaning.enter_context(ray_session(config.cluster, ranks, logs, check, num_threads=threads))
         tell("the trainer ranks load the weights")
         placement = RayPlacement(config)
-        critic = start_critic(config, shape, logs, placement) if config.critic else None
-        policy = PolicyGroup(policy_spec(config, shape), config.cluster, logs, placement, Restarts(0))
-        policy.start(is_resumed=start.checkpoint > 0)
-        trained: Policy = policy
-        if critic is not None and config.critic is not None:
-            critic.start(is_resumed=start.checkpoint > 0)
-            trained = PolicyWithCritic(policy, critic, config.critic.warmup_steps)
+        others = start_others(config, shape, logs, placement)
+        policy = PolicyGroup(policy_spec(config, shape), config.cluster, logs, placement)
+        trained = Models(policy, Restarts(0), others, config.num_warmup_steps)
+        trained.start(is_resumed=start.checkpoint > 0)
         if start.checkpoint:
             saved = trained.load(find_checkpoints(asked.run / "checkpoints")[start.checkpoint])
             coefficients.restore(saved["coefficients"])

@@ -35,7 +35,7 @@ from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import Links, check_model, critic_shape, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
-from megatron_rl.ports import Policy, Ports  # noqa: E402
+from megatron_rl.ports import Ports  # noqa: E402
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, prompt_rules, training_sources  # noqa: E402
 from megatron_rl.types import ModelShape, Prompt, Tokenizer  # noqa: E402
 
@@ -56,10 +56,10 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
         check_model(config.model.path, config.policy.adapted(shape).base, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
-    from megatron_rl.cluster.actor_critic import PolicyWithCritic
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.colocation import Colocation, shared_links
     from megatron_rl.cluster.engines import EngineGroup
+    from megatron_rl.cluster.models import Models
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
@@ -97,8 +97,9 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 engines = EngineGroup(config, logs, placement, restarts)
                 cleaning.callback(engines.close)
                 verifier = VerifierGroup(config, logs, placement, restarts)
-            critic = start_critic(config, shape, logs, placement) if config.critic else None
-            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
+            others = start_others(config, shape, logs, placement)
+            policy = PolicyGroup(spec, config.cluster, logs, placement)
+            models = Models(policy, restarts, others, config.num_warmup_steps)
             # While all processes import their libraries, the driver imports its own and reads the rows.
             tell("the driver reads tokenizer and rows")
             tokenizer = open_tokenizer(config.model.path)
@@ -109,31 +110,27 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             links = Links()
             if config.cluster.colocate:
                 tell("the engines start vLLM (logs/engine_0.log)")
-                Colocation(policy, engines, critic).start_engines()
+                Colocation(policy, engines, others.values()).start_engines()
                 links = shared_links(placement.plan)
             tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
-            policy.start(is_resumed=checkpoints.first_step > 0)
-            trained: Policy = policy
-            if critic is not None and config.critic is not None:
-                critic.start(is_resumed=checkpoints.first_step > 0)
-                trained = PolicyWithCritic(policy, critic, config.critic.warmup_steps)
+            models.start(is_resumed=checkpoints.first_step > 0)
             if config.rollout.replay is None:
                 tell("the engines start vLLM (logs/engine_0.log)")
                 engines.wait()
                 tell("the verifiers load the rewards (logs/verifier.log)")
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
-                ports = Ports(trained, bridge, open_stream(config, engines, verifier))
-                observe_run(config, sink, [policy, *filter(None, [critic]), engines, verifier])
+                ports = Ports(models, bridge, open_stream(config, engines, verifier))
+                observe_run(config, sink, [*models.groups, engines, verifier])
             else:
-                ports = ports_without_engines(trained)
-                observe_run(config, sink, [policy, *filter(None, [critic])])
+                ports = ports_without_engines(models)
+                observe_run(config, sink, models.groups)
         with sink, interrupt.training():
             done = train(config, spec.shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
-            if critic is not None:
-                critic.export_hf(folder / "critic_hf")
+            for name, other in others.items():
+                other.export_hf(folder / f"{name}_hf")
     if done == config.run.steps:
         show(folder)
     return done
@@ -145,28 +142,29 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
     from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.rollout.vocabulary import forbidden_ids
 
-    num_warmup_steps = config.critic.warmup_steps if config.critic else 0
     return ActorSpec(
         shape=config.policy.adapted(shape),
         model=config.model,
         policy=config.policy,
         objective=PolicyObjective(config.algorithm),
         temperature=config.rollout.sampling.temperature,
-        total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.num_updates,
+        total_steps=(config.run.steps - config.num_warmup_steps) * config.algorithm.num_updates,
         seed=config.run.seed,
         collective_timeout=config.cluster.collective_timeout,
         forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
     )
 
 
-def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement: RayPlacement) -> CriticGroup:
-    """The processes of the critic."""
+def start_others(
+    config: GrpoRunConfig, shape: ModelShape, logs: Path, placement: RayPlacement
+) -> dict[str, CriticGroup]:
+    """The processes of the models beside the policy, by the models' names in the passes of a step."""
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms.value_objective import ValueObjective
     from megatron_rl.cluster.critic import CriticGroup
 
-    critic = config.critic
-    assert critic is not None, "the configuration has a critic"
+    if (critic := config.critic) is None:
+        return {}
     model = critic.model or config.model
     spec = ActorSpec(
         shape=critic.trainer.adapted(critic_shape(shape if critic.model is None else read_shape(model.path))),
@@ -178,7 +176,7 @@ def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement
         seed=config.run.seed,
         collective_timeout=config.cluster.collective_timeout,
     )
-    return CriticGroup(spec, config.cluster, logs, placement)
+    return {"critic": CriticGroup(spec, config.cluster, logs, placement)}
 
 
 def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:

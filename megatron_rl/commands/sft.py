@@ -47,6 +47,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
+    from megatron_rl.cluster.models import Models
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
@@ -82,7 +83,8 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
                 check_nodes(config, placement.plan)
-            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
+            policy = PolicyGroup(spec, config.cluster, logs, placement)
+            models = Models(policy, restarts)
             # While the ranks import their libraries, the driver imports its own and reads the rows.
             tell("the driver reads tokenizer and rows")
             tokenizer = open_tokenizer(config.model.path)
@@ -91,10 +93,10 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
             sink = RunSink(folder, config.run, console, decoder, "", checkpoints.resume_at)
             sink.feed(open_trackers(config, checkpoints.resume_at))
             tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
-            policy.start(is_resumed=checkpoints.first_step > 0)
-            observe_run(config, sink, [policy])
+            models.start(is_resumed=checkpoints.first_step > 0)
+            observe_run(config, sink, models.groups)
         with sink, interrupt.training():
-            done = train_supervised(config, spec.shape, policy, stream, heldout, (sink, checkpoints), interrupt)
+            done = train_supervised(config, spec.shape, models, stream, heldout, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
     if done == config.run.steps:

@@ -234,6 +234,11 @@ class GrpoRunConfig(BaseConfig):
         return self.policy.parallel.mesh.world_size + critic
 
     @property
+    def num_warmup_steps(self) -> int:
+        """The number of first steps in which only the critic is trained."""
+        return self.critic.warmup_steps if self.critic else 0
+
+    @property
     def served_adapters(self) -> Adapters | None:
         """The adapters that engines compute with; None: engines have plain weights, merged with adapters if there are
         any."""

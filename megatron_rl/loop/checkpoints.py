@@ -44,9 +44,9 @@ class Stateful(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-def critic_path(folder: Path) -> Path:
-    """The folder of the critic's part of the checkpoint in `folder`."""
-    return folder.parent / "critic" / folder.name
+def part_path(folder: Path, model: str) -> Path:
+    """The folder of another model's part of the policy's checkpoint in `folder`."""
+    return folder.parent / model / folder.name
 
 
 def folder_name(step: int) -> str:
@@ -137,7 +137,7 @@ class Checkpoints:
     def _paths(self, step: int) -> list[Path]:
         """The folders of a checkpoint."""
         path = self.path(step)
-        return [path, critic_path(path)] if getattr(self._config, "critic", None) is not None else [path]
+        return [path, part_path(path, "critic")] if getattr(self._config, "critic", None) is not None else [path]
 
     def restore(self, policy: Policy, state: Mapping[str, Stateful]) -> int:
         """Load the checkpoint to resume from, if there is one, and return the step to begin with.

@@ -70,11 +70,11 @@ def plan_step(config: GrpoRunConfig, shape: ModelShape, batch: StepBatch) -> tup
 
     own = algorithm.updates_per_step, algorithm.epochs
     policy, planned = dealt(config.policy.parallel, config.model, algorithm.aggregation, *own)
-    of_critic: list[list[Share]] = []
+    others = {}
     if critic is not None:
         model = critic.model or config.model
-        of_critic, _ = dealt(critic.parallel, model, "token-mean", *critic.updates_of(algorithm))
-    return Shares(policy, of_critic), {**metrics, **planned}
+        others["critic"], _ = dealt(critic.parallel, model, "token-mean", *critic.updates_of(algorithm))
+    return Shares(policy, others), {**metrics, **planned}
 
 
 def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBatch:

@@ -149,6 +149,7 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
         "model": str(model.path),
         "load_format": "auto" if spec.loads_weights or spec.adapters else "dummy",
         "dtype": model.dtype,
+        "hf_overrides": {"head_dtype": "float32"},  # the trainer's logits are float32 too (algorithms/logprobs.py)
         "quantization": rollout.quantization,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the folder's sampling defaults (top_k, temperature)

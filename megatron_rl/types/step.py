@@ -246,8 +246,8 @@ class Shares(NamedTuple):
     """The shares of a step. They have no mini-batch if no sample has a gradient."""
 
     policy: Epochs
-    critic: Epochs = ()
-    """The shares of the critic's ranks, with the same samples; empty if there is no critic."""
+    others: Mapping[str, Epochs] = {}
+    """The shares of other models' ranks, such as a critic's, with the same samples."""
 
     @property
     def num_updates(self) -> int:

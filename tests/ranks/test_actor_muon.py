@@ -188,7 +188,7 @@ BITWISE = {
 }
 
 
-@pytest.mark.parametrize("name", cover.essential(BITWISE, "dp2_buckets"))
+@pytest.mark.parametrize("name", cover.essential(BITWISE, "pp2_bf16"))
 def test_resume_is_bitwise(trainers, folder_of, samples, tmp_path, name):
     """Beside a mirror and the phases of shared GPUs."""
     model, layout = BITWISE[name]

@@ -91,10 +91,11 @@ class Norms:
             value: float32: an interval that counts after the update, or a part of it.
             step: float32, as many: what the update has subtracted from it.
         """
+        value, step = value.view(-1), step.view(-1)  # Muon's steps are flat, and its weights are matrices
         for i, tensor in enumerate((value, step)):
             self._sums[i] += sum_of_squares([tensor])
         if self._inner.config.bf16:
-            self._sums[2] += len(value.view(-1))
+            self._sums[2] += len(value)
             self._sums[3] += (value.bfloat16() != (value + step).bfloat16()).sum()
 
     def sums(self) -> Tensor:

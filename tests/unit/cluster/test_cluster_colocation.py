@@ -56,7 +56,7 @@ def test_a_critic_gives_up_its_memory_before_engines_take_theirs(phases):
     room = [0]
     engines = Side({"training": 0, "pushing": 1, "generating": 6}, "generating", room)
     policy, critic = Side(TRAINER, "generating", room), Side(CRITIC, "generating", room)
-    Colocation(policy, engines, critic)
+    Colocation(policy, engines, [critic])
     for trainers in (policy, critic):  # they start one after the other
         assert trainers.make_room() == ["4", "6"]
         trainers.enter("training")

@@ -10,7 +10,7 @@ from small_ports import config
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import SftRunConfig
-from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState, critic_path
+from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState, part_path
 
 
 class Policy:
@@ -142,7 +142,7 @@ def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
 def test_with_a_critic_a_checkpoint_has_two_parts(tmp_path):
     class Both(Policy):
         def write(self) -> None:
-            critic_path(self.writing).mkdir(parents=True, exist_ok=True)
+            part_path(self.writing, "critic").mkdir(parents=True, exist_ok=True)
             super().write()
 
     def opened(resume=None) -> Checkpoints:
@@ -154,7 +154,8 @@ def test_with_a_critic_a_checkpoint_has_two_parts(tmp_path):
     assert checkpoints.steps() == [3, 4]
     assert sorted(path.name for path in (tmp_path / "critic").iterdir()) == ["step_000003", "step_000004"]
 
-    critic_path(checkpoints.path(4)).rename(tmp_path / "critic" / "step_000004.tmp-1")  # killed before its critic's
+    of_critic = part_path(checkpoints.path(4), "critic")
+    of_critic.rename(tmp_path / "critic" / "step_000004.tmp-1")  # killed before its critic's
     again = opened("auto")
     assert again.first_step == 3
 

@@ -38,13 +38,13 @@ def environment():
     os.environ.update(before)
 
 
-def run(folder, gpu_memory_gb: float = 80, **rollout) -> GrpoRunConfig:
+def run(folder, gpu_memory_gb: float = 80, dtype: str = "float32", **rollout) -> GrpoRunConfig:
     sizes = {"max_prompt_tokens": 64, "max_response_tokens": 64}
     return validate(
         GrpoRunConfig,
         {
             "run": {"name": "x", "steps": 1},
-            "model": {"path": folder, "dtype": "float32"},
+            "model": {"path": folder, "dtype": dtype},
             "data": {"train": "rows"},
             "balance": {"max_tokens_per_microbatch": 4096},
             "cluster": {"gpu_memory_gb": gpu_memory_gb},
@@ -108,6 +108,12 @@ def test_an_h100_computes_as_many_tokens_in_a_step_as_in_vllms_own_class(folders
 def test_few_short_answers_bound_the_tokens_of_a_step(folders, on_an_h100):
     config = run(folders[0], max_sequences=8)
     assert on_an_h100(config).scheduler_config.max_num_batched_tokens == step_tokens(config) == 8 * 128
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_logits_of_an_engine_are_float32_for_every_dtype(folders, on_an_h100, dtype):
+    model = on_an_h100(run(folders[0], dtype=dtype)).model_config
+    assert (model.dtype, model.head_dtype) == (getattr(torch, dtype), torch.float32)
 
 
 def test_every_argument_that_is_refused_is_one_of_vllms(folders):
