@@ -4,8 +4,8 @@ Invariants: advantages are computed from whole groups, before any filter or mask
 out of all statistics, and its advantage is 0. Group-relative estimators give exactly 0 to a group of one and to a group
 of equal rewards, and whitened estimators give exactly 0 to a batch of equal rewards. Rewards that differ by rounding
 alone are equal (`equality.py`). Whitening is over the whole batch, and weighs each sample by 1 or by its action tokens.
-The order of the samples does not matter. A number that is added to every reward changes only `remax` and
-`reinforce_plus_plus` without whitening.
+The order of the samples does not matter. A number that is added to every reward changes only `remax`, `max_rl`
+and `reinforce_plus_plus` without whitening.
 
 Shape letters: S samples, G groups, K reward functions.
 """
@@ -122,6 +122,26 @@ def gpg(rewards: np.ndarray, group_of: np.ndarray, zero_signal_dropped: bool) ->
     if zero_signal_dropped or num_signal == 0:
         return advantages
     return advantages * (np.count_nonzero(~np.isnan(rewards)) / num_signal)
+
+
+def max_rl(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """Maximum likelihood reinforcement learning (Tajwar et al. 2026, arXiv:2602.02710): (r - mean) / mean. For rewards
+    of 0 and 1 the gradient of a prompt is the mean of its right answers' gradients, however few they are.
+
+    Example:
+        The rewards 1, 0, 0, 0 have the advantages 3, -1, -1, -1, and 1, 1, 1, 0 have 1/3, 1/3, 1/3, -1.
+
+    Raises:
+        ValueError: a reward is negative, so that a mean may be 0 or negative.
+    """
+    if (lowest := np.nanmin(rewards, initial=0.0)) < 0:
+        raise ValueError(
+            f"algorithm.adv_estimator max_rl divides by the mean reward of a group, but a reward is {lowest:g}; give "
+            "rewards of at least 0 (see also algorithm.shaping), or choose grpo"
+        )
+    mean_G, *_ = group_statistics(rewards, group_of)
+    advantages = grpo(rewards, group_of, "none")
+    return np.divide(advantages, mean_G[group_of], out=np.zeros_like(advantages), where=advantages != 0)
 
 
 def grpo_passk(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:

@@ -116,6 +116,17 @@ class GpgAdvantage(Method):
     kind: Literal["gpg"] = "gpg"
 
 
+class MaxRlAdvantage(Method):
+    """Maximum likelihood reinforcement learning (Tajwar et al. 2026, arXiv:2602.02710): a group weighs by the inverse
+    of its mean reward, so that hard prompts count more."""
+
+    formula: ClassVar[str] = "(r - mean) / mean; rewards must not be negative"
+    source: ClassVar[str] = "arXiv:2602.02710"
+    needs: ClassVar[frozenset[Need]] = frozenset({"group"})
+
+    kind: Literal["max_rl"] = "max_rl"
+
+
 class GrpoPasskAdvantage(Method):
     """Pass@k of the whole group (Tang et al. 2025, arXiv:2503.19595): only the best sample has an advantage."""
 
@@ -256,6 +267,7 @@ AdvantageConfig = Annotated[
     | RemaxAdvantage
     | OpoAdvantage
     | GpgAdvantage
+    | MaxRlAdvantage
     | GrpoPasskAdvantage
     | GdpoAdvantage
     | FunctionAdvantage

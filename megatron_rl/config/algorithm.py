@@ -264,7 +264,7 @@ class AlgorithmConfig(Section):
         if self.anchor == "engine" and not loss.clips_ratio:
             raise ValueError(
                 f"anchor engine is for losses that clip the ratio to pi_old, and {loss.kind} does not, or has its own "
-                "policy there; remove anchor, or choose dual_clip, gspo, gmpo, cispo or sapo"
+                "policy there; remove anchor, or choose dual_clip, gspo, gmpo, cispo, sapo or dro"
             )
         if self.epochs > 1 and not loss.has_ratio:
             raise ValueError(

@@ -33,7 +33,7 @@ class PolicyLoss(Method):
     """Whether some tokens, chosen from the whole mini-batch, are treated differently (`algorithms.losses.SELECTIONS`).
     """
     clips_ratio: ClassVar[bool] = False
-    """Whether the loss clips pi / pi_old and nothing else, so that `algorithm.anchor` may be the engine's policy."""
+    """Whether the loss bounds pi / pi_old and nothing else, so that `algorithm.anchor` may be the engine's policy."""
     has_ratio: ClassVar[bool] = True
     """Whether the loss has a ratio to the policy that sampled or to pi_old, so that a sample may be trained on again
     after an update."""
@@ -128,6 +128,51 @@ class SapoLoss(PolicyLoss):
     """The steepness of the gate for A > 0."""
     tau_neg: PositiveFloat = 1.05
     """The steepness of the gate for A <= 0. With a larger value the gradient vanishes closer to r = 1."""
+
+
+class DroLoss(PolicyLoss):
+    """The token form of direct reward optimisation (Richemond et al. 2024): the policy gradient with a quadratic pull
+    to pi_old in place of a clip."""
+
+    formula: ClassVar[str] = "-(A log pi - beta (log r)^2 / 2)"
+    source: ClassVar[str] = "arXiv:2405.19107, for single tokens"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+    clips_ratio: ClassVar[bool] = True
+
+    kind: Literal["dro"] = "dro"
+    beta: PositiveFloat = 1.0
+    """The strength of the pull. The gradient of a token is 0 where log r = A / beta."""
+
+
+class VespoLoss(PolicyLoss):
+    """Variational sequence-level soft policy optimisation (Shen et al. 2026): a smooth weight of the whole sample's
+    importance ratio, which is not normalised by the length."""
+
+    formula: ClassVar[str] = (
+        "-sg(e^lam w^k e^(-lam w)) A log pi, where w is the product over the sample of r min(pi_old / mu, cap), mu is "
+        "the engine's policy, and k, lam are k_pos, lambda_pos for A >= 0, else k_neg, lambda_neg"
+    )
+    source: ClassVar[str] = "arXiv:2602.10693"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
+    corrects: ClassVar[bool] = True
+
+    kind: Literal["vespo"] = "vespo"
+    k_pos: PositiveFloat = 2.0
+    """The exponent k for A >= 0: with a larger one, samples that have become less likely weigh less."""
+    lambda_pos: PositiveFloat = 3.0
+    """The rate lam for A >= 0: with a larger one, samples that have become more likely weigh less."""
+    k_neg: PositiveFloat = 3.0
+    """The exponent k for A < 0."""
+    lambda_neg: PositiveFloat = 2.0
+    """The rate lam for A < 0."""
+    cap: Annotated[float, Field(ge=1)] | None = None
+    """The upper bound of pi_old / mu of a token. null: without a bound, so w is the ratio to mu, and pi_old is not
+    computed."""
+
+    @property
+    def anchor(self) -> Literal["old", "engine"]:
+        return "engine" if self.cap is None else "old"
 
 
 class ReinforceLoss(PolicyLoss):
@@ -296,6 +341,8 @@ LossConfig = Annotated[
     | GmpoLoss
     | CispoLoss
     | SapoLoss
+    | DroLoss
+    | VespoLoss
     | ReinforceLoss
     | GpgLoss
     | ClipCovLoss

@@ -97,7 +97,11 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "the clip of algorithm.loss", epsilon=0.2, epsilon_high=None),
     **_all("mapped", "algorithm.loss.clip_ratio_c, the bound of dual clip; at least 1 + epsilon_high", delta=None),
     **_all("mapped", "algorithm.loss: sapo", sapo_temperature_neg=1.05, sapo_temperature_pos=1.0),
-    **_all("mapped", "algorithm.loss: gspo, if it is `sequence`; not sapo, cispo", importance_sampling_level="token"),
+    **_all("mapped", "algorithm.loss: vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0),
+    **_all("mapped", "algorithm.loss: vespo", vespo_k_neg=3.0, vespo_lambda_neg=2.0),
+    **_all(
+        "mapped", "algorithm.loss: gspo, if it is `sequence`; not sapo, cispo, vespo", importance_sampling_level="token"
+    ),
     **_all("mapped", "rewards[].weight", reward_weights=None),
     **_all("mapped", "algorithm.adv_estimator: grpo, or gdpo", multi_objective_aggregation="sum_then_normalize"),
     **_all("mapped", "algorithm.adv_estimator.std; 1e-6 is added to it, in TRL 1e-4", scale_rewards="group"),
@@ -181,8 +185,6 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("refused", "the reference policy keeps the weights of the start", ref_model_mixup_alpha=0.6),
     **_all("refused", "the reference policy keeps the weights of the start", ref_model_sync_steps=512),
     **_all("refused", "the adaptive coefficient begins to act at 0", entropy_coef_min=0.0),
-    **_all("refused", "there is no loss `vespo`", vespo_k_pos=2.0, vespo_lambda_pos=3.0),
-    **_all("refused", "there is no loss `vespo`", vespo_k_neg=3.0, vespo_lambda_neg=2.0),
     **_all("refused", "it has another name since TRL 1.0", vllm_importance_sampling_cap=None),
     **_all("refused", "Adam has no further options here", optim_args=None, optim_target_modules=None),
     **_all("refused", "it is not known here", label_smoothing_factor=0.0, neftune_noise_alpha=None),

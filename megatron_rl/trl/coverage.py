@@ -88,7 +88,6 @@ internal: parts of TRL's own classes and of transformers
 
 CASES_REFUSED: Mapping[str, tuple[str, ...]] = {
     "train": ("cohere2", "nemotronh"),
-    "train_loss_types": ("vespo",),
 }
 """Cases that are refused of tests whose other cases have TRL's meaning."""
 

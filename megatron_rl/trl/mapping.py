@@ -257,6 +257,7 @@ def _loss(args: Any) -> dict[str, Any]:
         "cispo": "token-mean",
         "sapo": "seq-mean-token-mean",
         "luspo": "seq-mean-token-sum",
+        "vespo": "token-mean",
     }
     if args.loss_type not in aggregations:
         raise ValueError(f"GRPOConfig: loss_type={args.loss_type!r} is not known; known are {', '.join(aggregations)}")
@@ -266,7 +267,7 @@ def _loss(args: Any) -> dict[str, Any]:
             f"importance_sampling_level='sequence' with loss_type={args.loss_type!r} adds up tokens, so that a "
             "sequence weighs by its length; GSPO's paper has loss_type='grpo'"
         )
-    if args.importance_sampling_level == "sequence" and args.loss_type in ("cispo", "sapo"):
+    if args.importance_sampling_level == "sequence" and args.loss_type in ("cispo", "sapo", "vespo"):
         raise ValueError(
             f"GRPOConfig: importance_sampling_level='sequence' with loss_type={args.loss_type!r} is not supported: the "
             "loss has a ratio for each token here; write token"
@@ -280,6 +281,8 @@ def _loss(args: Any) -> dict[str, Any]:
     if args.loss_type == "sapo":
         low = {"tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
         return found | {"loss": {"kind": "sapo", **low}}
+    if args.loss_type == "vespo":
+        return found | {"loss": _vespo(args)}
     clip = {"clip_ratio_low": args.epsilon, "clip_ratio_high": high}
     if args.delta is not None and args.delta < 1 + high:
         raise ValueError(
@@ -296,6 +299,24 @@ def _loss(args: Any) -> dict[str, Any]:
     )
 
 
+def _vespo(args: Any) -> dict[str, Any]:
+    """VESPO's weight contains TRL's correction of a token. Without vLLM TRL has none; see `_correction`."""
+    cap = None
+    if args.off_policy_mask_threshold is not None:
+        raise ValueError("GRPOConfig: off_policy_mask_threshold with loss_type='vespo' is not supported; remove it")
+    if args.use_vllm:
+        mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
+        if not args.vllm_importance_sampling_correction or mode != "token_truncate" or low is not None:
+            raise ValueError(
+                "GRPOConfig: loss_type='vespo' weighs by the engine's policy here; write "
+                "vllm_importance_sampling_correction=True, vllm_importance_sampling_mode='token_truncate' and no "
+                "vllm_importance_sampling_clip_min"
+            )
+        cap = args.vllm_importance_sampling_clip_max
+    names = {name: getattr(args, f"vespo_{name}") for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}
+    return {"kind": "vespo", **names, "cap": cap}
+
+
 def _estimator(args: Any) -> dict[str, Any]:
     scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
     if scale not in ("group", "batch", "none"):
@@ -310,6 +331,8 @@ def _estimator(args: Any) -> dict[str, Any]:
 def _correction(args: Any) -> dict[str, Any]:
     """The key `correction`. TRL corrects only for vLLM; its other engine shares the trainer's weights. Here vLLM always
     generates, so a script without vLLM has the correction that runs have by default."""
+    if args.loss_type == "vespo":
+        return {"correction": None}
     found: dict[str, Any] = {"weight": None, "reject": []}
     low, high = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
     if not args.use_vllm:

@@ -101,10 +101,9 @@ MODELS = [
 LOSSES = [
     *(
         _case("train_loss_types", {"loss_type": kind, "gradient_accumulation_steps": 2}, of=kind)
-        for kind in ("bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+        for kind in ("bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo")
     ),
     _case("train_loss_types", {"loss_type": "luspo", "importance_sampling_level": "sequence"}, of="luspo"),
-    _case("train_loss_types", {"loss_type": "vespo"}, of="vespo", refused="loss_type='vespo' is not known"),
     _case("train_beta_non_zero", {"beta": 0.1}),
     _case("train_with_bias_correction_kl", {"beta": 0.1, "use_bias_correction_kl": True}),
     _case("train_delta_clipping", {"delta": 2.0}),

@@ -10,6 +10,7 @@ from megatron_rl.algorithms.losses.cispo import cispo_loss
 from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov_loss, kl_cov_loss
 from megatron_rl.algorithms.losses.decoupled import decoupled_loss
 from megatron_rl.algorithms.losses.dppo import dppo_loss
+from megatron_rl.algorithms.losses.dro import dro_loss
 from megatron_rl.algorithms.losses.dual_clip import dual_clip_loss
 from megatron_rl.algorithms.losses.function import function_loss
 from megatron_rl.algorithms.losses.gmpo import gmpo_loss
@@ -17,6 +18,7 @@ from megatron_rl.algorithms.losses.gspo import gspo_loss
 from megatron_rl.algorithms.losses.reinforce import reinforce_loss
 from megatron_rl.algorithms.losses.sapo import sapo_loss
 from megatron_rl.algorithms.losses.terms import TokenLoss
+from megatron_rl.algorithms.losses.vespo import vespo_loss
 from megatron_rl.config import losses as config
 
 LOSSES: dict[type, Callable[..., TokenLoss]] = {
@@ -25,6 +27,8 @@ LOSSES: dict[type, Callable[..., TokenLoss]] = {
     config.GmpoLoss: gmpo_loss,
     config.CispoLoss: cispo_loss,
     config.SapoLoss: sapo_loss,
+    config.DroLoss: dro_loss,
+    config.VespoLoss: vespo_loss,
     config.ReinforceLoss: reinforce_loss,
     config.GpgLoss: reinforce_loss,
     config.ClipCovLoss: clip_cov_loss,

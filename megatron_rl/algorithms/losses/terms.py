@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import mean_by
+from megatron_rl.algorithms.columns import mean_by, sum_by
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before they are exponentiated. exp(20) = 5e8 is finite in fp32 and far outside every
@@ -46,6 +47,10 @@ class Terms:
     @property
     def ratio_T(self) -> Tensor:
         return bounded_exp(self.log_ratio_T)
+
+    def sample_sum(self, x_T: Tensor) -> Tensor:
+        """The sum of x over the actions of the token's sample, for every token."""
+        return sum_by(self.sample_T, torch.where(self.mask_T, x_T, 0.0))
 
     def sample_mean(self, x_T: Tensor) -> Tensor:
         """The mean of x over the actions of the token's sample, for every token."""

@@ -19,6 +19,7 @@ from megatron_rl.algorithms.outcomes import (
     gpg,
     grpo,
     grpo_passk,
+    max_rl,
     opo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -34,6 +35,7 @@ from megatron_rl.config.advantages import (
     GrpoAdvantage,
     GrpoPasskAdvantage,
     GrpoProcessAdvantage,
+    MaxRlAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
@@ -146,6 +148,19 @@ def test_golden_group_policy_gradient():
     # Five scored, three in groups with signal, one of those at its group's mean.
     np.testing.assert_allclose(gpg(rewards, group_of, False), [5 / 6, -5 / 6, 0, 0, 0, 0], rtol=1e-15)
     assert gpg(rewards, group_of, True).tolist() == [0.5, -0.5, 0, 0, 0, 0]
+
+
+def test_golden_maximum_likelihood():
+    rewards, group_of = np.array([1.0, 0, 0, 0, 1, 1, 0.5, 1, 0, 0, NAN]), np.array([0] * 4 + [1] * 3 + [2] + [3] * 3)
+    expected = [3, -1, -1, -1, 0.2, 0.2, -0.4, 0, 0, 0, 0]
+    np.testing.assert_allclose(max_rl(rewards, group_of), expected, rtol=1e-12)
+    with pytest.raises(ValueError, match="max_rl divides by the mean reward .* a reward is -0.5"):
+        max_rl(np.array([1.0, -0.5]), np.array([0, 0]))
+
+
+def test_maximum_likelihood_does_not_know_the_scale_of_the_rewards():
+    rewards, group_of = np.array([1.0, 0.25, 0, 2, 3]), np.array([0, 0, 0, 1, 1])
+    np.testing.assert_allclose(max_rl(rewards * 7, group_of), max_rl(rewards, group_of), rtol=1e-12)
 
 
 def test_golden_pass_at_k():
@@ -297,6 +312,10 @@ def test_every_estimator_equals_its_loop(part, case):
     close(reinforce_plus_plus_baseline(rewards, group_of, num_actions), whitened)
 
     scale = sum(r == r for r in rewards) / max(sum(signal), 1)
+    positive = np.abs(rewards)
+    means = [statistics.mean(scored_of(positive, group_of, g) or [0]) for g in group_of]
+    centred = slow_grpo(positive, group_of, "none")
+    close(max_rl(positive, group_of), [a / m if a else 0.0 for a, m in zip(centred, means, strict=True)])
     close(gpg(rewards, group_of, False), [scale * a for a in slow_grpo(rewards, group_of, "none")])
 
 
@@ -308,6 +327,7 @@ PARTS = {
     "rloo_others": lambda r, g, n: rloo(r, g, "others"),
     "opo": opo,
     "gpg": lambda r, g, n: gpg(r, g, False),
+    "max_rl": lambda r, g, n: max_rl(np.abs(r), g),
     "grpo_passk": lambda r, g, n: grpo_passk(r, g, "group"),
     "reinforce_plus_plus": lambda r, g, n: reinforce_plus_plus(r, n, True),
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
@@ -326,7 +346,7 @@ def test_the_order_of_the_samples_does_not_matter(name, case, seed):
     np.testing.assert_allclose(PARTS[name](*(x[order] for x in case)), PARTS[name](*case)[order], rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"gdpo"}))
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"gdpo", "max_rl"}))
 @settings(max_examples=cover.examples(40), deadline=None)
 @given(case=outcomes(), shift=st.integers(-8, 8), scale=st.sampled_from([0.5, 2.0, 4.0]))
 def test_a_shift_changes_nothing_and_a_scale_only_what_is_not_divided(name, case, shift, scale):
@@ -478,6 +498,7 @@ def test_gpg_counts_zero_signal_groups_once():
         (RemaxAdvantage(), lambda b: remax(b.rewards, b.greedy_rewards)),
         (OpoAdvantage(), lambda b: opo(b.rewards, b.group_of, b.num_actions)),
         (GpgAdvantage(), lambda b: gpg(b.rewards, b.group_of, True)),
+        (MaxRlAdvantage(), lambda b: max_rl(b.rewards, b.group_of)),
         (GrpoPasskAdvantage(std="group"), lambda b: grpo_passk(b.rewards, b.group_of, "group")),
         (GdpoAdvantage(), lambda b: gdpo(b.reward_parts, b.reward_weights, b.group_of)),
     ],

@@ -18,6 +18,7 @@ from megatron_rl.config.losses import (
     DecoupledLoss,
     FunctionLoss,
     KlCovLoss,
+    VespoLoss,
 )
 
 # Shares that choose several of some sixty tokens, and bounds that random covariances reach.
@@ -26,7 +27,10 @@ CHANGED = {
     KlCovLoss: KlCovLoss(share=0.1),
     FunctionLoss: FunctionLoss(path="megatron_rl.recipes.tiny.losses:penalised"),
 }
-VARIANTS = [CHANGED.get(kind) or kind() for kind in LOSSES] + [DecoupledLoss(proximal="interpolated")]
+VARIANTS = [CHANGED.get(kind) or kind() for kind in LOSSES] + [
+    DecoupledLoss(proximal="interpolated"),
+    VespoLoss(cap=1.2),
+]
 
 
 def config(loss, mode: str, **more) -> AlgorithmConfig:

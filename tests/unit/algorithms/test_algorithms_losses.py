@@ -137,6 +137,30 @@ def test_sapo_has_slope_one_at_the_anchor_and_flattens():
     assert slope == pytest.approx([-1, 1, -4 * sigmoid * (1 - sigmoid) * 3])
 
 
+def test_dro_pulls_back_with_the_log_ratio():
+    loss, slope, _ = evaluate(config.DroLoss(beta=0.5), terms([1, math.e, math.e**4], [2, 1, 2]))
+    assert loss == pytest.approx([2.0, 0.25 - 0.0, 4.0 - 6.0])
+    assert slope == pytest.approx([-2.0, 0.5 - 1, 0.0])
+
+
+def test_vespo_weighs_a_sample_by_the_product_of_its_ratios():
+    """Two samples: the ratios 2 and 1/2 multiply to 1, and 2 and 1 to 2."""
+    given = terms([2, 0.5, 2, 1], [1, 1, -1, -1], sample=[0, 0, 1, 1])
+    loss, slope, shares = evaluate(config.VespoLoss(), given)
+    down = 2**3 * math.exp(2 - 2 * 2)
+    assert shares["vespo/weight"] == pytest.approx([1, 1, down, down])
+    assert slope == pytest.approx([-1, -1, down, down])
+    assert loss == pytest.approx([1 - math.log(2), 1 + math.log(2), (math.log(2) - 1) * down, -down])
+
+
+def test_the_cap_of_vespo_bounds_each_tokens_ratio_to_the_engine():
+    """pi_old / mu is e^2 and e^-1, of which the first becomes 3."""
+    given = terms([1, 1], [1, 1], old=-1.0, rollout=[-3.0, 0.0])
+    _, slope, _ = evaluate(config.VespoLoss(cap=3.0), given)
+    w = 3 / math.e
+    assert slope == pytest.approx([-(w**2) * math.exp(3 - 3 * w)] * 2)
+
+
 @pytest.mark.parametrize("cfg", [config.ReinforceLoss(), config.GpgLoss()])
 def test_reinforce(cfg):
     loss, slope, _ = evaluate(cfg, terms([1, 1], [2, -1], old=-3.0))
@@ -222,7 +246,7 @@ def test_a_ratio_of_a_billion_stays_finite(cfg, ratio, advantage):
     loss, slope, _ = evaluate(cfg, terms([ratio], [advantage], selected=[True], old=-30.0))
     assert math.isfinite(loss[0]) and math.isfinite(slope[0])
     if advantage == 0:
-        assert (loss[0], slope[0]) == (0, 0) or cfg.kind in ("kl_cov", "function")  # these have a penalty
+        assert (loss[0], slope[0]) == (0, 0) or cfg.kind in ("kl_cov", "function", "dro")  # these have a penalty
 
 
 def no_tuple(given: Terms):

@@ -171,7 +171,7 @@ def test_a_loss_around_the_engine_needs_no_old_log_probs_and_reports_the_mismatc
     assert metrics["mismatch/k3"] == pytest.approx((math.exp(-0.1) - 0.9 + math.exp(0.3) - 1.3) / 2)
 
 
-@pytest.mark.parametrize("kind", ["dual_clip", "gspo", "gmpo", "cispo", "sapo"])
+@pytest.mark.parametrize("kind", ["dual_clip", "gspo", "gmpo", "cispo", "sapo", "dro"])
 def test_around_the_engine_a_loss_is_what_it_is_around_an_old_policy_that_sampled(kind):
     """Ratios to the engine on both sides of all clips; pi_old, which has no effect, is somewhere else."""
     engine, ratios = [-1.0, -2.0, -1.5, -3.0, -0.5], real([2.0, 1.1, 0.3, 0.9, 6.0])
@@ -314,7 +314,9 @@ WHOLE = [
     {"top_entropy_share": 0.5},
     {"correction": {"weight": {"normalise": True}}},
 ]
-OWN = [{"loss": {"kind": kind}} for kind in ("dual_clip", "gspo", "gmpo", "cispo", "sapo", "reinforce", "gpg")] + [
+OWN = [
+    {"loss": {"kind": kind}} for kind in ("dual_clip", "gspo", "gmpo", "cispo", "sapo", "dro", "reinforce", "gpg")
+] + [
     {
         "correction": {
             "weight": {"level": level},

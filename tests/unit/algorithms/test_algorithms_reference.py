@@ -52,6 +52,15 @@ def token_loss(cfg, token, sample, chosen) -> torch.Tensor:
         case "sapo":
             tau = cfg.tau_pos if a > 0 else cfg.tau_neg
             return -a * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+        case "dro":
+            return -a * logp + cfg.beta * (logp - old) ** 2 / 2
+        case "vespo":
+            w = 1.0
+            for t in sample:
+                behaviour = math.exp(t["old"] - t["rollout"])
+                w *= math.exp(number(t["logp"]) - t["old"]) * min(behaviour, cfg.cap or math.inf)
+            k, lam = (cfg.k_pos, cfg.lambda_pos) if a >= 0 else (cfg.k_neg, cfg.lambda_neg)
+            return -math.exp(lam) * w**k * math.exp(-lam * w) * a * logp
         case "reinforce" | "gpg":
             return -a * logp
         case "clip_cov":

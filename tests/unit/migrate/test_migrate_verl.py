@@ -158,6 +158,11 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
         {"kind": "kl_cov", "share": 0.002, "coef": 0.1},
     ),
     ((f"{ACTOR}.policy_loss.loss_mode=sapo",), "algorithm.loss", {"kind": "sapo", "tau_pos": 1.0, "tau_neg": 1.05}),
+    (
+        (f"{ACTOR}.policy_loss.loss_mode=dro", f"{ACTOR}.policy_loss.dro_beta=0.05"),
+        "algorithm.loss",
+        {"kind": "dro", "beta": 0.05},
+    ),
     ((), "algorithm.loss_agg_mode", "token-mean"),
     # verl's gspo averages answers with every loss_agg_mode
     ((f"{ACTOR}.policy_loss.loss_mode=gspo",), "algorithm.loss_agg_mode", "missing"),

@@ -283,7 +283,7 @@ FIELDS = "actor_rollout_ref.actor.megatron.override_transformer_config"
         ((f"{ACTOR}.optim.optimizer=muon",), "refused", "policy.optimizer.kind to muon"),
         ((f"{ACTOR}.optim.optimizer=muon", f"{ACTOR}.optim.muon_momentum=0.9"), "refused", "no such key"),
         ((f"{ACTOR}.megatron.qat.enable=True",), "refused", "not rounded during training"),
-        ((f"{ACTOR}.policy_loss.dro_beta=0.1",), "implied", "loss dro"),
+        ((f"{ACTOR}.policy_loss.dro_beta=0.1",), "implied", "loss_mode"),
         ((f"{ACTOR}.grad_clip=1.0",), "implied", "reads actor_rollout_ref.actor.optim.clip_grad"),
         ((f"{ROLLOUT}.response_length=1",), "refused", "engines read data.max_response_length"),
         ((f"{ROLLOUT}.max_model_len=100",), "refused", "one may have 1024 tokens"),

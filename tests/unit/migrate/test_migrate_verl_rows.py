@@ -37,6 +37,7 @@ READ_WITH = {
     r".*\.clip_cov_": f"{ACTOR}.policy_loss.loss_mode=clip_cov",
     r".*\.(kl_cov_ratio|ppo_kl_coef)": f"{ACTOR}.policy_loss.loss_mode=kl_cov",
     r".*\.tau_": f"{ACTOR}.policy_loss.loss_mode=sapo",
+    r".*\.dro_beta": f"{ACTOR}.policy_loss.loss_mode=dro",
     r".*actor\.clip_ratio$": f"{ACTOR}.clip_ratio_low=null",
     r".*actor\.loss_scale_factor": f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm",
     r".*\.rollout_is_": "algorithm.rollout_correction.rollout_is=token",
@@ -131,7 +132,7 @@ SAME_TRAINING = {
     "not read unless a key is set that is refused": r"""
         algorithm\.pf_ppo\.\w+|distillation\.(?!enabled).*|skip\.\w+\.(action|dump_dir|steps)|.*\.qat(\.(?!enable)\w+)?
         .*\.model\.mtp\.(?!enable$|enable_train)\w+|.*reward_manager\.module\.name|trainer\.v1\.(?!trainer_mode).*
-        .*\.router_replay\.(record|replay)_file|.*\.(calculate_sum_pi_squared|dro_beta)|trainer\.resume_from_path
+        .*\.router_replay\.(record|replay)_file|.*\.calculate_sum_pi_squared|trainer\.resume_from_path
     """,
     "of a critic": r"""
         critic\.(enable|loss_scale_factor)|critic\.model\.(tokenizer_path|custom_chat_template|lora\.merge)

@@ -54,7 +54,9 @@ def test_batches_are_those_of_trl(arguments, replicas, prompts, updates):
         ({"generation_batch_size": 12}, "generation_batch_size 12 is not a multiple of 8"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "not both"),
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_generations": 2}, "one must be a multiple"),
-        ({"loss_type": "vespo"}, "loss_type='vespo' is not known"),
+        ({"loss_type": "vespa"}, "loss_type='vespa' is not known"),
+        ({"loss_type": "vespo", "use_vllm": True}, "vllm_importance_sampling_mode='token_truncate'"),
+        ({"loss_type": "vespo", "off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold"),
         ({"loss_type": "cispo", "epsilon_high": 0.0}, "epsilon_high=0.0 with cispo is the largest weight itself"),
         (
             {"importance_sampling_level": "sequence", "delta": 2.0},
@@ -171,6 +173,12 @@ def test_steps_come_from_epochs_or_from_optimizer_steps():
         ({"loss_type": "cispo", "epsilon_high": 5.0}, {"kind": "cispo", "clip_ratio_high": 4.0}, "token-mean"),
         ({"loss_type": "cispo"}, {"kind": "cispo", "clip_ratio_high": -0.8}, "token-mean"),
         ({"loss_type": "sapo"}, {"kind": "sapo", "tau_neg": 1.05}, "seq-mean-token-mean"),
+        ({"loss_type": "vespo", "vespo_k_neg": 2.5}, {"kind": "vespo", "k_neg": 2.5, "cap": None}, "token-mean"),
+        (
+            {"loss_type": "vespo", "use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+            {"kind": "vespo", "lambda_pos": 3.0, "cap": 3.0},
+            "token-mean",
+        ),
         ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, {"kind": "gspo"}, "seq-mean-token-sum"),
     ],
 )
