@@ -141,7 +141,8 @@ def max_rl(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarray:
         )
     mean_G, *_ = group_statistics(rewards, group_of)
     advantages = grpo(rewards, group_of, "none")
-    return np.divide(advantages, mean_G[group_of], out=np.zeros_like(advantages), where=advantages != 0)
+    advantages[advantages != 0] /= mean_G[group_of][advantages != 0]
+    return advantages
 
 
 def grpo_passk(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:

@@ -99,9 +99,7 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "algorithm.loss: sapo", sapo_temperature_neg=1.05, sapo_temperature_pos=1.0),
     **_all("mapped", "algorithm.loss: vespo", vespo_k_pos=2.0, vespo_lambda_pos=3.0),
     **_all("mapped", "algorithm.loss: vespo", vespo_k_neg=3.0, vespo_lambda_neg=2.0),
-    **_all(
-        "mapped", "algorithm.loss: gspo, if it is `sequence`; not sapo, cispo, vespo", importance_sampling_level="token"
-    ),
+    **_all("mapped", "algorithm.loss: gspo, if `sequence`; not sapo, cispo, vespo", importance_sampling_level="token"),
     **_all("mapped", "rewards[].weight", reward_weights=None),
     **_all("mapped", "algorithm.adv_estimator: grpo, or gdpo", multi_objective_aggregation="sum_then_normalize"),
     **_all("mapped", "algorithm.adv_estimator.std; 1e-6 is added to it, in TRL 1e-4", scale_rewards="group"),
