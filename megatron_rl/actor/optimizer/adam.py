@@ -21,19 +21,15 @@ from megatron_rl.config.optimizer import ADAM_MOMENTS
 class AdamOptimizer(Optimizer):
     """Adam, whose state is on the rank's device, in fp32."""
 
-    def _apply(self) -> list[Norms]:
+    def _apply(self, norms: Mapping[int, Norms]) -> None:
         succeeded = self.megatron.step_with_ready_grads()
         assert succeeded, "Megatron skips a step only because of loss scaling, which is not used"
-        found = []
         for inner in self.megatron.chained_optimizers:
-            norms = Norms(inner)
             for interval in intervals(inner):
                 state = inner.optimizer.state[interval.main]
-                if ADAM_MOMENTS[0] in state and norms.counts(interval):
+                if ADAM_MOMENTS[0] in state and norms[id(inner)].counts(interval):
                     group = inner.optimizer.param_groups[interval.group]
-                    norms.add(interval.main, last_step(interval.main, state, group, self.num_updates))
-            found.append(norms)
-        return found
+                    norms[id(inner)].add(interval.main, last_step(interval.main, state, group, self.num_updates))
 
     def _moments(self, inner: MegatronOptimizer, interval: Interval) -> dict[str, Tensor]:
         adam = inner.optimizer

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
@@ -29,14 +31,25 @@ from megatron_rl import spans
 from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.optimizer.intervals import COPY, Interval, IntervalState, intervals
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, Norms, belongs_to_head, gradient_square
+from megatron_rl.actor.optimizer.rounding import Dither
 from megatron_rl.actor.state import named_parameters
 from megatron_rl.config.policy import PolicyConfig
 
 
 class Optimizer(ABC):
-    """The optimizer of a rank."""
+    """The optimizer of a rank.
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> None:
+    Args:
+        dither: how weights in bfloat16 are rounded; None: to the nearest number.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        policy: PolicyConfig,
+        total_steps: int,
+        dither: Dither | None = None,
+    ) -> None:
         cfg = policy.optimizer
         rule = cfg.adam_rule
         ours = dict(
@@ -75,6 +88,7 @@ class Optimizer(ABC):
         self._decays_after = math.inf if cfg.schedule == "constant" else cfg.warmup_steps
         self.num_updates = 0
         self._names = {id(parameter): name for name, parameter in named_parameters(chunks)}
+        self._dither = dither
 
     def _set_rate(self) -> None:
         """Let Megatron's schedule set the learning rate of the update `num_updates`."""
@@ -139,22 +153,55 @@ class Optimizer(ABC):
             clipped = [interval.main for interval in every if belongs_to_head(interval.parameter) == of_head]
             if clip > 0 and clipped:
                 clip_grad_by_total_norm_fp32(clipped, max_norm=clip, total_norm=norm)
-        with spans.span("optimizer"):
-            found = self._apply()
+        norms = {id(inner): Norms(inner) for inner in self.megatron.chained_optimizers}
+        with spans.span("optimizer"), self._rounding(norms):
+            self._apply(norms)
         for interval in every:  # if the gradients are in bf16, these are copies in fp32
             interval.main.grad = None
         for chunk in self._chunks:
             if is_last and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        sums = [norms.sums() for norms in found]
+        sums = [one.sums() for one in norms.values()]
         parameter_square, update_square, num_rounded, num_changed = sum(sums[1:], start=sums[0]).tolist()
         changed = {"update_changed": num_changed / num_rounded} if num_rounded else {}
         norm = math.sqrt(parameter_square)
         return {"param_norm": norm, "update_ratio": math.sqrt(update_square) / norm, **changed}
 
     @abstractmethod
-    def _apply(self) -> list[Norms]:
-        """Do an update with the clipped gradients; returns norms whose sums add up to the whole model's."""
+    def _apply(self, norms: Mapping[int, Norms]) -> None:
+        """Do an update with the clipped gradients.
+
+        Args:
+            norms: by the identity of Megatron's optimizers; it adds what it changes to them.
+        """
+
+    @contextmanager
+    def _rounding(self, norms: Mapping[int, Norms]) -> Iterator[None]:
+        """Inside the block Megatron's optimizers call `_write` for what they update, where they would round to the
+        nearest number: after Adam's step, and before the data-parallel ranks gather the weights."""
+
+        def write(inner: MegatronOptimizer) -> None:
+            for interval in intervals(inner):
+                if interval.has_copy:
+                    self._write(interval, interval.start, interval.main.detach().view(-1), norms[id(inner)])
+
+        rounding = [one for one in self.megatron.chained_optimizers if not isinstance(one, FP32Optimizer)]
+        for inner in rounding:
+            inner._copy_main_params_to_model_params = partial(write, inner)
+        try:
+            yield
+        finally:
+            for inner in rounding:  # otherwise the optimizer and its groups would hold each other for ever
+                del inner._copy_main_params_to_model_params
+
+    def _write(self, interval: Interval, start: int, copy_N: Tensor, norms: Norms) -> None:
+        """Round a part of an interval's fp32 copy, which begins at `start` of the parameter, into the weights."""
+        weights_N = interval.parameter.data.view(-1)[start : start + len(copy_N)]
+        name = self._names[id(interval.parameter)]
+        rounded_N = self._dither.rounded(copy_N, name, start) if self._dither else copy_N.to(weights_N.dtype)
+        if norms.counts(interval):
+            norms.count(weights_N, rounded_N)
+        weights_N.copy_(rounded_N)
 
     @abstractmethod
     def _moments(self, inner: MegatronOptimizer, interval: Interval) -> dict[str, Tensor]:

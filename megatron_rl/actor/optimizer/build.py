@@ -6,13 +6,17 @@ from collections.abc import Sequence
 
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_rl.actor import platform
 from megatron_rl.actor.optimizer.adam import AdamOptimizer
 from megatron_rl.actor.optimizer.base import Optimizer
 from megatron_rl.actor.optimizer.matrices import Place
 from megatron_rl.actor.optimizer.muon import MuonOptimizer
+from megatron_rl.actor.optimizer.rounding import Dither
 from megatron_rl.actor.optimizer.streaming import StreamedAdam
+from megatron_rl.actor.state import named_parameters
 from megatron_rl.config.optimizer import MuonConfig
 from megatron_rl.config.policy import PolicyConfig
+from megatron_rl.layout import megatron_shards
 
 
 def build_optimizer(
@@ -28,7 +32,11 @@ def build_optimizer(
     Raises:
         ValueError: a setting of `policy.megatron.optimizer` is unknown or refused.
     """
+    dither = None
+    if chunks[0].config.bf16 and policy.optimizer.rounding == "dithered":
+        live = {name: tuple(parameter.shape) for name, parameter in named_parameters(chunks)}
+        dither = Dither(megatron_shards(*place), live, platform.device())
     if isinstance(policy.optimizer, MuonConfig):
-        return MuonOptimizer(chunks, policy, total_steps, place)
+        return MuonOptimizer(chunks, policy, total_steps, place, dither)
     kind = StreamedAdam if policy.optimizer.is_streamed else AdamOptimizer
-    return kind(chunks, policy, total_steps)
+    return kind(chunks, policy, total_steps, dither)

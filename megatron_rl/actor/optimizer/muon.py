@@ -18,7 +18,7 @@ layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -29,6 +29,7 @@ from megatron_rl.actor.optimizer.adam import AdamOptimizer
 from megatron_rl.actor.optimizer.intervals import Interval
 from megatron_rl.actor.optimizer.matrices import Place, SplitParameter, split_parameters, transformed
 from megatron_rl.actor.optimizer.norms import Norms, sum_of_squares
+from megatron_rl.actor.optimizer.rounding import Dither
 from megatron_rl.config.optimizer import MUON_MOMENTS, MuonConfig
 from megatron_rl.config.policy import PolicyConfig
 
@@ -84,16 +85,20 @@ class MuonOptimizer(AdamOptimizer):
     """Muon, whose state is on the rank's device, in fp32."""
 
     def __init__(
-        self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int, place: Place
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        policy: PolicyConfig,
+        total_steps: int,
+        place: Place,
+        dither: Dither | None = None,
     ) -> None:
-        super().__init__(chunks, policy, total_steps)
+        super().__init__(chunks, policy, total_steps, dither)
         assert isinstance(policy.optimizer, MuonConfig)
         self._settings, self._rank = policy.optimizer, place.rank
         self._matrices = split_parameters(self.megatron.chained_optimizers, self._names, place)
         self._in_matrices = {id(split.interval.parameter) for split in self._matrices}
 
-    def _apply(self) -> list[Norms]:
-        of_matrices = {id(inner): Norms(inner) for inner in self.megatron.chained_optimizers}
+    def _apply(self, norms: Mapping[int, Norms]) -> None:
         for split, step in transformed(
             self._matrices, self._rank, self._direction, lambda direction_RC: scaled(direction_RC, self._settings)
         ):
@@ -102,10 +107,9 @@ class MuonOptimizer(AdamOptimizer):
             step = step.add(main.view(-1), alpha=group["weight_decay"]).mul_(group["lr"])
             main.view(-1).sub_(step)
             main.grad = None  # so that Megatron's Adam leaves it as it is
-            norms = of_matrices[id(split.inner)]
-            if norms.counts(split.interval):
-                norms.add(main, step)
-        return [*of_matrices.values(), *super()._apply()]
+            if norms[id(split.inner)].counts(split.interval):
+                norms[id(split.inner)].add(main, step)
+        super()._apply(norms)
 
     def _direction(self, split: SplitParameter) -> Tensor:
         gradient = split.interval.main.grad

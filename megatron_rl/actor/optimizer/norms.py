@@ -91,12 +91,14 @@ class Norms:
             value: float32: an interval that counts after the update, or a part of it.
             step: float32, as many: what the update has subtracted from it.
         """
-        value, step = value.view(-1), step.view(-1)  # Muon's steps are flat, and its weights are matrices
         for i, tensor in enumerate((value, step)):
             self._sums[i] += sum_of_squares([tensor])
-        if self._inner.config.bf16:
-            self._sums[2] += len(value)
-            self._sums[3] += (value.bfloat16() != (value + step).bfloat16()).sum()
+
+    def count(self, before: Tensor, after: Tensor) -> None:
+        """Count the weights of an interval that counts, or of a part of it, by their bits before and after the
+        update."""
+        self._sums[2] += len(before)
+        self._sums[3] += (before != after).sum()
 
     def sums(self) -> Tensor:
         """float64 [4]: the squares of both norms, the number of weights in bfloat16, and the number of changed ones,

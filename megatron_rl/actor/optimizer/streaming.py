@@ -13,7 +13,7 @@ copies are made. The CUDA path has not been run.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.optimizer.adam import AdamOptimizer, last_step, set_step
 from megatron_rl.actor.optimizer.intervals import COPY, Interval, IntervalState, intervals
 from megatron_rl.actor.optimizer.norms import Norms
+from megatron_rl.actor.optimizer.rounding import Dither
 from megatron_rl.config.optimizer import ADAM_MOMENTS, IN_FLIGHT, PIECE_ELEMENTS, AdamConfig
 from megatron_rl.config.policy import PolicyConfig
 
@@ -95,9 +96,15 @@ class StreamedAdam(AdamOptimizer):
     """Adam whose state is kept between updates in pinned memory of the host (`policy.optimizer.offload`), in
     bfloat16 (`policy.optimizer.moments`), or both."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        policy: PolicyConfig,
+        total_steps: int,
+        dither: Dither | None = None,
+    ) -> None:
         with _NoCopies():
-            super().__init__(chunks, policy, total_steps)
+            super().__init__(chunks, policy, total_steps, dither)
         assert isinstance(policy.optimizer, AdamConfig)
         self._offloads = policy.optimizer.offload
         self._dtype = getattr(torch, policy.optimizer.moments)
@@ -145,16 +152,12 @@ class StreamedAdam(AdamOptimizer):
             for piece in pieces:
                 yield from ((piece, segment) for segment in piece.segments)
 
-    def _apply(self) -> list[Norms]:
-        found = []
+    def _apply(self, norms: Mapping[int, Norms]) -> None:
         for inner, pieces in self._pieces:
-            norms = Norms(inner)
-            self._stream(inner, pieces, norms)
-            found.append(norms)
+            self._stream(inner, pieces, norms[id(inner)])
         for chunk in self._chunks:
             if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
-        return found
 
     def _stream(self, inner: MegatronOptimizer, pieces: Sequence[StatePiece], norms: Norms) -> None:
         if not self._offloads:
@@ -202,7 +205,7 @@ class StreamedAdam(AdamOptimizer):
         adam.step()
         for segment, value, state in updated:
             if segment.interval.has_copy:
-                segment.weights.copy_(value)
+                self._write(segment.interval, segment.start, value, norms)
             if norms.counts(segment.interval):
                 settings = adam.param_groups[segment.interval.group]
                 norms.add(value, last_step(value, state, settings, self.num_updates))
