@@ -48,6 +48,8 @@ class Health:
                 del self._rules["no_calls"]
             if config.algorithm.is_around_engine:  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
+            if config.policy.optimizer.rounding == "dithered":  # even the smallest update moves the mean of the weights
+                del self._rules["still_weights"]
         longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)
         self._history: deque[Metrics] = deque(sink.recorded(longest), maxlen=longest)
         self._told: dict[HealthRule, int] = {}
@@ -233,8 +235,8 @@ def still_weights(history: History) -> str:
         return ""
     return (
         f"an update gives {share:.2%} of the weights other bits in bfloat16, and the mean reward has not risen in the "
-        f"last {len(rewards)} steps: the policy that answers hardly moves. Raise policy.optimizer.lr, or train with "
-        "model.dtype=float32"
+        f"last {len(rewards)} steps: the policy that answers hardly moves. Set policy.optimizer.rounding to "
+        "dithered, or raise policy.optimizer.lr"
     )
 
 

@@ -43,13 +43,14 @@ class Screen:
 TOOLS = {"thinking": None, "environment": {"kind": "tools", "paths": ["my_tools.py:multiply"]}}
 
 
-def config(max_lag=2, anchor="old", checkpoint=None, rollout=TOOLS):
+def config(max_lag=2, anchor="old", checkpoint=None, rollout=TOOLS, rounding="nearest"):
     return validate(
         GrpoRunConfig,
         {
             "run": {"name": "x", "steps": 9},
             "model": {"path": "m"},
             "data": {"train": "r.jsonl"},
+            "policy": {"optimizer": {"rounding": rounding}},
             "rollout": {"max_lag": max_lag, **rollout},
             "checkpoint": checkpoint or {},
             **({} if anchor == "old" else {"algorithm": {"loss": {"kind": "dppo_tv"}, "correction": None}}),
@@ -130,6 +131,7 @@ def test_weights_that_stand_still_while_the_reward_does():
     assert rule == "still_weights" and "gives 0.40% of the weights other bits in bfloat16" in message
     assert run([one | {"reward/mean": 0.4 + 0.01 * s} for s, one in enumerate(still)])[0] == [], "it learns"
     assert run([one | {"update_changed": 0.03} for one in still])[0] == []
+    assert run(still, rounding="dithered")[0] == [], "the mean of the weights moves"
 
 
 def test_a_held_out_accuracy_that_falls_below_its_interval():
