@@ -56,7 +56,7 @@ the same: adapters of PEFT
 different: dropout of adapters, which is left out with a warning
     train_with_liger_grpo_kernel_and_peft
 the same: vLLM, kernels and other engines
-    train_vllm train_vllm_importance_sampling_correction train_with_liger_grpo_kernel
+    train_vllm train_vllm_importance_sampling_correction train_with_liger_grpo_kernel train_with_cast_lm_head_to_fp32
     liger_grpo_kernel_importance_sampling train_with_transformers_continuous_batching
 the same: functions as tools
     train_with_tools train_with_tools_async train_with_malformed_tool_calls
@@ -78,8 +78,8 @@ refused: other distributions than the model's: top_p, beams, a grammar
     train_with_generation_kwargs train_vllm_structured_outputs
 refused: other weights than the adapters' that train, or adapters on single parameters
     liger_kernel_with_peft_modules_to_save_lm_head_allowed train_vllm_and_peft train_moe_peft_model
-refused: code in a model's folder, an fp32 head, a reference that moves
-    trust_remote_code train_with_cast_lm_head_to_fp32 train_with_sync_ref_model
+refused: code in a model's folder, a reference that moves
+    trust_remote_code train_with_sync_ref_model
 internal: parts of TRL's own classes and of transformers
     continuous_batching_contract_1 continuous_batching_contract_2 continuous_batching_contract_3
     continuous_batching_contract_4 compute_liger_loss_passes_vllm_is_ratio entropy_bonus_flows_gradients

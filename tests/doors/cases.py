@@ -85,7 +85,7 @@ MODELS = [
     _case("train_with_num_generations_eval", EVAL | {"num_generations_eval": 1}, **KEEPS),
     _case("train_eval_on_start", EVAL | {"loss_type": "grpo", "eval_on_start": True}, **KEEPS),
     _case("trust_remote_code", {"trust_remote_code": True}, refused="the code of a model folder is not run"),
-    _case("train_with_cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}, refused="cast_lm_head_to_fp32=True"),
+    _case("train_with_cast_lm_head_to_fp32", {"cast_lm_head_to_fp32": True}),
     _case("train_with_sync_ref_model", {"beta": 0.1, "sync_ref_model": True}, refused="sync_ref_model=True"),
     _case("vlm_training", quantization_config=BitsAndBytesConfig(load_in_4bit=True), refused="quantization_config"),
     _case("train_with_liger_grpo_kernel", {"use_liger_kernel": True}, of="llama", model="llama", **KEEPS),
