@@ -91,7 +91,7 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     and what `policy.multi_token` says of its multi-token head: nothing, the head as it was, or as it is now. All ranks
     must call this together. The folder is complete or absent."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape.base
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
+    dtype = getattr(torch, actor.spec.model.dtype)
     files = hub_files(shape, dtype)
     head: list[list[TargetTensor]] = []
     keeps = None

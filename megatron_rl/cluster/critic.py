@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megatron_rl import spans
+from megatron_rl.algorithms.passes import SKIPPED
 from megatron_rl.cluster.payloads import fetch_numbers
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.types import Epochs, Metrics, Share, TokenNumbers
@@ -51,6 +53,7 @@ class CriticRank(MegatronRank):
         start = time.perf_counter()
         with spans.span("updates"):
             metrics = [self.actor.update(minibatch, {}, epoch) for minibatch in range(num_updates)]
+            self.require_finite_weights()
         log.info("learned in %d updates, %.2f s", num_updates, time.perf_counter() - start)
         return metrics
 
@@ -89,10 +92,15 @@ class CriticGroup(RankGroup):
         """Wait until the updates are done.
 
         Returns:
-            How well the values predict the returns, and the metrics of each update.
+            How well the values predict the returns, and the metrics of each update; of updates of which some were
+            skipped (float16), the means.
 
         Raises:
             ValueError: a number is not finite. The weights are the ones before that update.
         """
         described, *epochs = [self._gather(calls, "to learn") for calls in self._learning]
-        return described, [update for epoch in epochs for update in epoch]
+        updates = [update for epoch in epochs for update in epoch]
+        if any(update.get(SKIPPED) for update in updates):
+            names = {name for update in updates for name in update}
+            updates = [{name: fmean([update[name] for update in updates if name in update]) for name in names}]
+        return described, updates

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from megatron_rl.algorithms import Coefficients, disagreement
-from megatron_rl.algorithms.passes import STOPPED
+from megatron_rl.algorithms.passes import SKIPPED, STOPPED
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.health.answers import UntrainedSteps
 from megatron_rl.loop.health.stragglers import Stragglers
@@ -52,7 +52,8 @@ class Updates:
             metrics |= describe_updates(made, coefficients)
             if len(shares.policy) > 1:
                 metrics |= self._describe_epochs(made, len(shares.policy[0][0].minibatches))
-            coefficients.adapt(metrics, int(planned["samples/active"]))
+            if any(not update.get(SKIPPED) for update in made):  # otherwise the policy is still the same
+                coefficients.adapt(metrics, int(planned["samples/active"]))
         if shares.num_updates > 1 and (lag := rollouts.metrics.get("lag/mean")):
             metrics["lag/updates"] = lag * shares.num_updates
         return metrics
@@ -82,10 +83,12 @@ OF_EPOCHS = ("ratio/mean", "ratio/max", "ratio/min", "pg_clipfrac", "ppo_kl", "m
 
 
 def together(updates: Sequence[Metrics]) -> Metrics:
-    """The largest of the metrics whose names end in `/max`, the smallest for `/min`, and the means of all others."""
+    """The largest of the metrics whose names end in `/max`, the smallest for `/min`, and the means of all others, over
+    the updates that have them: one that was skipped has no norms."""
     reduce = {"max": max, "min": min}
     return {
-        name: reduce.get(name.rpartition("/")[2], fmean)([update[name] for update in updates]) for name in updates[0]
+        name: reduce.get(name.rpartition("/")[2], fmean)([update[name] for update in updates if name in update])
+        for name in dict.fromkeys(name for update in updates for name in update)
     }
 
 

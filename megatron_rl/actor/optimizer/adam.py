@@ -23,7 +23,7 @@ class AdamOptimizer(Optimizer):
 
     def _apply(self) -> list[Norms]:
         succeeded = self.megatron.step_with_ready_grads()
-        assert succeeded, "Megatron skips a step only because of loss scaling, which is not used"
+        assert succeeded, "Megatron skips a step only because of its own loss scale, which is not used"
         found = []
         for inner in self.megatron.chained_optimizers:
             norms = Norms(inner)

@@ -67,7 +67,7 @@ def belongs_to_head(parameter: Parameter) -> bool:
 
 class Norms:
     """The L2 norms of the parameters and of the last update of one of Megatron's optimizers, and the number of weights
-    in bfloat16 whose bits the update has changed. Each rank adds up the parameters whose state it has."""
+    in bfloat16 or float16 whose bits the update has changed. Each rank adds up the parameters whose state it has."""
 
     def __init__(self, inner: MegatronOptimizer, of_head: bool = False) -> None:
         """
@@ -93,12 +93,12 @@ class Norms:
         """
         for i, tensor in enumerate((value, step)):
             self._sums[i] += sum_of_squares([tensor])
-        if self._inner.config.bf16:
+        if (dtype := self._inner.config.params_dtype) != torch.float32:
             self._sums[2] += len(value.view(-1))
-            self._sums[3] += (value.bfloat16() != (value + step).bfloat16()).sum()
+            self._sums[3] += (value.to(dtype) != (value + step).to(dtype)).sum()
 
     def sums(self) -> Tensor:
-        """float64 [4]: the squares of both norms, the number of weights in bfloat16, and the number of changed ones,
-        over all ranks. Collective: every rank must call it."""
+        """float64 [4]: the squares of both norms, the number of weights in bfloat16 or float16, and the number of
+        changed ones, over all ranks. Collective: every rank must call it."""
         dist.all_reduce(self._sums, group=self._inner.get_grad_stats_parallel_group())
         return self._sums
