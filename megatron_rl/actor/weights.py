@@ -80,7 +80,10 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
             fill(target, shards[name], source, maps)
             if not torch.isfinite(parameter).all():
                 stored = " and ".join(sorted({shard.hf_name for shard in shards[name]}))
-                raise ValueError(f"{folder}: {stored} has numbers that are not finite; take another copy of the model")
+                limit = ""
+                if parameter.dtype == torch.float16:
+                    limit = " in float16, which holds at most 65,504; set model.dtype to bfloat16 or float32, or"
+                raise ValueError(f"{folder}: {stored} has numbers that are not finite{limit or ';'} take another copy of the model")
     actor.weights_changed()
 
 

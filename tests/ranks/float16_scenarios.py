@@ -9,6 +9,7 @@ from megatron.core.utils import unwrap_model
 from scenarios import _error, begin, build, save
 
 from megatron_rl.actor.overflow import require_finite_weights
+from megatron_rl.actor.weights import load_weights
 
 
 def _state(actor) -> dict:
@@ -24,14 +25,15 @@ def _is_equal(one: dict, other: dict) -> bool:
 
 
 def updates(
-    rank, world_size, url, *, folder, samples, layout, num_updates, spoilt=(), checkpoint=None, resumed=False, **settings
+    rank, world_size, url, *, folder, samples, layout, steps, spoilt=(), checkpoint=None, resumed=False, **settings
 ):
-    """Updates on the same samples.
+    """Steps on the same samples.
 
     Args:
+        steps: the number of updates of each step.
         spoilt: the updates whose gradient of layer 1's output is infinite.
-        checkpoint: with `resumed`, what the first update continues; otherwise it is written after two updates, which
-            also restores the mirror of then after a third one, and does that one again.
+        checkpoint: with `resumed`, what the first step continues; otherwise it is written after the first step. Then
+            the mirror of that time is restored after one more update.
 
     Returns:
         (the metrics of each update, whether it has changed weights or optimizer, the state at the end, the number of
@@ -40,18 +42,22 @@ def updates(
     actor = build(rank, world_size, url, folder, layout, **settings)
     if resumed:
         actor.load(checkpoint)
-    begin(actor, samples, layout, num_updates)
     metrics, changed = [], []
-    for i in range(num_updates):
-        if checkpoint and not resumed and i == 2:
+    for step, num_updates in enumerate(steps):
+        if checkpoint and not resumed and step == 1:
             save(actor, checkpoint, {})
             mirror = actor.snapshot()
-            actor.update(i, {})
+            begin(actor, samples, layout, 1)
+            with _spoilt(actor):
+                actor.update(0, {})
+            actor.update(0, {})
             actor.restore(mirror)
-        before = _state(actor)
-        with _spoilt(actor) if i in spoilt else ExitStack():
-            metrics.append(actor.update(i, {}))
-        changed.append(not _is_equal(before, _state(actor)))
+        begin(actor, samples, layout, num_updates)
+        for i in range(num_updates):
+            before = _state(actor)
+            with _spoilt(actor) if len(metrics) in spoilt else ExitStack():
+                metrics.append(actor.update(i, {}))
+            changed.append(not _is_equal(before, _state(actor)))
     state = {key: tensor.float().numpy() for key, tensor in _state(actor).items()}
     made = actor.optimizer.num_updates
     actor.close()
@@ -88,5 +94,9 @@ def refused(rank, world_size, url, *, folder, samples, layout, spoilt=False, **s
     return error, changed
 
 
-def unloadable(rank, world_size, url, *, folder, layout):
-    return _error(lambda: build(rank, world_size, url, folder, layout).close())
+def unloadable(rank, world_size, url, *, folder, layout, weights):
+    """The error of loading weights into a model."""
+    actor = build(rank, world_size, url, folder, layout)
+    error = _error(lambda: load_weights(actor, weights))
+    actor.close()
+    return error
