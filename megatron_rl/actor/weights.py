@@ -83,7 +83,9 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
                 limit = ""
                 if parameter.dtype == torch.float16:
                     limit = " in float16, which holds at most 65,504; set model.dtype to bfloat16 or float32, or"
-                raise ValueError(f"{folder}: {stored} has numbers that are not finite{limit or ';'} take another copy of the model")
+                raise ValueError(
+                    f"{folder}: {stored} has numbers that are not finite{limit or ';'} take another copy of the model"
+                )
     actor.weights_changed()
 
 

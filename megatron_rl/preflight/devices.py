@@ -42,7 +42,14 @@ def faults_of_cpu_attention(config: BaseConfig, shape: ModelShape) -> list[str]:
     """The fault of a model whose attention vLLM cannot compute on CPUs. vLLM finds it in the first answer."""
     if not isinstance(config, GrpoRunConfig) or config.cluster.gpus_per_engine_rank:
         return []
-    if config.rollout.replay or config.rollout.backend or shape.latent or shape.head_dim in CPU_HEAD_DIMS:
+    if config.rollout.replay or config.rollout.backend:
+        return []
+    if shape.linear_layers and config.model.dtype != "bfloat16":
+        return [
+            f"model.dtype is {config.model.dtype}, and vLLM's linear attention on CPUs computes in bfloat16 alone; set "
+            "it to bfloat16, or run the engines on GPUs"
+        ]
+    if shape.latent or shape.head_dim in CPU_HEAD_DIMS:
         return []
     known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [

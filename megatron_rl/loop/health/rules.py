@@ -232,9 +232,21 @@ def still_weights(history: History) -> str:
     if fmean(rewards[-SETTLED:]) > fmean(rewards[:SETTLED]):
         return ""
     return (
-        f"an update gives {share:.2%} of the weights other bits in bfloat16, and the mean reward has not risen in the "
+        f"an update gives {share:.2%} of the weights other bits, and the mean reward has not risen in the "
         f"last {len(rewards)} steps: the policy that answers hardly moves. Raise policy.optimizer.lr, or train with "
         "model.dtype=float32"
+    )
+
+
+def skipped_updates(history: History) -> str:
+    values = [metrics.get("update_skipped", 0.0) for metrics in list(history)[-2 * SETTLED :]]
+    if sum(values) < SETTLED:
+        return ""
+    return (
+        f"{fmean(values):.0%} of the updates of the last {len(values)} steps were skipped, because gradients overflow "
+        f"float16; the loss scale is {history[-1].get('loss_scale', 0.0):g}. Begin with a lower one "
+        "(policy.megatron.optimizer.initial_loss_scale), look for answers of extreme reward, or set model.dtype to "
+        "bfloat16"
     )
 
 
@@ -312,6 +324,7 @@ RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "mismatch": mismatch,
     "ratio": ratio,
     "still_weights": still_weights,
+    "skipped_updates": skipped_updates,
     "untrained_tokens": untrained_tokens,
     "idle_engines": idle_engines,
     "memory": memory,
