@@ -43,7 +43,7 @@ class Updates:
         start = time.perf_counter()
         with self._sink.phase("update"):
             updates, of_critic = self._policy.update(coefficients.values)
-        metrics |= of_critic
+        metrics |= of_critic | self._lag_without_skipped(rollouts, step)
         made = [update for update in updates if STOPPED not in update]
         if made:  # a critic may learn alone at first
             seconds = (time.perf_counter() - start) * shares.num_updates / len(made)
@@ -54,9 +54,20 @@ class Updates:
                 metrics |= self._describe_epochs(made, len(shares.policy[0][0].minibatches))
             if any(not update.get(SKIPPED) for update in made):  # otherwise the policy is still the same
                 coefficients.adapt(metrics, int(planned["samples/active"]))
-        if shares.num_updates > 1 and (lag := rollouts.metrics.get("lag/mean")):
+        if shares.num_updates > 1 and (lag := metrics.get("lag/mean", rollouts.metrics.get("lag/mean"))):
             metrics["lag/updates"] = lag * shares.num_updates
         return metrics
+
+    def _lag_without_skipped(self, rollouts: Rollouts, step: int) -> Metrics:
+        """The lag of the answers without the steps whose updates were all skipped (float16), because the weights are
+        the same after them."""
+        if self._config.model.dtype != "float16" or "lag/mean" not in rollouts.metrics:
+            return {}
+        recorded = self._sink.recorded(self._config.rollout.max_lag)
+        skipped = [record["step"] for record in recorded if record.get(SKIPPED) == 1]
+        samples = [sample for group in rollouts.groups for sample in group.rollouts if sample.num_actions]
+        lags = [step - s.oldest_version - sum(s.oldest_version <= one < step for one in skipped) for s in samples]
+        return {"lag/mean": sum(lags) / max(1, len(lags)), "lag/max": float(max(lags, default=0))}
 
     def _describe_epochs(self, updates: Sequence[Metrics], per_epoch: int) -> Metrics:
         """The metrics of each epoch.

@@ -35,7 +35,7 @@ from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.critic import faults_of_critic
-from megatron_rl.preflight.devices import faults_of_cpu_attention, faults_of_device, faults_of_start_timeout
+from megatron_rl.preflight.devices import faults_of_device, faults_of_engine, faults_of_start_timeout
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
@@ -105,7 +105,7 @@ def preflight(
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
         faults += _positions(config, shape) + faults_of_adapters(config, shape)
-        faults += faults_of_start_timeout(config, shape) + faults_of_cpu_attention(config, shape)
+        faults += faults_of_start_timeout(config, shape) + faults_of_engine(config, shape)
         for note in notes_on_adapters(config):
             tell(note)
     if elsewhere:
