@@ -218,7 +218,6 @@ def test_terms_and_numbers_of_the_optimizer():
 @pytest.mark.parametrize(
     ("arguments", "dtype"),
     [
-        ({}, "auto"),
         ({"bf16": True}, "bfloat16"),
         ({"bf16": False}, "float32"),
         ({"fp16": True}, "float16"),
