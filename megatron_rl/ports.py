@@ -37,7 +37,7 @@ class Policy(Protocol):
 
     @property
     def num_changes(self) -> int:
-        """The number of optimizer steps that have begun to change weights since the process began."""
+        """The number of optimizer steps that have begun to change weights, or a loss scale, since the process began."""
 
     def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
         """The log-prob of all actions of each sample together, in nats and at temperature 1, under the present weights,

@@ -64,7 +64,7 @@ def export_adapters(actor: MegatronTrainer, folder: Path) -> None:
     """Write a folder that PEFT, transformers and vLLM load together with the base model. All ranks must call this. The
     folder is complete or absent."""
     shape = actor.spec.shape
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
+    dtype = getattr(torch, actor.spec.model.dtype)
     tensors = {name: HubTensor(extents, dtype) for name, extents in tensors_of(shape).items()}
     holders = find_holders(shape, actor.mesh, actor.fused_norms)
     with atomic_folder(Path(folder), actor.agreement) as temporary:

@@ -91,6 +91,8 @@ class State(NamedTuple):
     """The states of this rank's random generators; None if another mesh wrote the checkpoint."""
     extra: dict[str, Any]
     """JSON's types; of rank 0."""
+    loss_scale: Mapping[str, float] | None = None
+    """`LossScale.state`, of a model in float16."""
 
 
 class FromHub(NamedTuple):
@@ -231,7 +233,7 @@ class Saving:
         if stored and choice == "keep":
             head = head_tensors(stored, FAMILIES[shape.family], None)
             files[f"hf/{HEAD}"] = write_safetensors(self._temporary / "hf" / HEAD, head)
-        _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
+        _write_manifest(self._temporary, self._identity, self._state, files)
 
     def _remove(self) -> None:
         if self._agreement.rank == 0:
@@ -295,14 +297,15 @@ def _torch_dist_files(
     }
 
 
-def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: dict[str, Any]) -> None:
+def _write_manifest(folder: Path, identity: Identity, state: State, files: dict[str, Any]) -> None:
     training = {
         "format": FORMAT,
         "dtype": identity.dtype,
         "optimizer": identity.optimizer,
         "mesh": asdict(identity.mesh),
         "base": identity.base,
-        "num_updates": num_updates,
+        "num_updates": state.num_updates,
+        **({"loss_scale": state.loss_scale} if state.loss_scale else {}),
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
     text = manifest.describe(manifest.OPEN, identity.shape, None, True, files, training=training)
@@ -321,8 +324,7 @@ def load(
         shards: the shards of the rank's parameters.
 
     Raises:
-        ValueError: the folder is not a checkpoint or is damaged, or it is one of another model, dtype, format or
-            kind of optimizer.
+        ValueError: the folder is no checkpoint or damaged, or one of another model, dtype, format or kind of optimizer.
     """
     state = State(0, None, {})
     with agreement.on_errors():
@@ -355,7 +357,7 @@ def _read_state(folder: Path, fields: dict[str, Any], identity: Identity, rank: 
             random = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path} is damaged: {first_line(error)}") from error
-    return State(training["num_updates"], random, manifest.read_json(folder / EXTRA))
+    return State(training["num_updates"], random, manifest.read_json(folder / EXTRA), training.get("loss_scale"))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

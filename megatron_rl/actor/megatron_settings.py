@@ -12,6 +12,7 @@ REFUSED = {
     "use_megatron_fsdp": "the weights are split as policy.parallel says",
     "use_custom_fsdp": "the weights are split as policy.parallel says",
     "num_distributed_optimizer_instances": "checkpoints split the optimizer's state over all data-parallel ranks",
+    "loss_scale": "the loss scale of float16 is dynamic; a min_loss_scale equal to initial_loss_scale keeps it",
     "use_precision_aware_optimizer": "policy.optimizer.moments does it, with every Adam and in every layout",
     "optimizer_cpu_offload": "policy.optimizer.offload does it, with every Adam and in every layout",
     **dict.fromkeys(

@@ -55,7 +55,7 @@ def uses_fused_layers(model: ModelConfig, shape: ModelShape, context: int) -> bo
         return False
     obstacle = obstacle_to_fused_layers(shape, context)
     if model.layers == "auto":
-        return platform.HAS_TRANSFORMER_ENGINE and model.dtype == "bfloat16" and obstacle is None
+        return platform.HAS_TRANSFORMER_ENGINE and model.dtype != "float32" and obstacle is None
     if not platform.HAS_TRANSFORMER_ENGINE:
         obstacle = "there is no GPU, or Transformer Engine is not installed"
     if obstacle:
@@ -70,7 +70,7 @@ def transformer_config(
     Args:
         switches: `policy.megatron.transformer`.
     """
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
+    dtype: torch.dtype = getattr(torch, model.dtype)
     family, mesh = FAMILIES[shape.family], parallel.mesh
     fused = uses_fused_layers(model, shape, mesh.context)
     ours = dict(
@@ -95,6 +95,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=mesh.tensor,
@@ -226,8 +227,8 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
 def build_model(
     shape: ModelShape, model: ModelConfig, policy: PolicyConfig, stage: int, adapting: Adapting | None = None
 ) -> list[DistributedDataParallel]:
-    """Build this rank's pipeline stage, wrapped for bf16 and data parallelism: one model for each virtual stage, in
-    order of depth."""
+    """Build this rank's pipeline stage, wrapped for its type and data parallelism: one model for each virtual stage,
+    in order of depth."""
     parallel = policy.parallel
     config = transformer_config(shape, model, parallel, policy.megatron.transformer)
     if parallel.context > 1 and platform.device().type != "cpu" and config.transformer_impl == "local":
@@ -282,7 +283,7 @@ def _build_chunk(
     gpt.to(platform.device())
     if adapting is not None:
         adapting.adapt(gpt, "" if number is None else f"chunk{number}.")
-    wrapped = Float16Module(config, gpt) if config.bf16 else gpt
+    wrapped = Float16Module(config, gpt) if config.bf16 or config.fp16 else gpt
     keep_biases_in_float32([gpt])
     keep_rates_in_float32(gpt)
     is_split = parallel.data * parallel.context > 1

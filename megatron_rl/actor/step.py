@@ -70,6 +70,7 @@ class Schedule:
         """This rank's part of the vocabulary, once a pass has needed it."""
         self.last = unwrap_model(self.chunks[-1])
         config = self.last.config
+        self._in_two_bytes = config.bf16 or config.fp16
         config.finalize_model_grads_func = finalize
         no_sync = [chunk.no_sync for chunk in self.chunks]
         config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -102,15 +103,15 @@ class Schedule:
         ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
             i = next(indices)
             batch = microbatches[i]
-            # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
-            extra = {"fp32_output": False} if self.last.config.bf16 else {}
+            # Hidden states keep their type, because the products with the output layer's rows run in it.
+            extra = {"fp32_output": False} if self._in_two_bytes else {}
             packed = packed_sequences(
                 batch.lengths_S,
                 self.shape,
                 self.fused,
                 self.context,
                 batch.shared,
-                varlen=platform.HAS_CUDA and self.last.config.bf16,
+                varlen=platform.HAS_CUDA and self._in_two_bytes,
             )
             if self.shape.experts is not None:
                 packed.routed = self._routed(batch)

@@ -11,7 +11,8 @@ Shape letters: T packed tokens of a micro-batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ from megatron_rl.actor.moe.router import (
 from megatron_rl.actor.multi_token import HeadLoss, copy_embedding
 from megatron_rl.actor.optimizer.build import build_optimizer
 from megatron_rl.actor.optimizer.matrices import Place
-from megatron_rl.actor.optimizer.norms import LARGEST_NORM, sum_of_squares
+from megatron_rl.actor.optimizer.norms import LARGEST_NORM
+from megatron_rl.actor.overflow import describe_gradients, reduce_or_locate
 from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, multiplicity
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.rows import EpochRows
@@ -52,7 +54,7 @@ from megatron_rl.actor.step import Schedule
 from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
-from megatron_rl.algorithms.passes import STOPPED, Column
+from megatron_rl.algorithms.passes import SKIPPED, STOPPED, Column
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.layout.peft import base_digest
 from megatron_rl.types import Metrics, Phase, Share
@@ -136,7 +138,7 @@ class MegatronTrainer:
         return state.local_parameters(self.chunks)
 
     def weights_changed(self) -> None:
-        """Update the optimizer's fp32 copies of bf16 weights. Call this after writing to `parameters()`."""
+        """Update the optimizer's fp32 copies of weights in two bytes. Call this after writing to `parameters()`."""
         with platform.running():
             self.optimizer.weights_changed()
 
@@ -193,7 +195,9 @@ class MegatronTrainer:
             `HeadLoss`; the norms are without it.
 
             If the objective stops the step before this update, no weight has changed, and STOPPED stands in the place
-            of the norms and `lr`.
+            of the norms and `lr`. For a model in float16 there are `loss_scale`, the scale of this update, and SKIPPED:
+            1 if the gradients have overflowed, so that nothing but the loss scale has changed, and the norms and `lr`
+            are missing.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
@@ -234,16 +238,21 @@ class MegatronTrainer:
                 reports = [*reports, *self._describe_experts(load_RE)]
             if has_auxiliary_losses:
                 reports = [*reports, describe_auxiliary_losses(self.chunks)]
-            metrics = self.agreement.reduce(reports, problems)
+            metrics = reduce_or_locate(self, reports, problems, microbatches)
             bound = None if self._is_changed else coefficients.get("max_mismatch")
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             if epoch and self.spec.objective.stops(metrics):
                 return metrics | {STOPPED: 1.0}
             grad_norm = self.optimizer.gradient_norm()
             head_norm = self.optimizer.head_gradient_norm() if head_loss else 0.0
+            scale = self.optimizer.loss_scale
+            in_force = {"loss_scale": scale.value, SKIPPED: 0.0} if scale else {}
             for norm in (grad_norm, head_norm):
                 if not norm <= LARGEST_NORM:  # or NaN; it is equal on all ranks, so all of them enter the collective
-                    self.agreement.require_none([_describe_gradients(self.chunks, norm, microbatches)])
+                    if scale and not scale.is_lowest and math.isfinite(metrics["loss"]):
+                        self.optimizer.skip()
+                        return {**metrics, **in_force, SKIPPED: 1.0}
+                    self.agreement.require_none([describe_gradients(self, norm, microbatches)])
             # The last stage's head needs the whole embedding after every update.
             is_last = minibatch == len(self.rows.minibatches) - 1 or head_loss is not None
             self._is_changed = True
@@ -252,7 +261,7 @@ class MegatronTrainer:
                 copy_embedding(self.chunks)
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
-        return {**metrics, "grad_norm": grad_norm, **norms, "lr": self.optimizer.lr}
+        return {**metrics, "grad_norm": grad_norm, **norms, "lr": self.optimizer.lr, **in_force}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is
@@ -263,7 +272,7 @@ class MegatronTrainer:
         """
         self.require("training")
         assert self._saving is None, "finish_save comes first"
-        now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra)
+        now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra, self.optimizer.scale_state())
         from_hub = checkpoint.FromHub(Path(self.spec.model.path), self.spec.multi_token)
         self._saving = Saving(Path(folder), self._identity(), self._state.parts(), now, from_hub, self.agreement)
 
@@ -291,7 +300,7 @@ class MegatronTrainer:
         """
         self.require("training")
         saved = checkpoint.load(Path(folder), self._identity(), self._state.targets(), self.shards, self.agreement)
-        self.optimizer.resume_at(saved.num_updates)
+        self.optimizer.resume_at(saved.num_updates, saved.loss_scale)
         if saved.random is not None:
             state.restore_random(saved.random)
         return saved.extra
@@ -378,16 +387,3 @@ class MegatronTrainer:
                 base = base_digest(model.weights or model.path) if self.rank == 0 else ""
             base = self.agreement.gather(base)[0]
         return Identity(self.spec.shape, model.dtype, self.spec.policy.optimizer.kind, self.mesh, base)
-
-
-def _describe_gradients(chunks: state.Chunks, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
-    """What is wrong with a gradient of this norm."""
-    parameters: Iterator[tuple[str, Any]] = state.trained_parameters(chunks)
-    broken = [name for name, p in parameters if not sum_of_squares([p.main_grad]) <= LARGEST_NORM**2]
-    where = f"first in {broken[0]}" if broken else "in other ranks' parameters"
-    names = [name for batch in microbatches for name in batch.names]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (
-        f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no weight was "
-        f"changed. Look at the rewards and log-probs of these samples, or lower the learning rate"
-    )

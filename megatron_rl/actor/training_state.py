@@ -74,6 +74,7 @@ class TrainingState:
             "weights": self.weights(),
             "optimizer": [held.tensors for held in self._optimizer.states()],
             "num_updates": self._optimizer.num_updates,
+            "loss_scale": self._optimizer.scale_state(),
             "random": state.random_state(),
         }
         torch.save(training_state, buffer)
@@ -87,5 +88,5 @@ class TrainingState:
         for tensors, values in zip(targets, [saved["weights"], *saved["optimizer"]], strict=True):
             for name, tensor in tensors.items():
                 tensor.copy_(values[name])
-        self._optimizer.resume_at(saved["num_updates"])
+        self._optimizer.resume_at(saved["num_updates"], saved["loss_scale"])
         state.restore_random(saved["random"])

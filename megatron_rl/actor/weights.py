@@ -80,7 +80,12 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
             fill(target, shards[name], source, maps)
             if not torch.isfinite(parameter).all():
                 stored = " and ".join(sorted({shard.hf_name for shard in shards[name]}))
-                raise ValueError(f"{folder}: {stored} has numbers that are not finite; take another copy of the model")
+                limit = ""
+                if parameter.dtype == torch.float16:
+                    limit = " in float16, which holds at most 65,504; set model.dtype to bfloat16 or float32, or"
+                raise ValueError(
+                    f"{folder}: {stored} has numbers that are not finite{limit or ';'} take another copy of the model"
+                )
     actor.weights_changed()
 
 
@@ -91,7 +96,7 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     and what `policy.multi_token` says of its multi-token head: nothing, the head as it was, or as it is now. All ranks
     must call this together. The folder is complete or absent."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape.base
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
+    dtype = getattr(torch, actor.spec.model.dtype)
     files = hub_files(shape, dtype)
     head: list[list[TargetTensor]] = []
     keeps = None

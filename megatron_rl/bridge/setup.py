@@ -37,7 +37,7 @@ class BridgeSetup:
     """Whether the trainer has Transformer Engine's fused layers."""
     engines: Engines
     dtype: str
-    """The dtype of messages and of the engine's weights: `float32` or `bfloat16`."""
+    """The dtype of messages and of the engine's weights: `float32`, `bfloat16` or `float16`."""
     host: str = ""
     """The address at which `join.host_store` listens."""
     port: int = 0

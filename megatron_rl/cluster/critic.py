@@ -53,6 +53,7 @@ class CriticRank(MegatronRank):
         start = time.perf_counter()
         with spans.span("updates"):
             metrics = [self.actor.update(minibatch, {}, epoch) for minibatch in range(num_updates)]
+            self.require_finite_weights()
         log.info("learned in %d updates, %.2f s", num_updates, time.perf_counter() - start)
         return metrics
 
@@ -100,5 +101,6 @@ class CriticGroup(RankGroup):
         """
         values, *epochs = [self._gather(calls, "to learn") for calls in self._learning]
         updates: list[Metrics] = [update for epoch in epochs for update in epoch]
-        means = {name: fmean([update[name] for update in updates]) for name in updates[0]}
+        names = {name: None for update in updates for name in update}  # a skipped update (float16) has fewer
+        means = {name: fmean([update[name] for update in updates if name in update]) for name in names}
         return {f"critic/{name}": value for name, value in (values | means).items()}

@@ -52,7 +52,7 @@ def _merge(arguments: Sequence[str] | None) -> None:
     parser.add_argument("target", type=Path, help="a folder that does not exist yet")
     parser.add_argument(
         "--dtype",
-        choices=["float32", "bfloat16"],
+        choices=["float32", "bfloat16", "float16"],
         help="convert the base model to this dtype first; with the run's model.dtype the result has the bits of its "
         "folder hf. By default each tensor keeps its own",
     )

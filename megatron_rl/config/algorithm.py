@@ -195,9 +195,9 @@ class AlgorithmConfig(Section):
     """When a step trains no further, although it has epochs left; null: it trains for all its epochs."""
     max_mismatch: Annotated[float, Field(gt=0)] | None = None
     """The run stops if the mean of |logp_old - logp_rollout| over the action tokens, in nats, exceeds this bound,
-    because the engine then does not hold the trainer's weights. null: 1e-3 for a float32 model; for a bfloat16 model
-    0.2 in the first step, and later four times the first step's value, but at least 0.02. Tiny models showed 2e-7 in
-    fp32 and 8e-3 in bf16 (one run)."""
+    because the engine then does not hold the trainer's weights. null: 1e-3 for a float32 model; for other models 0.2
+    in the first step, and later four times the first step's value, but at least 0.02. Tiny models showed 2e-7 in fp32
+    and 8e-3 in bf16 (one run)."""
 
     @property
     def num_updates(self) -> int:

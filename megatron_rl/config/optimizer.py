@@ -14,7 +14,7 @@ PIECE_ELEMENTS, IN_FLIGHT = 2**24, 3
 that are on the device at once: one arrives, one is updated, and one leaves."""
 
 ADAM_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-"""Megatron-Core's names of the parts of a parameter's state, without the fp32 copy of a bfloat16 parameter."""
+"""Megatron-Core's names of the parts of a parameter's state, without the fp32 copy of a parameter in two bytes."""
 
 
 def moments(kind: str, is_matrix: bool) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ class OptimizerConfig(Section):
 
     def wider_gradients(self, section: str, dtype: str) -> Iterator[str]:
         """What is wrong if weights of this data type cannot have these gradients."""
-        if self.gradients == "bfloat16" and dtype == "float32":
+        if self.gradients == "bfloat16" and dtype in ("float32", "float16"):
             yield f"{section}.optimizer.gradients: bfloat16 needs model.dtype: bfloat16; change one of them"
 
     @property

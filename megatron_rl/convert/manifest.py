@@ -34,8 +34,8 @@ NAME = MANIFEST
 HUB, OPEN, RANKS = "hub", "open", "ranks"
 WEIGHTS = "weights"
 """The kind of a tensor that is a part of the model. The other kinds are the parts of the optimizer's state, by
-Megatron-Core's names: `fp32_param` is the fp32 copy of a bf16 weight, and the names in `config.optimizer.moments` are
-Adam's moments and Muon's momentum."""
+Megatron-Core's names: `fp32_param` is the fp32 copy of a weight in two bytes, and the names in
+`config.optimizer.moments` are Adam's moments and Muon's momentum."""
 
 
 class _Tensor(BaseModel):
@@ -58,6 +58,7 @@ class _Training(BaseModel):
     mesh: dict[str, Any]
     base: str = ""
     num_updates: NonNegativeInt
+    loss_scale: dict[str, float] | None = None
 
 
 _FILES, _TRAINING = TypeAdapter(dict[str, _File]), TypeAdapter(_Training)
@@ -153,7 +154,7 @@ def has_part(fields: dict[str, Any], part: str, hf_name: str, num_dims: int) -> 
         return False  # and so it has no optimizer state
     if part in (*ADAM_MOMENTS, *MUON_MOMENTS):
         return part in moments(optimizer_kind(fields), is_matrix(hf_name, num_dims))
-    return not family.is_float32(hf_name)  # the fp32 copy of a bfloat16 parameter
+    return not family.is_float32(hf_name)  # the fp32 copy of a parameter in two bytes
 
 
 def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None:

@@ -29,7 +29,7 @@ def has_fused_layers(shape: ModelShape, model: ModelConfig, context: int) -> boo
     """Whether the layers on GPUs are Transformer Engine's, if it is installed (`actor.model.uses_fused_layers`)."""
     if model.layers != "auto":
         return model.layers == "transformer_engine"
-    return model.dtype == "bfloat16" and obstacle_to_fused_layers(shape, context) is None
+    return model.dtype != "float32" and obstacle_to_fused_layers(shape, context) is None
 
 
 def trains_fused(config: BaseConfig, shape: ModelShape, context: int) -> bool:
@@ -41,7 +41,7 @@ def attention_of(shape: ModelShape, dtype: str, *, fused: bool, on_gpus: bool) -
     """Who computes the attention of the layers."""
     if fused:
         return "Transformer Engine"
-    if on_gpus and dtype == "bfloat16":
+    if on_gpus and dtype != "float32":
         return "FlashAttention, one call for a row"
     masked = shape.sliding_layers or FAMILIES[shape.family].sinks
     return f"torch's, padded, with{'' if masked else 'out'} masks"

@@ -20,7 +20,7 @@ from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The bytes of a parameter of each dtype."""
 
 
@@ -104,12 +104,12 @@ class RankParameters:
 
 
 def state_width(dtype: str, optimizer: OptimizerConfig, is_matrix: bool) -> int:
-    """The bytes of a parameter's state between two updates: its moments, and an fp32 copy of a bf16 weight.
+    """The bytes of a parameter's state between two updates: its moments, and an fp32 copy of a weight in two bytes.
 
     Args:
         is_matrix: whether the parameter is in a matrix of a layer.
     """
-    return optimizer.moment_bytes(is_matrix) + (4 if dtype == "bfloat16" else 0)
+    return optimizer.moment_bytes(is_matrix) + (4 if BYTES[dtype] == 2 else 0)
 
 
 @lru_cache(maxsize=4096)

@@ -35,7 +35,7 @@ from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.critic import faults_of_critic
-from megatron_rl.preflight.devices import faults_of_cpu_attention, faults_of_device, faults_of_start_timeout
+from megatron_rl.preflight.devices import faults_of_device, faults_of_engine, faults_of_start_timeout
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
@@ -48,7 +48,7 @@ from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.reasoning_gym import missing_package
 
 MUCH_SLOWER = 4
-"""A bfloat16 product that takes this many times as long as a float32 product is reported."""
+"""A product in bfloat16 or float16 that takes this many times as long as one in float32 is reported."""
 
 
 def check_before_start(
@@ -105,7 +105,7 @@ def preflight(
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
         faults += _positions(config, shape) + faults_of_adapters(config, shape)
-        faults += faults_of_start_timeout(config, shape) + faults_of_cpu_attention(config, shape)
+        faults += faults_of_start_timeout(config, shape) + faults_of_engine(config, shape)
         for note in notes_on_adapters(config):
             tell(note)
     if elsewhere:
@@ -262,8 +262,9 @@ def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles
 
 
 def _compare_products(config: BaseConfig, tell: Tell) -> None:
-    """Tell it if this CPU needs much longer for a product in bfloat16 than in float32. A step would hardly end."""
-    if config.model.dtype != "bfloat16" or config.cluster.gpus_per_trainer > 0:
+    """Tell it if this CPU needs much longer for a product in the model's type than in float32. A step would hardly
+    end."""
+    if config.model.dtype == "float32" or config.cluster.gpus_per_trainer > 0:
         return
     import torch
 
@@ -275,14 +276,15 @@ def _compare_products(config: BaseConfig, tell: Tell) -> None:
         return time.perf_counter() - start
 
     # A layer's product, and its backward pass's two. Libraries have fast kernels for some of them.
-    types, forms, num_threads = (torch.bfloat16, torch.float32), range(3), torch.get_num_threads()
+    name, forms, num_threads = config.model.dtype, range(3), torch.get_num_threads()
+    types = (getattr(torch, name), torch.float32)
     torch.set_num_threads(1)  # threads wait for each other where other processes have the cores
     times = [max(min(seconds(dtype, form) for _ in range(3)) for form in forms) for dtype in types]
     torch.set_num_threads(num_threads)
     if times[0] > MUCH_SLOWER * times[1]:
         speeds = [2e-9 * 256**3 / time_s for time_s in times]
         tell(
-            f"model.dtype is bfloat16. This CPU multiplies such matrices at {speeds[0]:.1f} GFLOP/s, and at "
+            f"model.dtype is {name}. This CPU multiplies such matrices at {speeds[0]:.1f} GFLOP/s, and at "
             f"{speeds[1]:.0f} in float32: each step will take many times as long; remove model.dtype, or set float32"
         )
 

@@ -38,11 +38,26 @@ CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head dims of vLLM's attention on CPUs (0.32.0, `CPUAttentionBackend.get_supported_head_sizes`)."""
 
 
-def faults_of_cpu_attention(config: BaseConfig, shape: ModelShape) -> list[str]:
-    """The fault of a model whose attention vLLM cannot compute on CPUs. vLLM finds it in the first answer."""
-    if not isinstance(config, GrpoRunConfig) or config.cluster.gpus_per_engine_rank:
+def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """The fault of a model that vLLM cannot compute, or computes wrongly. vLLM does not tell it when it starts."""
+    if not isinstance(config, GrpoRunConfig) or config.rollout.replay or config.rollout.backend:
         return []
-    if config.rollout.replay or config.rollout.backend or shape.latent or shape.head_dim in CPU_HEAD_DIMS:
+    experts = shape.experts
+    if config.model.dtype == "float16" and shape.family in ("glm4_moe", "glm4_moe_lite") and experts:
+        # 0.32.0: `MoERunner` divides the shared experts' output by the factor, and these layers do not compensate it.
+        if experts.scaling_factor != 1 and experts.shared_ffn_size:
+            return [
+                f"model.dtype is float16, in which vLLM adds up the experts of {shape.family} with another factor than "
+                f"routed_scaling_factor {experts.scaling_factor:g}; set it to bfloat16"
+            ]
+    if config.cluster.gpus_per_engine_rank:
+        return []
+    if shape.linear_layers and config.model.dtype != "bfloat16":
+        return [
+            f"model.dtype is {config.model.dtype}, and vLLM's linear attention on CPUs computes in bfloat16 alone; set "
+            "it to bfloat16, or run the engines on GPUs"
+        ]
+    if shape.latent or shape.head_dim in CPU_HEAD_DIMS:
         return []
     known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [

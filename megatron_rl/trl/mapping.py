@@ -198,8 +198,14 @@ def _dtype(args: Any) -> str:
     rest = {name: value for name, value in options.items() if value not in (None, False)}
     if rest.pop("trust_remote_code", False):
         raise ValueError("GRPOConfig: model_init_kwargs: trust_remote_code: the code of a model folder is not run")
-    if rest or asked not in ("auto", "float32", "bfloat16"):
-        raise ValueError(f"GRPOConfig: model_init_kwargs has {rest or asked!r}; `dtype` may be float32 or bfloat16")
+    if rest or asked not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"GRPOConfig: model_init_kwargs has {rest or asked!r}; `dtype` may be float32, bfloat16, float16"
+        )
+    if args.fp16:
+        if args.bf16:
+            raise ValueError("GRPOConfig: fp16 and bf16 are both true; choose one of them")
+        return "float16"
     if args.bf16 is not None:
         return "bfloat16" if args.bf16 else "float32"
     return "auto" if asked == "float32" else asked

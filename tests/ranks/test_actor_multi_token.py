@@ -20,7 +20,7 @@ from test_actor_families import MODELS, write_models
 from transformers_models import open_model
 
 from megatron_rl.commands import export_checkpoint, hf_to_megatron, megatron_to_hf, verify_checkpoint
-from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import check_parameters, megatron_shards, read_shape
 from megatron_rl.loop.checkpoints import folder_name
 from megatron_rl.planning.activations import activations
@@ -147,12 +147,13 @@ def expected(wholes, heads, rows):
 def numbers(trainers, heads, rows):
     """By rank: metrics and, of rank 0, the gradient by names."""
 
-    def of(name: str, layout: str, choice: str, recompute: str = "none"):
+    def of(name: str, layout: str, choice: str, recompute: str = "none", dtype: str = "float32"):
         parallel = parse_layout(layout.removesuffix("-nosequence")) if layout else ParallelConfig()
         parallel = parallel.model_copy(update={"sequence": not layout.endswith("-nosequence")})
         shares = deal_rows(heads[name], parallel, rows, 2 if layout else 1)
-        model = ModelConfig(path=heads[name], dtype="float32", recompute=recompute)
-        policy = PolicyConfig(parallel=parallel, multi_token=choice)
+        model = ModelConfig(path=heads[name], dtype=dtype, recompute=recompute)
+        scale = MegatronConfig(optimizer={"initial_loss_scale": 2.0**10})
+        policy = PolicyConfig(parallel=parallel, multi_token=choice, megatron=scale)
         arguments = dict(folder=heads[name], model=model, policy=policy, shares=shares)
         return trainers.run("multi_token_scenarios.update_once", parallel.mesh.world_size, **arguments)
 
@@ -197,6 +198,16 @@ RECOMPUTED = [("deepseek_v3", "tp2"), ("glm4_moe", "cp2-ep2")]
 def test_every_layout_has_loss_and_gradient_of_the_formula(numbers, expected, name, layout):
     recompute = "full" if (name, layout) in RECOMPUTED else "none"
     check(name, numbers(name, layout, "train", recompute), expected(name))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name, layout", [("deepseek_v3", "pp2-dp2-ep2"), ("glm4_moe", "tp2")])
+def test_in_float16_its_gradient_has_the_loss_scale_too(numbers, expected, name, layout):
+    loss, _, gradient = expected(name)
+    (metrics, found), *_ = numbers(name, layout, "train", dtype="float16")
+    assert metrics["multi_token/loss"] == pytest.approx(loss, rel=1e-3)
+    for one, tensor in gradient.items():
+        assert relative(found[one], tensor) < 0.1, one  # of float16
 
 
 POLICY = (Layout(Mesh(tensor=2), num_microbatches=2), Layout(Mesh(pipeline=2, data=2, expert=2), num_microbatches=2))

@@ -160,6 +160,14 @@ FLEETS = {
     "sinks, TP2 and expert parallel": ("sinks", Engines(1, 2, expert_parallel=True)),
     "linear, TP1": ("linear", Engines(1, 1)),
     "linear, TP2": ("linear", Engines(1, 2)),
+    "dense, TP1, float16": ("dense", Engines(1, 1)),
+    "moe, TP2, float16": ("moe", Engines(1, 2)),
+    "post-norm, TP1, float16": ("post-norm", Engines(1, 1)),
+    "windows, TP1, float16": ("windows", Engines(1, 1)),
+    "latent, TP1, float16": ("latent", Engines(1, 1)),
+    "lite, TP1, float16": ("lite", Engines(1, 1)),
+    "glm, TP2, float16": ("glm", Engines(1, 2)),
+    "sinks, TP1, float16": ("sinks", Engines(1, 1)),
 }
 TP2_PP2, TP4, PP4 = Mesh(tensor=2, pipeline=2), Mesh(tensor=4), Mesh(pipeline=4)
 EP2_TP2 = Mesh(tensor=2, data=2, expert=2)
@@ -191,6 +199,10 @@ CASES = [
     ("sinks, TP2 and expert parallel", TP2_PP2, 1),
     ("linear, TP1", TP2_PP2, 1),
     ("linear, TP2", EP2_TP2, 1),
+    ("dense, TP1, float16", TP2_PP2, 1),
+    ("moe, TP2, float16", EP2_TP2, 1),
+    *((f"{model}, TP1, float16", TP2_PP2, 1) for model in ("post-norm", "windows", "latent", "lite", "sinks")),
+    ("glm, TP2, float16", EP2_TP2, 1),
 ]
 """(fleet, trainer, engines of the fleet that join), fleet by fleet: starting one is what takes long."""
 
@@ -229,6 +241,11 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {name: write_model(name, root / name) for name in MODELS}
 
 
+def dtype_of(name: str) -> str:
+    """The type of a fleet's weights, and of the trainers'."""
+    return "float16" if name.endswith("float16") else "float32"
+
+
 @pytest.fixture(scope="module")
 def fleet_of(folders):
     """The fleet of a name, the only one that runs."""
@@ -238,7 +255,7 @@ def fleet_of(folders):
         if name not in running:
             end()
             model, engines = FLEETS[name]
-            running[name] = Fleet(folders[model], engines, TEMPERATURE)
+            running[name] = Fleet(folders[model], engines, TEMPERATURE, dtype=dtype_of(name))
         return running[name]
 
     def end() -> None:
@@ -279,15 +296,16 @@ def check_held(fleet: Fleet, folder: Path, shape: ModelShape, engines: Engines) 
         assert not any(live_parameters.pop(name).any() for name in zeros), "the first rank has these biases"
         parameters = described(live_parameters, [name for name, _ in expected])
         assert parameters.keys() == {name for name, _ in expected}
-        needed += sum(value.nbytes for value in expected.values())
+        # vLLM has the routers of GLM in float32 beside a model in float16.
+        needed += sum(value.numel() * parameters[name].element_size() for (name, _), value in expected.items())
         for (name, box), value in expected.items():
             assert torch.equal(parameters[name][slices(box)].view(value.shape), value), (i, name)
     return needed
 
 
-def as_checkpoint(folder: Path, base: Path, mesh: Mesh, live: list[dict[str, Tensor]]) -> Path:
+def as_checkpoint(folder: Path, base: Path, mesh: Mesh, live: list[dict[str, Tensor]], dtype: str) -> Path:
     """The trainers' parameters in the tools' form for a mesh: the files of another model, with these bytes."""
-    carry_out(to_ranks(open_checkpoint(base), mesh, False, Options()), folder, 1, lambda num_bytes: None)
+    carry_out(to_ranks(open_checkpoint(base), mesh, False, Options(dtype)), folder, 1, lambda num_bytes: None)
     manifest = json.loads((folder / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
         if "tensors" not in entry:
@@ -323,9 +341,10 @@ def named(case: tuple[str, Mesh, int]) -> str:
     return f"{'-'.join([*axes, *(['whole'] if mesh.expert_tensor == 1 else [])])} to {num} of {name}"
 
 
-SILENT = ("linear, TP1", "linear, TP2")
-"""vLLM's linear attention generates nothing in fp32 on a CPU ("CPU GDN attention requires BF16."), so what these
-engines hold is compared, and not what they say."""
+SILENT = ("linear, TP1", "linear, TP2", "lite, TP1, float16", "glm, TP2, float16")
+"""vLLM's linear attention generates nothing in fp32 on a CPU ("CPU GDN attention requires BF16."), and in fp16 it
+computes GLM's mixtures with another factor (`preflight.devices`), so what these engines hold is compared, and not what
+they say."""
 
 
 def made_up() -> list[Tokens]:
@@ -340,14 +359,14 @@ ESSENTIAL = (("moe, TP2 and expert parallel", EP2_TP2_WHOLE, 1),)
 @pytest.mark.parametrize(("name", "mesh", "num"), cover.essential(CASES, *ESSENTIAL), ids=map(named, CASES))
 def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, versions, name, mesh, num, tmp_path):
     fleet, version, speaks = fleet_of(name), next(versions), name not in SILENT
-    shape = read_shape(fleet.folder)
+    shape, dtype = read_shape(fleet.folder), dtype_of(name)
     engines = replace(fleet.kind, num=num)
     setup = BridgeSetup(
         shape,
         mesh,
         False,
         engines,
-        "float32",
+        dtype,
         "127.0.0.1",
         store.port,
         epoch=version,
@@ -355,7 +374,7 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
         recorded=fleet.record(shape),
     )
     with ThreadPoolExecutor(1) as pool:
-        given = dict(folder=fleet.folder, layout=Layout(mesh), setup=setup, version=version)
+        given = dict(folder=fleet.folder, layout=Layout(mesh, dtype=dtype), setup=setup, version=version)
         training = pool.submit(trainers.run, "push_weights", mesh.world_size, **given)
         fleet.join(setup)
         fleet.receive(num, version)
@@ -364,7 +383,7 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
         store.set(f"samples {version}", pickle.dumps(samples))
         live, pushed, mismatch = zip(*training.result(), strict=True)
 
-    checkpoint = as_checkpoint(tmp_path / "ranks", fleet.folder, mesh, live)
+    checkpoint = as_checkpoint(tmp_path / "ranks", fleet.folder, mesh, live, dtype)
     carry_out(to_hub(open_checkpoint(checkpoint), Options()), tmp_path / "hub", 1, lambda num_bytes: None)
     needed = check_held(fleet, tmp_path / "hub", shape, engines)
     assert sum(push["bytes"] for push in pushed) == needed, "each byte once, to whom it belongs"
@@ -376,5 +395,6 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
         return
     assert sum(tokens.action_mask.sum() for tokens in answers) > 60 * num
     assert 0 < np.mean([np.exp(tokens.logp_rollout[tokens.action_mask]).mean() for tokens in answers]) < 0.9
-    assert max(ranks["mismatch/max_abs"] for ranks in mismatch) < 1e-5  # fp32; partial sums in another order
-    assert largest_mismatch(tmp_path / "hub", answers) < 1e-5
+    bound = 1e-5 if dtype == "float32" else 0.03  # partial sums in another order
+    assert max(ranks["mismatch/max_abs"] for ranks in mismatch) < bound
+    assert largest_mismatch(tmp_path / "hub", answers) < bound

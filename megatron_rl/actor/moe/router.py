@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -99,7 +100,8 @@ class Router(TopKRouter):
 
 
 class _Attached(torch.autograd.Function):
-    """Returns `x`, and adds `loss` to what is differentiated."""
+    """Returns `x`, and adds `loss`, times the loss scale, to what is differentiated. Megatron's schedule has set the
+    scale for the micro-batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, gradient.new_ones(())
+        return gradient, MoEAuxLossAutoScaler.main_loss_backward_scale.to(gradient.dtype).view(())
 
 
 def prepare_routers(gpt: GPTModel, replays: bool) -> None:

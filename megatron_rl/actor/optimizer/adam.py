@@ -23,7 +23,7 @@ class AdamOptimizer(Optimizer):
 
     def _apply(self, norms: Mapping[int, Norms]) -> None:
         succeeded = self.megatron.step_with_ready_grads()
-        assert succeeded, "Megatron skips a step only because of loss scaling, which is not used"
+        assert succeeded, "Megatron skips a step only because of its own loss scale, which is not used"
         for inner in self.megatron.chained_optimizers:
             for interval in intervals(inner):
                 state = inner.optimizer.state[interval.main]

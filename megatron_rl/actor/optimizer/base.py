@@ -30,6 +30,7 @@ from torch import Tensor
 from megatron_rl import spans
 from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.optimizer.intervals import COPY, Interval, IntervalState, intervals
+from megatron_rl.actor.optimizer.loss_scale import INITIAL, LossScale
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM, Norms, belongs_to_head, gradient_square
 from megatron_rl.actor.optimizer.rounding import Dither
 from megatron_rl.actor.state import named_parameters
@@ -63,15 +64,20 @@ class Optimizer(ABC):
             adam_eps=rule.eps,
             clip_grad=cfg.clip_grad,
             bf16=chunks[0].config.bf16,
+            fp16=chunks[0].config.fp16,
             params_dtype=chunks[0].config.params_dtype,
             use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         )
         self._chunks = chunks
-        self.megatron = get_megatron_optimizer(
-            build(MegatronOptimizerConfig, "optimizer", ours, policy.megatron.optimizer),
-            list(chunks),
-            use_gloo_process_groups=False,
-        )
+        defaults = {"initial_loss_scale": INITIAL}
+        settings = build(MegatronOptimizerConfig, "optimizer", ours, policy.megatron.optimizer, defaults)
+        self.megatron = get_megatron_optimizer(settings, list(chunks), use_gloo_process_groups=False)
+        self.loss_scale = LossScale.of(settings) if settings.fp16 else None
+        """None for a model in another type than float16."""
+        if self.loss_scale is not None:
+            chunks[0].config.grad_scale_func = self.loss_scale.scaled
+            for inner in self.megatron.chained_optimizers:
+                inner.grad_scaler = None  # Megatron's own scale
         self._scheduler = OptimizerParamScheduler(
             self.megatron,
             init_lr=0.0,
@@ -105,8 +111,12 @@ class Optimizer(ABC):
     def gradient_norm(self) -> float:
         """Hand the summed gradients to Megatron's optimizers, and return their global L2 norm, which is equal on every
         rank. A multi-token head's gradients are not in it. Collective: every rank must call it. Megatron itself adds
-        the squares in float32 (`norms.sum_of_squares`)."""
+        the squares in float32 (`norms.sum_of_squares`). The gradients of a model in float16 are divided by the loss
+        scale first."""
         self.megatron.prepare_grads()
+        if self.loss_scale is not None:
+            gradients = [interval.main.grad for interval in self._intervals() if interval.main.grad is not None]
+            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         return self._gradient_norm(of_head=False)
 
     @torch.no_grad()
@@ -117,6 +127,18 @@ class Optimizer(ABC):
     def _gradient_norm(self, of_head: bool) -> float:
         squares = [gradient_square(inner, of_head) for inner in self.megatron.chained_optimizers]
         return math.sqrt(sum(squares[1:], start=squares[0]))
+
+    def _intervals(self) -> Iterator[Interval]:
+        # Under expert parallelism Megatron has a separate optimizer for the experts.
+        return (interval for inner in self.megatron.chained_optimizers for interval in intervals(inner))
+
+    def skip(self) -> None:
+        """Do no update, because gradients of a model in float16 have overflowed. Weights, moments and the number of
+        updates stay, and the loss scale falls."""
+        assert self.loss_scale is not None
+        self.loss_scale.count(overflows=True)
+        for interval in self._intervals():
+            interval.main.grad = None
 
     def gradients(self) -> Iterator[tuple[str, int, Tensor]]:
         """After `gradient_norm`: the gradient of each interval that counts for the norm on this rank, with the
@@ -140,15 +162,15 @@ class Optimizer(ABC):
 
         Returns:
             `param_norm`, the global L2 norm of the parameters after the update; `update_ratio`, the norm of the update
-            divided by it; and for a bfloat16 model `update_changed`, the share of the weights that have other bits than
-            before. They are equal on every rank.
+            divided by it; and for a model in bfloat16 or float16 `update_changed`, the share of the weights that have
+            other bits than before. They are equal on every rank.
         """
         assert max(grad_norm, head_norm) <= LARGEST_NORM
         self.num_updates += 1
         self._set_rate()
-        clip = self.megatron.config.clip_grad
-        # Under expert parallelism Megatron has a separate optimizer for the experts.
-        every = [interval for inner in self.megatron.chained_optimizers for interval in intervals(inner)]
+        if self.loss_scale is not None:
+            self.loss_scale.count(overflows=False)
+        clip, every = self.megatron.config.clip_grad, list(self._intervals())
         for of_head, norm in ((False, grad_norm), (True, head_norm)):
             clipped = [interval.main for interval in every if belongs_to_head(interval.parameter) == of_head]
             if clip > 0 and clipped:
@@ -226,10 +248,19 @@ class Optimizer(ABC):
                     tensors[COPY] = interval.main.detach().view(-1)
                 yield IntervalState(self._names[id(interval.parameter)], interval.start, interval.stop, tensors)
 
-    def resume_at(self, num_updates: int) -> None:
+    def scale_state(self) -> dict[str, float] | None:
+        return None if self.loss_scale is None else self.loss_scale.state()
+
+    def resume_at(self, num_updates: int, scale: Mapping[str, float] | None) -> None:
         """Go on as after this number of updates, whose state has been written to `states()`. Learning rate and decay
-        follow this run's configuration at this number."""
+        follow this run's configuration at this number.
+
+        Args:
+            scale: what `scale_state` returned then.
+        """
         self.num_updates = num_updates
+        if self.loss_scale is not None and scale is not None:
+            self.loss_scale.restore(scale)
         self._set_rate()
         for inner in self.megatron.chained_optimizers:
             for interval in intervals(inner):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 COPY = "fp32_param"
-"""The name of the part of the state that is the fp32 copy of a bfloat16 parameter."""
+"""The name of the part of the state that is the fp32 copy of a parameter in bfloat16 or float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class IntervalState:
     start: int
     stop: int
     tensors: dict[str, Tensor]
-    """[stop - start]: what the kind keeps (`config.optimizer.moments`), and COPY if the parameter is bfloat16."""
+    """[stop - start]: what the kind keeps (`config.optimizer.moments`), and COPY unless the parameter is float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Interval:
     parameter: Parameter
     main: Tensor
     """float32, stop - start elements: what Megatron gives the gradient of the interval to. It is the parameter itself
-    or a view of it, or the fp32 copy of a bfloat16 one; with a streamed optimizer a placeholder of this copy."""
+    or a view of it, or the fp32 copy of one in two bytes; with a streamed optimizer a placeholder of this copy."""
     start: int
     stop: int
     group: int

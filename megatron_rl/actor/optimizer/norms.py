@@ -67,7 +67,7 @@ def belongs_to_head(parameter: Parameter) -> bool:
 
 class Norms:
     """The L2 norms of the parameters and of the last update of one of Megatron's optimizers, and the number of weights
-    in bfloat16 whose bits the update has changed. Each rank adds up the parameters whose state it has."""
+    in bfloat16 or float16 whose bits the update has changed. Each rank adds up the parameters whose state it has."""
 
     def __init__(self, inner: MegatronOptimizer, of_head: bool = False) -> None:
         """
@@ -101,7 +101,7 @@ class Norms:
         self._sums[3] += (before != after).sum()
 
     def sums(self) -> Tensor:
-        """float64 [4]: the squares of both norms, the number of weights in bfloat16, and the number of changed ones,
-        over all ranks. Collective: every rank must call it."""
+        """float64 [4]: the squares of both norms, the number of weights in bfloat16 or float16, and the number of
+        changed ones, over all ranks. Collective: every rank must call it."""
         dist.all_reduce(self._sums, group=self._inner.get_grad_stats_parallel_group())
         return self._sums

@@ -85,7 +85,7 @@ class Dither:
     def rounded(self, copy_N: Tensor, name: str, start: int) -> Tensor:
         """bfloat16 [N]: the weights of the flat interval of a parameter that begins at `start` (`round_up_above`)."""
         blocks, place = [], start
-        for block_B in copy_N.split(BLOCK_ELEMENTS):
+        for block_B in torch.split(copy_N, BLOCK_ELEMENTS):
             blocks.append(round_up_above(block_B, self.draws(name, place, len(block_B))))
             place += len(block_B)
         return torch.cat(blocks) if blocks else copy_N.bfloat16()

@@ -60,7 +60,7 @@ class StatePiece:
 
     segments: list[Segment]
     stored: dict[str, Tensor]
-    """[PIECE_ELEMENTS] at most: ADAM_MOMENTS, and COPY if the parameters are bfloat16, as they are between two
+    """[PIECE_ELEMENTS] at most: ADAM_MOMENTS, and COPY unless the parameters are float32, as they are between two
     updates."""
 
 
@@ -82,12 +82,12 @@ def cut(owned: Sequence[Interval], num_elements: int) -> Iterator[list[Segment]]
 
 
 class _NoCopies(TorchFunctionMode):
-    """Inside the block, `float()` of a bfloat16 tensor returns a placeholder of the same shape that needs the memory of
-    one number. Megatron makes its fp32 copies with this call, and here it only stores gradients on them. The real
-    copies are in `StatePiece.stored`."""
+    """Inside the block, `float()` of a tensor in bfloat16 or float16 returns a placeholder of the same shape that needs
+    the memory of one number. Megatron makes its fp32 copies with this call, and here it only stores gradients on them.
+    The real copies are in `StatePiece.stored`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float and args[0].dtype == torch.bfloat16:
+        if func is torch.Tensor.float and args[0].dtype in (torch.bfloat16, torch.float16):
             return args[0].new_zeros(1, dtype=torch.float32).expand(args[0].shape)
         return func(*args, **(kwargs or {}))
 

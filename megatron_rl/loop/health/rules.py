@@ -48,7 +48,8 @@ class Health:
                 del self._rules["no_calls"]
             if config.algorithm.is_around_engine:  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
-            if config.policy.optimizer.rounding == "dithered":  # even the smallest update moves the mean of the weights
+            dithers = config.policy.optimizer.rounding == "dithered" and config.model.dtype != "float16"
+            if dithers:  # even the smallest update moves the mean of the weights
                 del self._rules["still_weights"]
         longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)
         self._history: deque[Metrics] = deque(sink.recorded(longest), maxlen=longest)
@@ -234,9 +235,21 @@ def still_weights(history: History) -> str:
     if fmean(rewards[-SETTLED:]) > fmean(rewards[:SETTLED]):
         return ""
     return (
-        f"an update gives {share:.2%} of the weights other bits in bfloat16, and the mean reward has not risen in the "
+        f"an update gives {share:.2%} of the weights other bits, and the mean reward has not risen in the "
         f"last {len(rewards)} steps: the policy that answers hardly moves. Set policy.optimizer.rounding to "
         "dithered, or raise policy.optimizer.lr"
+    )
+
+
+def skipped_updates(history: History) -> str:
+    values = [metrics.get("update_skipped", 0.0) for metrics in list(history)[-2 * SETTLED :]]
+    if sum(values) < SETTLED:
+        return ""
+    return (
+        f"{fmean(values):.0%} of the updates of the last {len(values)} steps were skipped, because gradients overflow "
+        f"float16; the loss scale is {history[-1].get('loss_scale', 0.0):g}. Begin with a lower one "
+        "(policy.megatron.optimizer.initial_loss_scale), look for answers of extreme reward, or set model.dtype to "
+        "bfloat16"
     )
 
 
@@ -314,6 +327,7 @@ RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "mismatch": mismatch,
     "ratio": ratio,
     "still_weights": still_weights,
+    "skipped_updates": skipped_updates,
     "untrained_tokens": untrained_tokens,
     "idle_engines": idle_engines,
     "memory": memory,

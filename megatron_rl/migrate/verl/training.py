@@ -14,8 +14,9 @@ from megatron_rl.migrate.verl.settings import ACTOR, Meaning, Settings, implied,
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "torch.float32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "torch.float16"), "float16"),
 }
-SAME_TYPE = implied("computed in bfloat16, added in float32")
+SAME_TYPE = implied("computed in model.dtype, added in float32")
 DTYPE_OF = {"dp": "fsdp_config.dtype", "megatron": "megatron.dtype", "torchtitan": "torchtitan.dtype"}
 """verl's engines -> the actor's key of the type that its layers compute in. VeOmni has none."""
 SCHEDULES = {
@@ -126,7 +127,7 @@ def dtype(settings: Settings, key: str, value: Any) -> Meaning:
     """The type of the engine's weights, which is the trainer's too."""
     ours, theirs = DTYPES.get(value), trained_in(settings)
     if ours is None:
-        return refused("weights are bfloat16 or float32 here; choose one of them")
+        return refused("weights are bfloat16, float16 or float32 here; choose one of them")
     if ours != theirs and theirs in DTYPES:  # another one is refused by its own key
         why = f"trainer and engine have one type here, and verl's trainer computes in {theirs}; give both the same"
         return refused(why)
@@ -142,7 +143,7 @@ def trained_in(settings: Settings) -> str:
 def trainer_dtype(settings: Settings, key: str, value: Any) -> Meaning:
     ours, engines = DTYPES.get(value), "actor_rollout_ref.rollout.dtype"
     if ours is None:
-        return refused("training computes in bfloat16 or float32 here; choose one of them")
+        return refused("training computes in bfloat16, float16 or float32 here; choose one of them")
     if ours != DTYPES.get(settings[engines]):
         return refused(f"trainer and engine have one type here; give {engines} the same value")
     return implied(f"model.dtype is {ours}")
@@ -151,12 +152,12 @@ def trainer_dtype(settings: Settings, key: str, value: Any) -> Meaning:
 def weights_dtype(settings: Settings, key: str, value: Any) -> Meaning:
     """The type of the weights that verl's optimizer changes; here it has its own in float32."""
     ours = DTYPES.get(value)
-    if ours == "float32" or (ours == "bfloat16" and ".ref." in key):
+    if ours == "float32" or (ours is not None and ".ref." in key):
         return implied("the optimizer's weights are float32")
     if ours is None:
         return refused("the optimizer's weights are float32 here; remove the key")
     return mapped(
-        {"model.dtype": "bfloat16"},
+        {"model.dtype": ours},
         "the optimizer's own weights stay float32, so that small updates are not rounded away as in verl",
     )
 
@@ -164,7 +165,7 @@ def weights_dtype(settings: Settings, key: str, value: Any) -> Meaning:
 def mixed(settings: Settings, key: str, value: Any) -> Meaning:
     """The types of FSDP's mixed precision."""
     name, ours = key.rpartition(".")[2], DTYPES.get(value)
-    usual = {"param_dtype": "bfloat16", "output_dtype": "bfloat16"}.get(name, "float32")
+    usual = trained_in(settings) if name in ("param_dtype", "output_dtype") else "float32"
     if ours == usual or (".ref." in key and ours is not None):
         return SAME_TYPE
     if name == "reduce_dtype" and ours == "bfloat16":

@@ -18,6 +18,13 @@ EXPANDABLE = "cluster.environment={PYTORCH_ALLOC_CONF: 'max_split_size_mb:512, e
 CONFLICTS = [
     (["cluster.world_size=8", "policy.parallel={tensor: 2, context: 2}"], "needs 2 x 1 x 1 x 2 = 4 ranks"),
     (["balance.max_tokens_per_microbatch=31"], "is below the longest sample"),
+    *(
+        (
+            [f"model.dtype={dtype}", "policy.optimizer.gradients=bfloat16"],
+            "policy.optimizer.gradients: bfloat16 needs model.dtype: bfloat16",
+        )
+        for dtype in ("float16", "float32")
+    ),
     (["bridge.chains=2"], "bridge.chains is 2, but there are 1 engines"),
     (["rollout.samples_per_prompt=1"], "every grpo advantage would be 0"),
     (["algorithm.adv_estimator={kind: grpo_process}"], "needs rewards at single tokens"),

@@ -89,6 +89,7 @@ def test_a_healthy_run_is_told_nothing():
         ("mismatch", {"mismatch/mean_abs": 3e-3}, 1, "trainer and engine differ by 3.0e-03 nats"),
         ("ratio", {"on_policy/ratio_error": 0.2}, 1, "the ratio of the policy to itself differs from 1 by 0.2"),
         ("untrained_tokens", {"tokens/untrained": 0.001}, 1, "0.001 of the sampled tokens have embeddings that no"),
+        ("skipped_updates", {"update_skipped": 1.0}, 5, "50% of the updates of the last 10 steps were skipped"),
         ("lag", {"lag/mean": 2.0}, 5, "the answers are as old as rollout.max_lag = 2 allows"),
         ("no_calls", {"environment/tool_calls": 0.0}, 5, "no answer of the last 5 steps has called a tool"),
         ("idle_engines", {"rollout/idle": 0.9}, 5, "the engines have nothing to do for 90% of the time"),
@@ -128,7 +129,7 @@ def test_an_entropy_that_falls_without_a_gain():
 def test_weights_that_stand_still_while_the_reward_does():
     still = [HEALTHY | {"update_changed": 0.004, "reward/mean": 0.4 - 0.01 * (s % 2)} for s in range(20)]
     [(rule, message)] = run(still)[0]
-    assert rule == "still_weights" and "gives 0.40% of the weights other bits in bfloat16" in message
+    assert rule == "still_weights" and "gives 0.40% of the weights other bits, and" in message
     assert run([one | {"reward/mean": 0.4 + 0.01 * s} for s, one in enumerate(still)])[0] == [], "it learns"
     assert run([one | {"update_changed": 0.03} for one in still])[0] == []
     assert run(still, rounding="dithered")[0] == [], "the mean of the weights moves"

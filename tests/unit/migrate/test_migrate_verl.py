@@ -270,6 +270,8 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     ((), "cluster.colocate", True),
     ((), "rollout.gpu_memory_utilization", 0.5),
     ((), "model.dtype", "bfloat16"),
+    ((f"{ROLLOUT}.dtype=float16", f"{ACTOR}.fsdp_config.dtype=float16"), "model.dtype", "float16"),
+    ((*MEGATRON, f"{ROLLOUT}.dtype=float16", f"{ACTOR}.megatron.dtype=float16"), "model.dtype", "float16"),
     # rows, rewards, evaluations, steps, folders
     (("data.filter_overlong_prompts=True",), "data.on_bad_row", "skip"),
     ((), "data.on_bad_row", "fail"),
@@ -320,6 +322,7 @@ def test_the_numbers(overrides, key, expected):
         (f"{ROLLOUT}.val_kwargs.temperature=0.6", "left out", "as training does, with temperature 1.0"),
         (f"{ROLLOUT}.tensor_model_parallel_size=16", "mapped", "in one node"),
         (f"{ROLLOUT}.n=1", "refused", "use 2 or more"),
+        (f"{ROLLOUT}.dtype=float16", "refused", "verl's trainer computes in bfloat16; give both the same"),
         ("trainer.test_freq=False", "mapped", "after the last one"),
         (f"{ROLLOUT}.name=sglang", "left out", "vLLM answers"),
         (f"{MODEL}.lora_rank=0", "implied", "all weights"),

@@ -163,6 +163,7 @@ def test_the_state_of_muon_by_hand():
     # A copy and one momentum of a matrix; a copy and two moments of all else. Without bf16 there is no copy.
     assert held.state_bytes(mesh, "bfloat16", muon) == (2 * matrices * 8 + others * 12) / 4
     assert held.state_bytes(mesh, "float32", muon) == (2 * matrices * 4 + others * 8) / 4
+    assert held.state_bytes(mesh, "float16", muon) == held.state_bytes(mesh, "bfloat16", muon)
     assert checkpoint_bytes(shape, "bfloat16", muon) == 2 * matrices * 10 + others * 14
     assert checkpoint_bytes(shape, "bfloat16") == (2 * matrices + others) * 14
 

@@ -976,6 +976,21 @@ def test_a_head_dim_that_vllm_cannot_compute_on_a_cpu_is_refused(home):
         assert not any("head dim" in one for one in faults(elsewhere))
 
 
+def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused():
+    glm, linear = (read_shape(CONFIGS / f"{name}.json") for name in ("GLM-4.6", "Qwen3-Next-80B-A3B-Instruct"))
+    on_gpus = {"cluster__gpus_per_trainer": 1, "cluster__gpus_per_engine_rank": 1}
+    [fault] = devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), glm)
+    assert fault.startswith("model.dtype is float16, in which vLLM") and "routed_scaling_factor 2.5" in fault
+    assert devices.faults_of_engine(grpo(model__dtype="bfloat16", **on_gpus), glm) == []
+    plain = replace(glm, experts=replace(glm.experts, scaling_factor=1.0))
+    assert devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), plain) == []
+    for dtype in ("float16", "float32"):
+        [fault] = devices.faults_of_engine(grpo(model__dtype=dtype), linear)
+        assert fault.startswith(f"model.dtype is {dtype}, and vLLM's linear attention on CPUs")
+    assert devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), linear) == []
+    assert devices.faults_of_engine(grpo(model__dtype="float16", rollout__backend="my_rewards:short"), linear) == []
+
+
 def test_a_clone_whose_metadata_is_missing_is_named_before_a_run(home, monkeypatch):
     """As on PYTHONPATH alone: vLLM's processes would not find the bridge."""
     assert faults(grpo()) == []
@@ -1017,12 +1032,13 @@ def test_training_needs_the_full_distribution(home):
     assert faults(grpo(rollout__sampling={"temperature": 0.6})) == []
 
 
-def test_a_data_type_that_this_cpu_multiplies_slowly_is_told(home, monkeypatch):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_data_type_that_this_cpu_multiplies_slowly_is_told(home, monkeypatch, dtype):
     notes = []
     monkeypatch.setattr(module, "MUCH_SLOWER", 0)  # then any CPU is slow
-    assert preflight(grpo(model__dtype="bfloat16"), notes.append) == []
+    assert preflight(grpo(model__dtype=dtype), notes.append) == []
     [note] = [note for note in notes if "GFLOP/s" in note]
-    assert note.endswith("remove model.dtype, or set float32")
+    assert note.startswith(f"model.dtype is {dtype}") and note.endswith("remove model.dtype, or set float32")
     told = len(notes)
     preflight(grpo(model__dtype="float32"), notes.append)
     preflight(grpo(model__dtype="bfloat16", cluster__gpus_per_trainer=1), notes.append)

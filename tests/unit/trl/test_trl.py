@@ -95,9 +95,9 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(arguments, said):
 
 
 def test_arguments_that_change_the_meaning_are_refused_together():
-    told = r"fp16=True is not supported: .*loss_type='v' is not .*"
+    told = r"sync_ref_model=True is not supported: .*loss_type='v' is not .*"
     with pytest.raises(ValueError, match=told + "scale_rewards='all'"):
-        GRPOConfig(fp16=True, top_p=0.9, top_k=3, loss_type="v", scale_rewards="all")
+        GRPOConfig(sync_ref_model=True, top_p=0.9, top_k=3, loss_type="v", scale_rewards="all")
     with pytest.raises(TypeError, match="'num_generation'.*'num_generations'"):
         GRPOConfig(num_generation=4)
     with pytest.raises(TypeError, match="'max_prompt_len'.*'one'.*top_p=0.9"):
@@ -136,7 +136,14 @@ def test_no_limit_of_saves_is_no_number():
 
 
 def test_a_script_learns_all_its_faults_at_once():
-    wrong = {"nonsense": 1, "fp16": True, "top_p": 0.5, "optim": "sgd", "delta": 1.1, "lr_scheduler_type": "polynomial"}
+    wrong = {
+        "nonsense": 1,
+        "sync_ref_model": True,
+        "top_p": 0.5,
+        "optim": "sgd",
+        "delta": 1.1,
+        "lr_scheduler_type": "polynomial",
+    }
     with pytest.raises(TypeError) as raised:
         GRPOConfig(**wrong)
     assert all(name in str(raised.value) for name in wrong)
@@ -213,9 +220,27 @@ def test_terms_and_numbers_of_the_optimizer():
         "cosine",
         0,
     )
-    assert (
-        mapped(bf16=True).model.dtype == "bfloat16" and mapped(gradient_checkpointing=False).model.recompute == "none"
-    )
+    assert mapped(gradient_checkpointing=False).model.recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype"),
+    [
+        ({"bf16": True}, "bfloat16"),
+        ({"bf16": False}, "float32"),
+        ({"fp16": True}, "float16"),
+        ({"fp16": True, "bf16": False}, "float16"),
+        ({"model_init_kwargs": {"dtype": "float16"}}, "float16"),
+        ({"model_init_kwargs": {"torch_dtype": "torch.float16"}}, "float16"),
+    ],
+)
+def test_the_type_of_the_model_is_mapped(arguments, dtype):
+    assert mapped(**arguments).model.dtype == dtype
+
+
+def test_two_types_at_once_are_refused():
+    with pytest.raises(ValueError, match="fp16 and bf16 are both true"):
+        mapped(fp16=True, bf16=True)
 
 
 def test_a_trainer_refuses_by_name_what_it_would_ignore():

@@ -1,0 +1,85 @@
+"""The loss scale of float16 after planted sequences of updates."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.actor import platform
+from megatron_rl.actor.optimizer.loss_scale import INITIAL, LossScale
+
+
+def settings(initial=INITIAL, lowest=1.0, window=1000, hysteresis=2):
+    return SimpleNamespace(
+        initial_loss_scale=initial, min_loss_scale=lowest, loss_scale_window=window, hysteresis=hysteresis
+    )
+
+
+def values(overflows, **given) -> list[float]:
+    """The scale before each update."""
+    scale, found = LossScale.of(settings(**given)), []
+    for overflow in overflows:
+        found.append(scale.value)
+        scale.count(overflow)
+    return [*found, scale.value]
+
+
+def test_each_overflow_halves_it_and_a_window_without_one_doubles_it():
+    found = values([True, False, True, False, False, False, False], initial=8.0, hysteresis=1, window=2)
+    assert found == [8, 4, 4, 2, 2, 4, 4, 8]
+
+
+def test_the_first_overflow_after_a_doubling_costs_nothing_with_a_hysteresis_of_2():
+    found = values([True, True, True, False, False, True, True], initial=8.0, window=2)
+    assert found == [8, 8, 4, 2, 2, 4, 4, 2]
+
+
+def test_it_does_not_fall_below_its_lowest_value():
+    scale = LossScale.of(settings(initial=4.0, lowest=2.0, hysteresis=1))
+    assert not scale.is_lowest
+    scale.count(True)
+    assert scale.is_lowest and scale.value == 2
+    scale.count(True)
+    assert scale.value == 2
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 3), st.integers(1, 4), st.integers(0, 60))
+def test_it_is_megatrons_and_its_state_continues_it(overflows, hysteresis, window, cut):
+    with platform.running():
+        from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+        theirs = DynamicGradScaler(2.0**8, 2.0, 2.0, 0.5, window, hysteresis)
+        ours = LossScale.of(settings(2.0**8, 2.0, window, hysteresis))
+        for i, overflow in enumerate(overflows):
+            if i == cut:
+                saved, ours = json.loads(json.dumps(ours.state())), LossScale.of(settings(1.0, 1.0, window, hysteresis))
+                ours.lowest = 2.0
+                ours.restore(saved)
+            theirs.update(overflow)
+            ours.count(overflow)
+            assert ours.value == theirs.scale.item()
+
+
+def test_a_power_of_two_rounds_no_loss():
+    scale, loss = LossScale.of(settings()), torch.rand(100) + 0.1
+    assert torch.equal(scale.scaled(loss) / scale.value, loss)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"initial": 1000.0}, "initial_loss_scale is 1000; take a power of two"),
+        ({"lowest": 0.0}, "min_loss_scale is 0; take a power of two"),
+        ({"initial": 1.0, "lowest": 2.0}, "initial_loss_scale is 1, below min_loss_scale 2"),
+        ({"window": 0}, "loss_scale_window is 0"),
+        ({"hysteresis": 0}, "hysteresis is 0"),
+    ],
+)
+def test_settings_that_make_no_scale_are_refused_by_their_keys(wrong, told):
+    with pytest.raises(ValueError, match=f"policy.megatron.optimizer.{told}"):
+        LossScale.of(settings(**wrong))
