@@ -9,11 +9,12 @@ from math import prod
 
 import numpy as np
 
-from megatron_rl.layout import FAMILIES, Copy, Engines, Shard, TransferPlan, slices
-from megatron_rl.layout.placement import Placed, Placement
+from megatron_rl.layout import Copy, Engines, TransferPlan
 from megatron_rl.layout.regions import Side, intersect_sides
-from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.transfer import plan_regions
+from megatron_rl.models import FAMILIES, Shard, slices
+from megatron_rl.models.placement import Placed, Placement
+from megatron_rl.models.shards import local_extents
 from megatron_rl.types import DeltaNet, Experts, LatentAttention, ModelShape
 
 _DENSE = ModelShape(

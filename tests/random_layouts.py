@@ -7,7 +7,8 @@ from dataclasses import astuple, replace
 from hypothesis import strategies as st
 from numbered import SHAPES
 
-from megatron_rl.layout import FAMILIES, Engines, Links
+from megatron_rl.layout import Engines, Links
+from megatron_rl.models import FAMILIES
 from megatron_rl.types import LatentAttention, Mesh, ModelShape
 
 FAMILY_SHAPES = [SHAPES[name] for name in sorted(SHAPES)]

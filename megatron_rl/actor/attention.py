@@ -43,7 +43,7 @@ from megatron_rl.actor.packing import RoutedRow, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
 from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
-from megatron_rl.layout.families.windows import SCALED
+from megatron_rl.models.families.windows import SCALED
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 MAX_PADDING = 0.2

@@ -41,7 +41,7 @@ from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
+from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
 from megatron_rl.types import Mesh, ModelShape, YarnRope
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig, Switch
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.types import Experts, ModelShape
 
 if TYPE_CHECKING:

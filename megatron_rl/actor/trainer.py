@@ -53,8 +53,8 @@ from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
 from megatron_rl.algorithms.passes import STOPPED, Column
-from megatron_rl.layout import check_parameters, megatron_shards
-from megatron_rl.layout.peft import base_digest
+from megatron_rl.models import check_parameters, megatron_shards
+from megatron_rl.models.peft import base_digest
 from megatron_rl.types import Metrics, Phase, Share
 
 log = logging.getLogger(__name__)

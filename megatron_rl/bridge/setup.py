@@ -12,17 +12,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_rl.layout import (
-    Engines,
-    Links,
-    Recording,
-    Shard,
-    TransferPlan,
-    megatron_shards,
-    plan_weights,
-    vllm_shards,
-)
-from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.layout import Engines, Links, Recording, TransferPlan, plan_weights
+from megatron_rl.models import Shard, megatron_shards, vllm_shards
+from megatron_rl.models.adapters import is_adapter
 from megatron_rl.types import Mesh, ModelShape
 
 BUCKET_BYTES = 64 * 2**20

@@ -16,7 +16,7 @@ from rich.table import Table
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.activations import attention_of, delta_rule_of, has_fused_layers, trains_fused
 from megatron_rl.planning.engine import step_tokens
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches

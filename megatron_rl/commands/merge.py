@@ -26,9 +26,9 @@ from megatron_rl.convert.fp8 import rounded
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.tensor_files import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
-from megatron_rl.layout import FAMILIES, is_linear_weight, slices
-from megatron_rl.layout.adapters import A, B
-from megatron_rl.layout.peft import (
+from megatron_rl.models import FAMILIES, is_linear_weight, slices
+from megatron_rl.models.adapters import A, B
+from megatron_rl.models.peft import (
     PREFIX,
     TENSORS,
     base_form,

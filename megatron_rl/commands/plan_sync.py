@@ -40,9 +40,10 @@ from rich.table import Table
 
 from megatron_rl.bridge.push_simulation import Costs, all_stretches, most_incomplete_bytes, replay
 from megatron_rl.config.package_files import PACKAGE, find_shipped
-from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
+from megatron_rl.layout import Engines, Links, plan_weights
 from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.processes import peak_memory_bytes, piped
 from megatron_rl.types import Mesh
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TypeVar
 
-from megatron_rl.layout import FAMILIES, Family, Shard, megatron_shards, padded_vocabulary, volume
-from megatron_rl.layout.shards import is_vocabulary, local_extents
-from megatron_rl.layout.view import View
+from megatron_rl.models import FAMILIES, Family, Shard, megatron_shards, padded_vocabulary, volume
+from megatron_rl.models.shards import is_vocabulary, local_extents
+from megatron_rl.models.view import View
 from megatron_rl.types import Mesh, ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")

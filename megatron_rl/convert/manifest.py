@@ -23,10 +23,10 @@ from typing import Any
 from pydantic import BaseModel, NonNegativeInt, TypeAdapter
 
 from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
-from megatron_rl.layout import FAMILIES, is_matrix
-from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.hub import MANIFEST
-from megatron_rl.layout.rule import VALUE_HEAD
+from megatron_rl.models import FAMILIES, is_matrix
+from megatron_rl.models.adapters import is_adapter
+from megatron_rl.models.hub import MANIFEST
+from megatron_rl.models.rule import VALUE_HEAD
 from megatron_rl.types import Mesh, ModelShape
 
 FORMAT = 1

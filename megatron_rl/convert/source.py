@@ -21,12 +21,12 @@ from megatron_rl.convert import forms, manifest
 from megatron_rl.convert.forms import Described
 from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.convert.tensor_files import Maps, Quantised, Stored, read_safetensors
-from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
-from megatron_rl.layout.composite import read_config
-from megatron_rl.layout.hub import HEAD, weight_files
-from megatron_rl.layout.peft import CONFIG
-from megatron_rl.layout.quantisation import Form, Mxfp4, Packed
-from megatron_rl.layout.shards import extents, intersect, translate
+from megatron_rl.models import FAMILIES, Box, Shard, read_shape, scan, volume
+from megatron_rl.models.composite import read_config
+from megatron_rl.models.hub import HEAD, weight_files
+from megatron_rl.models.peft import CONFIG
+from megatron_rl.models.quantisation import Form, Mxfp4, Packed
+from megatron_rl.models.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
 

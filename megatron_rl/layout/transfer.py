@@ -17,16 +17,16 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.copies import WIDTHS, Copy
 from megatron_rl.layout.engines import Engines
-from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.recording import Recording
 from megatron_rl.layout.regions import Regions, Side, intersect_sides
 from megatron_rl.layout.replicas import Stream, group_segments, share_out
 from megatron_rl.layout.route_order import Turn, order_routes
-from megatron_rl.layout.shards import volume
+from megatron_rl.models.adapters import is_adapter
+from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.shards import volume
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig
-from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
-from megatron_rl.layout.adapters import OUTPUT, A, adapter_rules
+from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
+from megatron_rl.models.adapters import OUTPUT, A, adapter_rules
 from megatron_rl.types import Experts, Mesh, ModelShape
 
 CHUNK_BYTES = 256 * 2**20

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.layout import FAMILIES, Engines, engine_layers
-from megatron_rl.layout.adapters import adapter_rules
-from megatron_rl.layout.family import VLLM_LAYER
-from megatron_rl.layout.placement import Placed, Placement, linear_experts, place_row
+from megatron_rl.layout import Engines
 from megatron_rl.layout.recording import Recording
-from megatron_rl.layout.rule import Rule, num_experts
-from megatron_rl.layout.shards import volume
+from megatron_rl.models import FAMILIES, engine_layers
+from megatron_rl.models.adapters import adapter_rules
+from megatron_rl.models.family import VLLM_LAYER
+from megatron_rl.models.placement import Placed, Placement, linear_experts, place_row
+from megatron_rl.models.rule import Rule, num_experts
+from megatron_rl.models.shards import volume
 from megatron_rl.types import ModelShape
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

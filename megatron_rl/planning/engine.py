@@ -12,7 +12,8 @@ import numpy as np
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, TransferPlan, engine_layers, is_linear_weight, volume
+from megatron_rl.layout import TransferPlan
+from megatron_rl.models import FAMILIES, engine_layers, is_linear_weight, volume
 from megatron_rl.planning.adapters import slot_bytes
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import BYTES

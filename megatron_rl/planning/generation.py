@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rl.balance import forward_flops
 from megatron_rl.balance.hardware import BANDWIDTH, PEAK_FLOPS
 from megatron_rl.config.rollout import ExpectedTokens, RolloutConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.engine import cache_bytes, kept_numbers, state_bytes, weight_bytes
 from megatron_rl.planning.rates import H100, Rates
 from megatron_rl.types import ModelShape

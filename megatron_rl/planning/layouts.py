@@ -14,8 +14,8 @@ from typing import Any
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES
-from megatron_rl.layout.splits import padded
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.splits import padded
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches, training_seconds
 from megatron_rl.planning.gpu import Bytes, GpuMemory, always

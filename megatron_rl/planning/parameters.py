@@ -12,12 +12,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
-from megatron_rl.layout import FAMILIES, is_linear_weight, is_matrix, padded_vocabulary, volume
-from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.multi_token import HEAD_EMBEDDING
-from megatron_rl.layout.quantisation import FROZEN_BLOCKS
-from megatron_rl.layout.rule import VALUE_HEAD
-from megatron_rl.layout.shards import is_vocabulary
+from megatron_rl.models import FAMILIES, is_linear_weight, is_matrix, padded_vocabulary, volume
+from megatron_rl.models.adapters import is_adapter
+from megatron_rl.models.multi_token import HEAD_EMBEDDING
+from megatron_rl.models.quantisation import FROZEN_BLOCKS
+from megatron_rl.models.rule import VALUE_HEAD
+from megatron_rl.models.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}

@@ -11,7 +11,7 @@ from megatron_rl.balance.stages import Load, distribute_layers
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.policy import PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
 from megatron_rl.types import ModelShape
 

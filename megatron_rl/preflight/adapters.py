@@ -9,11 +9,11 @@ from dataclasses import replace
 
 from megatron_rl.config.policy import LoraConfig, ModelConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, critic_shape, linear_layers
-from megatron_rl.layout.adapters import OUTPUT, linear_names
-from megatron_rl.layout.hub import MANIFEST
-from megatron_rl.layout.peft import TENSORS, base_form, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.loop.checkpoints import Resume, find_checkpoints
+from megatron_rl.models import FAMILIES, critic_shape, linear_layers
+from megatron_rl.models.adapters import OUTPUT, linear_names
+from megatron_rl.models.hub import MANIFEST
+from megatron_rl.models.peft import TENSORS, base_form, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.planning.adapters import SLOT_RANKS
 from megatron_rl.types import ModelShape
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config.machine import GPU_KEYS
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
 from megatron_rl.planning.parameters import BYTES
 from megatron_rl.types import ModelShape

@@ -9,8 +9,8 @@ import torch
 
 from megatron_rl.config.engine_options import ELSEWHERE, REFUSED
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import linear_layers, read_shape
-from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID
+from megatron_rl.models import linear_layers, read_shape
+from megatron_rl.models.adapters import PINNED_ID, SERVED_ID
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from numbered import SHAPES  # noqa: E402
 
 from megatron_rl.actor import platform  # noqa: E402
-from megatron_rl.layout import FAMILIES  # noqa: E402
-from megatron_rl.layout.adapters import is_adapter  # noqa: E402
+from megatron_rl.models import FAMILIES  # noqa: E402
+from megatron_rl.models.adapters import is_adapter  # noqa: E402
 from megatron_rl.types import Adapters, LatentAttention, YarnRope  # noqa: E402
 
 ADAPTED = " with adapters"
@@ -72,7 +72,7 @@ def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine")
     from megatron_rl.actor.adapters import Adapting
     from megatron_rl.actor.model import build_model
     from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-    from megatron_rl.layout import megatron_shards
+    from megatron_rl.models import megatron_shards
 
     parallel = ParallelConfig(**sizes)
     policy, mesh = PolicyConfig(parallel=parallel), parallel.mesh
@@ -101,7 +101,7 @@ def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine")
 def check(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Compare the parameters of all ranks with the family's table. Returns what a test asks about."""
     from megatron_rl.actor import state
-    from megatron_rl.layout import check_parameters, megatron_shards
+    from megatron_rl.models import check_parameters, megatron_shards
 
     shape, fused, classes = shape_of(name), set[bool](), set[str]()
     summed = set[str]()

@@ -32,9 +32,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
 LAYERS = {
     **dict.fromkeys(["config", "types", "ports", "processes", "spans"], 0),
-    **dict.fromkeys(["algorithms", "balance", "layout", "verifiers", "data", "observe", "environments"], 1),
-    **dict.fromkeys(["loop", "convert", "planning", "explain"], 2),
-    **dict.fromkeys(["actor", "rollout", "bridge"], 3),
+    **dict.fromkeys(["algorithms", "balance", "models", "verifiers", "data", "observe", "environments"], 1),
+    **dict.fromkeys(["loop", "convert", "layout", "explain"], 2),
+    **dict.fromkeys(["actor", "rollout", "bridge", "planning"], 3),
     **dict.fromkeys(["cluster", "preflight"], 4),
     "commands": 5,
     **dict.fromkeys(["recipes", "slurm", "api"], 6),

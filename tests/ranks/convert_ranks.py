@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 from scenarios import Layout, build  # isort: skip
-from megatron_rl.layout import megatron_shards, padded_vocabulary, read_shape, scan, slices
+from megatron_rl.models import megatron_shards, padded_vocabulary, read_shape, scan, slices
 from megatron_rl.types import Mesh, ModelShape
 
 FUSED_KEYS = {

@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import platform
-from megatron_rl.layout import FAMILIES, padded_vocabulary, read_shape
+from megatron_rl.models import FAMILIES, padded_vocabulary, read_shape
 from megatron_rl.types import Mesh, ModelShape
 
 if not torch.cuda.is_available():  # what Megatron asks for while it builds mixtures, MLA and tied embeddings

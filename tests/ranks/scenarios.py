@@ -39,7 +39,7 @@ from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, read_shape, slices
+from megatron_rl.models import FAMILIES, read_shape, slices
 from megatron_rl.tools.bench.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
 

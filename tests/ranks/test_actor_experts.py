@@ -18,7 +18,7 @@ from test_actor_families import BALANCED
 from transformers_models import open_model
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.tools.bench.compare_layouts import (
     NUM_MICROBATCHES,
     deal_rows,

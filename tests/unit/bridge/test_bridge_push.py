@@ -27,7 +27,8 @@ from megatron_rl.bridge.line import Deadline
 from megatron_rl.bridge.messages import ALIGNMENT_BYTES
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, megatron_shards, slices, vllm_shards
+from megatron_rl.layout import Engines
+from megatron_rl.models import megatron_shards, slices, vllm_shards
 from megatron_rl.types import Mesh
 
 SHAPE = SHAPES["qwen3"]

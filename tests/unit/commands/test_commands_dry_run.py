@@ -13,7 +13,7 @@ from rich.console import Console
 from megatron_rl.commands.dry_run import describe_placement, describe_policy, describe_rollout
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.parameters import checkpoint_bytes, expert_data_ways, optimizer_ways, rank_parameters
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.types import Experts, Mesh, ModelShape

@@ -21,7 +21,7 @@ from megatron_rl.commands import hf_to_megatron, megatron_to_hf, verify_checkpoi
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks, work
 from megatron_rl.convert.manifest import saved_shape
 from megatron_rl.convert.work import require_new
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.types import ModelShape
 
 SMALL = dict(num_hidden_layers=2, hidden_size=8, vocab_size=40)

@@ -12,8 +12,8 @@ from random_layouts import meshes, shapes
 
 from megatron_rl.convert.forms import is_expert, open_chunks
 from megatron_rl.convert.pieces import Piece, clip, interval_boxes, interval_view, pieces_of, written_shards
-from megatron_rl.layout import slices
-from megatron_rl.layout.shards import extents, local_extents, volume
+from megatron_rl.models import slices
+from megatron_rl.models.shards import extents, local_extents, volume
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -17,7 +17,7 @@ from megatron_rl.convert import Options, open_checkpoint, smallest_mesh, to_hub,
 from megatron_rl.convert.forms import rank_tensors
 from megatron_rl.convert.target import blocks
 from megatron_rl.convert.tensor_files import Maps
-from megatron_rl.layout import megatron_shards, padded_vocabulary, read_shape, slices
+from megatron_rl.models import megatron_shards, padded_vocabulary, read_shape, slices
 
 PIPELINES = [
     dict(pipeline=1),

@@ -19,19 +19,10 @@ from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered, plan_shards
 from random_layouts import engines, enlarged, links, meshes, served
 
-from megatron_rl.layout import (
-    FAMILIES,
-    Copy,
-    Engines,
-    Links,
-    Shard,
-    megatron_shards,
-    plan_weights,
-    vllm_shards,
-    volume,
-)
+from megatron_rl.layout import Copy, Engines, Links, plan_weights
 from megatron_rl.layout.replicas import fill_up
-from megatron_rl.layout.shards import Box, intersect, translate
+from megatron_rl.models import FAMILIES, Shard, megatron_shards, vllm_shards, volume
+from megatron_rl.models.shards import Box, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -12,8 +12,9 @@ from test_planning_memory import config
 
 from megatron_rl.balance import training_flops
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, Engines, padded_vocabulary, read_shape, vllm_shards, volume
-from megatron_rl.layout.adapters import A, B
+from megatron_rl.layout import Engines
+from megatron_rl.models import FAMILIES, padded_vocabulary, read_shape, vllm_shards, volume
+from megatron_rl.models.adapters import A, B
 from megatron_rl.planning.activations import activations, layer_bytes
 from megatron_rl.planning.adapters import served_adapters, slot_bytes
 from megatron_rl.planning.estimates import Work, training_seconds

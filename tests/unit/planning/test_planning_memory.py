@@ -14,7 +14,7 @@ from megatron_rl.config.load import load_config, validate
 from megatron_rl.config.optimizer import AdamConfig, MuonConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.planning.activations import activations, layer_bytes, mask_bytes
 from megatron_rl.planning.engine import ENGINE_WORK_BYTES, activation_bytes, sequence_bytes
 from megatron_rl.planning.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from megatron_rl.config.load import validate
 from megatron_rl.config.rollout import ExpectedTokens, RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.planning.engine import sequence_bytes
 from megatron_rl.planning.generation import Decoding, answer_lengths, generation_seconds
 from megatron_rl.planning.memory import run_memory

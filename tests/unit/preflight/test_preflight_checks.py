@@ -21,8 +21,8 @@ from megatron_rl.commands.size_run import read
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.data import ItemSource, ShuffledStream
-from megatron_rl.layout import FAMILIES, read_shape
-from megatron_rl.layout.peft import base_digest, require_fitting
+from megatron_rl.models import FAMILIES, read_shape
+from megatron_rl.models.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight import checks as module

@@ -18,7 +18,8 @@ from tiny_trainers import TinyTrainers, write_model
 from megatron_rl.bridge import join
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape
 from megatron_rl.rollout.programs.episodes import Samples
 from megatron_rl.types import Adapters, Mesh
 

@@ -3,7 +3,7 @@
 The nearest family is the one that leaves the fewest tensors over. Where it has rows that the model lacks they go, and
 where another family has rows for what is left over they come. What no row of any family has is told, and so is every
 key of config.json that nothing read: there a model may differ without a tensor that shows it, such as in a rotation.
-Invariant (tests/unit/layout): without the family of a known model the proposal has that family's rows.
+Invariant (tests/unit/models): without the family of a known model the proposal has that family's rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.layout.config import shape_of
-from megatron_rl.layout.families import FAMILIES, module_of
-from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts
-from megatron_rl.layout.families.rows import first_name, rows_of, rows_without
-from megatron_rl.layout.family import Family
-from megatron_rl.layout.rule import HfTensor, Rule
+from megatron_rl.models.config import shape_of
+from megatron_rl.models.families import FAMILIES, module_of
+from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts
+from megatron_rl.models.families.rows import first_name, rows_of, rows_without
+from megatron_rl.models.family import Family
+from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.types import ModelShape
 
 Extents = tuple[int, ...]
@@ -79,7 +79,7 @@ class Proposal:
     """
 
     def source(self) -> str:
-        """The text of the file `layout/families/<model_type>.py`."""
+        """The text of the file `models/families/<model_type>.py`."""
         name, begin = self.family.name, FAMILIES[self.nearest]
         base, biased = self.nearest.upper(), self.family.read_config is read_experts
         imported = {self.nearest, *(family for _, family, _ in self.taken)}
@@ -108,11 +108,11 @@ class Proposal:
             changes.append(f"known={{**{base}.known, {', '.join(differing)}}}")
         text = "\n".join(f"    {change}," for change in changes)
         modules = {family: module_of(family) for family in imported}
-        lines = [f"from megatron_rl.layout.families.{modules[one]} import {one.upper()}" for one in imported]
+        lines = [f"from megatron_rl.models.families.{modules[one]} import {one.upper()}" for one in imported]
         if biased:
-            lines.append("from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts")
+            lines.append("from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts")
         if "rows_" in text:
-            lines.append("from megatron_rl.layout.families.rows import rows_of, rows_without")
+            lines.append("from megatron_rl.models.families.rows import rows_of, rows_without")
         return (
             f'"""{name}: like {self.nearest}. Name the paper here, and what differs."""\n\n'
             "from __future__ import annotations\n\nfrom dataclasses import replace\n\n"

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape
 from megatron_rl.tools.bench.compare_layouts import compare, random_rows, too_far
 from megatron_rl.tools.bench.gpu_day.parts import push_between
 from megatron_rl.tools.bench.gpu_day.sizes import QWEN3_30B_A3B, QWEN3_32B, SIZES, Found, Number, write_model

@@ -20,7 +20,7 @@ from megatron_rl.balance import training_flops
 from megatron_rl.balance.hardware import PEAK_FLOPS
 from megatron_rl.config.optimizer import AdamConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.planning.activations import layer_bytes
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.planning.trainer import trainer_memory
