@@ -386,7 +386,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
-    shape, training, kind = manifest.saved_shape(fields), fields["training"], manifest.optimizer_kind(fields)
+    shape, training, kind = manifest.saved_shape(folder, fields), fields["training"], manifest.optimizer_kind(fields)
     saved = Identity(shape, training["dtype"], kind, identity.mesh, training.get("base", ""))
     for key, found, value in zip(Identity._fields, saved, identity, strict=True):
         if found != value:

@@ -112,7 +112,7 @@ class Schedule:
                 batch.shared,
                 varlen=platform.HAS_CUDA and self.last.config.bf16,
             )
-            if self.shape.experts is not None:
+            if self.shape.mixture is not None:
                 packed.routed = self._routed(batch)
             with spans.span("forward", i):
                 output = model(

@@ -345,8 +345,7 @@ class MegatronTrainer:
     def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
         """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
         together."""
-        shape = self.spec.shape
-        num_mixtures = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+        num_mixtures = self.spec.shape.num_mixtures
         reports = [describe_load(load_RE, num_mixtures)]
         if self.spec.policy.routing_replay:
             reports.append(describe_replay(total_replay(self.chunks), load_RE, num_mixtures))

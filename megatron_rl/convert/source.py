@@ -170,7 +170,7 @@ def open_checkpoint(
     if fields:
         _check_files(folder, fields)
     shape = read_shape(folder if form == manifest.HUB else folder / "hf")
-    if fields and (held := manifest.saved_shape(fields).adapters):
+    if fields and (held := manifest.saved_shape(folder, fields).adapters):
         if not adapters:
             raise ValueError(
                 f"{folder} holds the adapters of a run, and no base model; take the folder hf of the run's end, or "
@@ -178,7 +178,7 @@ def open_checkpoint(
             )
         shape = replace(shape, adapters=held)
     if fields:
-        shape = replace(shape, multi_token=manifest.saved_shape(fields).multi_token)
+        shape = replace(shape, multi_token=manifest.saved_shape(folder, fields).multi_token)
     source = Source(folder, form, shape, None, True, fields)
     if fields:
         manifest.check_shape(folder, fields, shape)

@@ -31,7 +31,7 @@ def vllm_shards(
 def linear_layers(shape: ModelShape) -> list[str]:
     """The names of the linear layers of a model's layers, as `Adapters.targets` has them: q_proj, k_proj and so on."""
     family = FAMILIES[shape.family]
-    return linear_names([rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer)])
+    return linear_names([rule for layer in dict.fromkeys(shape.layers) for rule in family.layer_rules(layer)])
 
 
 def is_linear_weight(name: str, num_dims: int, shape: ModelShape) -> bool:

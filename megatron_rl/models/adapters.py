@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron_rl.models.rule import HfTensor, Rule, sizes
-from megatron_rl.models.splits import Piece, Split, SplitKind
-from megatron_rl.types import ModelShape
+from megatron_rl.models.rule import VALUE_HEAD, HfTensor, Rule
+from megatron_rl.models.splits import Piece, Sizes, Split, SplitKind
+from megatron_rl.types import Adapters, ModelShape
 
 A, B = "lora_A", "lora_B"
 SERVED_ID = 1
@@ -30,7 +30,7 @@ PINNED_ID = 2
 OUTPUT = "lm_head"
 """The name of the output layer as a target."""
 RANK = "adapter_rank"
-"""The dim of A and B that is no dim of the weight, as a key of `rule.sizes`."""
+"""The dim of A and B that is no dim of the weight, as a key of `ModelShape.sizes`."""
 
 
 def is_adapter(name: str) -> bool:
@@ -38,19 +38,28 @@ def is_adapter(name: str) -> bool:
     return f".{A}" in name or f".{B}" in name
 
 
-def adapter_rules(rules: Sequence[Rule], shape: ModelShape) -> list[Rule]:
+def trains(shape: ModelShape, name: str) -> bool:
+    """Whether a weight is trained. With LoRA only the adapters and a value head are.
+
+    Args:
+        name: of a Hugging Face tensor, or the local name of a trainer's parameter.
+    """
+    return shape.adapters is None or is_adapter(name) or name in (VALUE_HEAD.megatron, VALUE_HEAD.hf[0].name)
+
+
+def adapter_rules(rules: Sequence[Rule], adapters: Adapters | None) -> list[Rule]:
     """The rows of the adapters of some rows of a layer; none if the model has no adapters."""
-    if shape.adapters is None:
+    if adapters is None:
         return []
     parts: dict[str, list[Rule]] = {}
     for rule in filter(_is_linear, rules):
         parts.setdefault(rule.megatron, []).append(rule)
-    return [row for own in parts.values() for row in _rows_for(own, shape.adapters.targets)]
+    return [row for own in parts.values() for row in _rows_for(own, adapters.targets)]
 
 
-def output_adapter_rules(output: Rule, shape: ModelShape) -> list[Rule]:
+def output_adapter_rules(output: Rule, adapters: Adapters | None) -> list[Rule]:
     """The rows of the output layer's adapter, which a model has only if it is named, as in PEFT."""
-    return adapter_rules([output], shape) if shape.adapters and shape.adapters.targets else []
+    return adapter_rules([output], adapters) if adapters and adapters.targets else []
 
 
 def linear_names(rules: Sequence[Rule]) -> list[str]:
@@ -105,7 +114,7 @@ def _rows_for(rules: Sequence[Rule], targets: Sequence[str]) -> list[Rule]:
     return [row(A, of_a, SplitKind(_whole, _whole)), row(B, of_b, SplitKind(ours, served, fused=fused))]
 
 
-def _whole(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+def _whole(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """Every rank has all rows, tensor below tensor."""
     pieces, offset = [], 0
     for tensor, length in enumerate(lengths):
@@ -122,11 +131,10 @@ def _rows(parts: Sequence[tuple[Rule, Split]], chosen: Sequence[int]) -> Split:
         chosen: the numbers of tensors, counted through all parts.
     """
 
-    def of_rank(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-        known = sizes(shape)
+    def of_rank(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         pieces, offset, first = [], 0, 0
         for rule, split in parts:
-            every = split(shape, tuple(known[tensor.dims[0]] for tensor in rule.hf), ways, rank)
+            every = split(sizes, tuple(sizes[tensor.dims[0]] for tensor in rule.hf), ways, rank)
             for piece in sorted(every, key=lambda piece: piece.local_start):
                 if first + piece.tensor in chosen:
                     pieces.append(replace(piece, tensor=chosen.index(first + piece.tensor), local_start=offset))

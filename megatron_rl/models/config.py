@@ -7,20 +7,50 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from megatron_rl.models.composite import COMPOSITES, text_of
 from megatron_rl.models.config_values import flag, kinds_of_layers, number, size
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.families.windows import FULL, SCALED, SLIDING
 from megatron_rl.models.family import Family
-from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import (
+    Attention,
+    DeltaNet,
+    GatedMlp,
+    LatentAttention,
+    Layer,
+    Llama3Rope,
+    Mixture,
+    ModelShape,
+    Rope,
+    SoftmaxAttention,
+    YarnRope,
+)
 
 _CAUSAL, _CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
 """The ends of the names of transformers' classes: models of logits, and models of one number for a sequence."""
 _MROPE = ("mrope_section", "mrope_interleaved")
 """Keys that have no meaning for text alone; `families.delta` checks them."""
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
+
+
+class Special(TypedDict, total=False):
+    """What `Family.read_config` finds."""
+
+    mixture: Mixture
+    dense_layers: int
+    """The number of layers before the first mixture."""
+    latent: dict[str, int]
+    """The sizes of `LatentAttention`, which takes the place of softmax attention."""
+    softmax: dict[str, Any]
+    """Further fields of `SoftmaxAttention`."""
+    window: int
+    windowed: tuple[int, ...]
+    """The indices of the layers with the window."""
+    delta: DeltaNet
+    linear_layers: tuple[int, ...]
+    """The indices of the layers with linear attention."""
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -81,42 +111,64 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
     for key, value in table.known.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
-    heads = size(config, "num_attention_heads")
+    heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    num_layers, vocab_size = size(config, "num_hidden_layers"), size(config, "vocab_size")
     theta, scaling = _rope(config, table)
-    rotary_share = _rotary_share(config, table)
-    fields: dict[str, Any] = {
-        "num_layers": size(config, "num_hidden_layers"),
-        "hidden_size": size(config, "hidden_size"),
-        "num_heads": heads,
-        "num_kv_heads": size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads),
-        "head_dim": size(config, "head_dim", table.absent.get("head_dim"), config["hidden_size"] // heads),
-        "ffn_size": size(config, "intermediate_size", derived=None if table.dense else _of_expert(config)),
-        "vocab_size": size(config, "vocab_size"),
-        "rope_theta": theta,
-        "norm_eps": number(config, "rms_norm_eps"),
-        "max_positions": size(config, "max_position_embeddings"),
-        "tied_embeddings": flag(config, "tie_word_embeddings"),
-        "rope_scaling": scaling,
-        "rotary_share": rotary_share,
-    }
-    special = table.read_config(config)
-    given = config.get("head_dim") is not None or "head_dim" in table.absent or "head_dim" in special
-    if not given and size(config, "hidden_size") % heads:
-        raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
-    shape = ModelShape(table.name, **(fields | special))
-    _check_experts(config, shape)
-    if _ends_with_value(config):
-        shape = critic_shape(shape)
-    if shape.rotary_dim % 2 and shape.rotary_share != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor is {shape.rotary_share}, which rotates {shape.rotary_dim} of the {shape.head_dim} "
-            "dims of a head; only even numbers are supported"
+    rope = Rope(theta, scaling, _rotary_share(config, table))
+    kv_heads = size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads)
+    head_dim = size(config, "head_dim", table.absent.get("head_dim"), hidden // heads)
+    ffn_size = size(config, "intermediate_size", derived=None if table.dense else _of_expert(config))
+    special = cast(Special, table.read_config(config))
+    attention: Attention
+    if latent := special.get("latent"):
+        attention = LatentAttention(heads, **latent, rope=rope)
+    else:
+        attention = SoftmaxAttention(heads, kv_heads, head_dim, rope, **special.get("softmax", {}))
+        if config.get("head_dim") is None and "head_dim" not in table.absent and hidden % heads:
+            raise ValueError(f"hidden_size {hidden} does not divide into {heads} heads; it needs head_dim")
+        if attention.rotary_dim % 2 and rope.share != 1.0:
+            raise ValueError(
+                f"partial_rotary_factor is {rope.share}, which rotates {attention.rotary_dim} of the {head_dim} "
+                "dims of a head; only even numbers are supported"
+            )
+    mixture = special.get("mixture")
+    _check_experts(config, mixture)
+    shape = ModelShape(
+        family=table.name,
+        hidden_size=hidden,
+        vocab_size=vocab_size,
+        norm_eps=number(config, "rms_norm_eps"),
+        max_positions=size(config, "max_position_embeddings"),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
+        layers=_layers(table, special, attention, GatedMlp(ffn_size), num_layers),
+    )
+    return critic_shape(shape) if _ends_with_value(config) else shape
+
+
+def _layers(
+    table: Family, special: Special, attention: Attention, dense: GatedMlp, num_layers: int
+) -> tuple[Layer, ...]:
+    """The layers; equal ones are one object."""
+    sliding, windowed, linear = attention, special.get("windowed", ()), special.get("linear_layers", ())
+    if isinstance(attention, SoftmaxAttention) and windowed:
+        scaled = SCALED.get(table.name)
+        if attention.rope.scaling and scaled is None:
+            raise ValueError(
+                f"rope scaling together with sliding windows is supported only for {', '.join(sorted(SCALED))}"
+            )
+        rope = attention.rope if scaled else replace(attention.rope, scaling=None)
+        sliding = replace(attention, window=special["window"], rope=rope)
+    mixture = special.get("mixture")
+    num_dense = special.get("dense_layers", 0) if mixture else num_layers
+    blocks = [
+        (
+            special["delta"] if n in linear else sliding if n in windowed else attention,
+            mixture if mixture and n >= num_dense else dense,
         )
-    if shape.sliding_layers and shape.rope_scaling and table.name not in SCALED:
-        raise ValueError(
-            f"rope scaling together with sliding windows is supported only for {', '.join(sorted(SCALED))}"
-        )
-    return shape
+        for n in range(num_layers)
+    ]
+    made = {pair: table.layer(*pair) for pair in set(blocks)}
+    return tuple(made[pair] for pair in blocks)
 
 
 def hub_hint(folder: Path) -> str:
@@ -161,16 +213,16 @@ def _check_class(family: Family, config: Mapping[str, Any]) -> None:
         )
 
 
-def _check_experts(config: Mapping[str, Any], shape: ModelShape) -> None:
+def _check_experts(config: Mapping[str, Any], mixture: Mixture | None) -> None:
     """
     Raises:
         ValueError: the number of experts is there by two names, which are one to transformers, and they differ.
     """
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if shape.experts and config.get(key, shape.experts.num_experts) != shape.experts.num_experts:
+        if mixture and config.get(key, mixture.num_experts) != mixture.num_experts:
             raise ValueError(
-                f"{key} is {json.dumps(config[key])}, but by another key the model has {shape.experts.num_experts} "
-                "experts; make the keys equal"
+                f"{key} is {json.dumps(config[key])}, but by another key the model has {mixture.num_experts} experts; "
+                "make the keys equal"
             )
 
 

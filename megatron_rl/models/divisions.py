@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.types import Division, Mesh, ModelShape
 
 if TYPE_CHECKING:
     from megatron_rl.models.family import Family
@@ -18,13 +18,15 @@ def check_mesh(family: Family, shape: ModelShape, mesh: Mesh) -> None:
         ValueError: the mesh does not divide heads, KV heads, FFN, experts or layers. The message says which values
             do.
     """
-    for name, value, ways, axis in _divisions(family, shape, mesh):
+    if shape.mixture is None and mesh.expert > 1:
+        raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {family.name} model has no experts")
+    for name, value, ways, axis in _divisions(shape, mesh):
         if value % ways:
-            may_be = [n for n in divisors(value) if _may_be(family, shape, mesh, axis, n)]
+            may_be = [n for n in divisors(value) if _may_be(shape, mesh, axis, n)]
             told = f"; it may be {listed(may_be)}" if may_be else ""
             raise ValueError(f"the model has {value} {name}, which policy.parallel.{axis}={ways} does not divide{told}")
-    if shape.latent is None and mesh.tensor > shape.num_kv_heads:
-        _check_shared_heads(family, shape, mesh)
+    if fault := _fault_of_shared_heads(shape, mesh):
+        raise ValueError(fault)
     mesh.layer_range(shape.num_layers, 0)
 
 
@@ -42,57 +44,43 @@ def check_engine(family: Family, shape: ModelShape, tensor: int, expert_parallel
         return None
 
     if found := fault(tensor):
-        may_be = [n for n in divisors(shape.num_heads) if fault(n) is None]
+        may_be = [n for n in divisors(shape.attention.num_heads) if fault(n) is None]
         if not may_be:  # something else is wrong
             raise ValueError(found)
         told = f"with rollout.parallel.tensor={tensor} the engines cannot split it: it may be {listed(may_be)}"
         raise ValueError(f"{found}; {told}")
 
 
-def _may_be(family: Family, shape: ModelShape, mesh: Mesh, axis: str, ways: int) -> bool:
+def _may_be(shape: ModelShape, mesh: Mesh, axis: str, ways: int) -> bool:
     """Whether the mesh divides the model if one of its axes has another length."""
     try:
         mesh = replace(mesh, **{axis: ways})  # type: ignore[arg-type]  # every axis is the name of a size
     except ValueError:  # the axes do not fit together
         return False
-    shares = shape.latent is None and mesh.tensor > shape.num_kv_heads  # see `_check_shared_heads`
-    if shares and (mesh.tensor % shape.num_kv_heads or family.qk_norm(shape) == "full"):
-        return False
-    return not any(value % ways for _, value, ways, _ in _divisions(family, shape, mesh))
+    divides = not any(value % ways for _, value, ways, _ in _divisions(shape, mesh))
+    return divides and (shape.mixture is not None or mesh.expert == 1) and not _fault_of_shared_heads(shape, mesh)
 
 
-def _divisions(family: Family, shape: ModelShape, mesh: Mesh) -> list[tuple[str, int, int, str]]:
-    """What is divided, its number, into how many parts, and the axis of the mesh."""
-    experts = shape.experts
-    if experts is None and mesh.expert > 1:
-        raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {family.name} model has no experts")
-    divisions = [("attention heads", shape.num_heads, mesh.tensor, "tensor")]
-    if shape.latent is None and mesh.tensor <= shape.num_kv_heads:
-        divisions.append(("KV heads", shape.num_kv_heads, mesh.tensor, "tensor"))
-    if shape.delta:  # each rank of a context group computes a part of its heads
-        heads, name = shape.delta.num_key_heads, "key heads of linear attention"
-        divisions.append((name, heads, mesh.tensor, "tensor"))
-        divisions.append((f"{name} on a tensor-parallel rank", heads // mesh.tensor, mesh.context, "context"))
-    if experts is None or experts.first_dense_layers:
-        divisions.append(("FFN size", shape.ffn_size, mesh.tensor, "tensor"))
-    if experts:
-        divisions.append(("experts", experts.num_experts, mesh.expert, "expert"))
-        divisions.append(("FFN size of an expert", experts.ffn_size, mesh.expert_ways, "expert_tensor"))
-        divisions.append(("FFN size of the shared experts", experts.shared_ffn_size, mesh.tensor, "tensor"))
-    return divisions
+def _divisions(shape: ModelShape, mesh: Mesh) -> list[Division]:
+    """What the mesh divides, in every block once."""
+    blocks = dict.fromkeys([shape.attention, *shape.attentions, *(layer.mlp for layer in shape.layers)])
+    return [division for block in blocks for division in block.divisions(mesh)]
 
 
-def _check_shared_heads(family: Family, shape: ModelShape, mesh: Mesh) -> None:
-    """Check that several ranks can share each KV head. Megatron then splits the rows of `linear_qkv` evenly,
-    gathers its output from all ranks, and gives each rank its query heads and the KV head that they attend to."""
-    refused = f"the model has {shape.num_kv_heads} KV heads, which policy.parallel.tensor={mesh.tensor} does not divide"
-    if mesh.tensor % shape.num_kv_heads:
-        raise ValueError(refused)
-    if family.qk_norm(shape) == "full":
-        raise ValueError(
-            f"{refused}, and a {family.name} model normalises the heads of all ranks together, so no two ranks may "
-            f"hold the same head; set it to {shape.num_kv_heads} or less"
+def _fault_of_shared_heads(shape: ModelShape, mesh: Mesh) -> str | None:
+    """Why ranks cannot share each KV head, if there are fewer heads than ranks. Megatron then splits the rows of
+    `linear_qkv` evenly, gathers its output from all ranks, and gives each rank its query heads and the KV head that
+    they attend to."""
+    heads = shape.attention.num_kv_heads
+    if mesh.tensor <= heads:
+        return None
+    refused = f"the model has {heads} KV heads, which policy.parallel.tensor={mesh.tensor} does not divide"
+    if mesh.tensor % heads == 0 and shape.attention.norms == "full":
+        refused += (
+            f", and a {shape.family} model normalises the heads of all ranks together, so no two ranks may hold the "
+            f"same head; set it to {heads} or less"
         )
+    return refused if mesh.tensor % heads or shape.attention.norms == "full" else None
 
 
 def divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
@@ -19,16 +19,16 @@ from megatron_rl.models import divisions
 from megatron_rl.models.adapters import adapter_rules, output_adapter_rules
 from megatron_rl.models.multi_token import HEAD_EMBEDDING, HEAD_LAYER, MultiTokenHead
 from megatron_rl.models.placement import Placed, Placement, engine_layers, linear_experts, place_row
-from megatron_rl.models.rule import VALUE_HEAD, Ignored, Rule, num_experts
+from megatron_rl.models.rule import VALUE_HEAD, Ignored, Rule
 from megatron_rl.models.shards import Shard
-from megatron_rl.models.splits import part
-from megatron_rl.models.traits import Traits
+from megatron_rl.models.splits import Sizes, part
 from megatron_rl.models.view import FileTensor, View
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.types import Attention, DeltaNet, GatedMlp, Layer, Mesh, Mixture, Mlp, ModelShape, SoftmaxAttention
 
 End = Literal["embedding", "norm", "output"]
 ALL_ENDS: tuple[End, ...] = ("embedding", "norm", "output")
 MEGATRON_LAYER, VLLM_LAYER = "decoder.layers.{}.", "model.layers.{}."
+ROUTER_BIAS = "mlp.router.expert_bias"
 DESCRIBED: dict[str, Any] = {
     **{"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
     "is_causal": True,  # transformers' masks and vLLM's classes read it
@@ -41,7 +41,7 @@ gives every layer of any model the window that config.json names, if there is no
 
 
 @dataclass(frozen=True, slots=True)
-class Family(Traits):
+class Family:
     name: str
     """`model_type` of the HF config.json."""
     vllm_model: str
@@ -49,7 +49,7 @@ class Family(Traits):
     which vLLM chooses its class by, if there is no `published_model`."""
     embedding: Rule
     attention: tuple[Rule, ...]
-    """The rows of norms and attention, which every layer has that has no linear attention."""
+    """The rows of norms and attention in layers with softmax attention, or with latent attention."""
     dense: tuple[Rule, ...]
     """The MLP's rows in layers without experts."""
     final_norm: Rule
@@ -57,9 +57,9 @@ class Family(Traits):
     mixture: tuple[Rule, ...] = ()
     """The MLP's rows in layers with experts."""
     linear: tuple[Rule, ...] = ()
-    """The rows of norms and attention in layers with linear attention (`ModelShape.linear_layers`)."""
+    """The rows of norms and attention in layers with linear attention (`DeltaNet`)."""
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    """Reads from config.json the fields of ModelShape that are special to this family."""
+    """Reads from config.json what is special to this family, as `config.Special` has it."""
     ignored: tuple[Ignored, ...] = ()
     absent: Mapping[str, float] = field(default_factory=dict)
     """What transformers takes for keys that config.json lacks, where it does not derive them from other keys.
@@ -92,52 +92,94 @@ class Family(Traits):
     def _rules_of(self, hf_name: str) -> list[Rule]:
         return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
 
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rows of all kinds of layers."""
+        return (*self.attention, *self.linear, *self.dense, *self.mixture)
+
+    def is_router_bias(self, hf_name: str) -> bool:
+        """Whether an HF tensor is the bias of a router: it has no gradient, and float32 in every form."""
+        names = [tensor.name for rule in self.rules if rule.megatron == ROUTER_BIAS for tensor in rule.hf]
+        return any(hf_name.endswith(f".{name}") for name in names)
+
+    def layer(self, attention: Attention, mlp: Mlp) -> Layer:
+        """A layer of these blocks, with what the table's rows say of them. A row is recognised by its parameter of
+        Megatron, which has one name in all families; the names of checkpoints differ. Where a row has a condition, the
+        block says it already."""
+        dims = {rule.megatron: rule.hf[0].dims for rule in self.rules}
+        chosen = {rule.megatron for rule in self.rules if rule.when is not None}
+        of = "self_attention."
+        if isinstance(attention, SoftmaxAttention):
+            norms, bias = attention.norms, attention.qkv_bias
+            if (row := f"{of}q_layernorm.weight") not in chosen:
+                norms = "none" if row not in dims else "head" if dims[row] == ("head",) else "full"
+            if (row := f"{of}linear_qkv.bias") not in chosen:
+                bias = row in dims
+            attention = replace(
+                attention,
+                norms=norms,
+                qkv_bias=bias,
+                output_bias=f"{of}linear_proj.bias" in dims,
+                gated=dims.get(f"{of}linear_qkv.weight") == ("q_and_gate", "hidden"),
+                sinks=f"{of}core_attention.softmax_offset" in dims,
+            )
+        if isinstance(mlp, Mixture):
+            mlp = replace(mlp, router_bias=ROUTER_BIAS in dims, linear_bias="mlp.router.bias" in dims)
+        zero_centred = any(rule.zero_centred for rule in self.rules)
+        return Layer(attention, mlp, "post_mlp_layernorm.weight" in dims, zero_centred)
+
     def last_rules(self, shape: ModelShape) -> list[Rule]:
         """The rows after the final norm; none if the output layer is the embedding."""
         if shape.value_head:
             return [VALUE_HEAD]
-        return [] if shape.tied_embeddings else [self.output, *output_adapter_rules(self.output, shape)]
+        return [] if shape.tied_embeddings else [self.output, *output_adapter_rules(self.output, shape.adapters)]
 
-    def layer_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
-        mlp = self.mixture if shape.has_experts(layer) else self.dense
-        attention = self.linear if layer in shape.linear_layers else self.attention
-        return [rule for rule in (*attention, *mlp) if rule.when(shape)]
+    def block_rules(self, block: Attention | Mlp) -> list[Rule]:
+        """The rows of a block and of the norms next to it."""
+        kinds: dict[type, tuple[Rule, ...]] = {DeltaNet: self.linear, GatedMlp: self.dense, Mixture: self.mixture}
+        rules = kinds.get(type(block), self.attention)
+        return [rule for rule in rules if rule.when is None or rule.when(block)]
 
-    def trained_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
+    def layer_rules(self, layer: Layer) -> list[Rule]:
+        return self.block_rules(layer.attention) + self.block_rules(layer.mlp)
+
+    def trained_rules(self, shape: ModelShape, layer: Layer) -> list[Rule]:
         """The rows of a layer on the trainer's side: `layer_rules`, and the rows of their adapters."""
-        rules = self.layer_rules(shape, layer)
-        return rules + adapter_rules(rules, shape)
+        rules = self.layer_rules(layer)
+        return rules + adapter_rules(rules, shape.adapters)
 
     def head_rules(self, shape: ModelShape) -> list[Rule]:
         """The rows of the multi-token head; none unless it is trained."""
         if self.multi_token is None or not shape.multi_token:
             return []
-        return self.multi_token.rules(self.layer_rules(shape, shape.num_layers))
+        return self.multi_token.rules(self.layer_rules(shape.head_layer))
 
     def head_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of the multi-token head, by name; none unless it is trained."""
         prefix = self.multi_token.hf_prefix(shape) if self.multi_token else ""
-        return {prefix + name: extents for rule in self.head_rules(shape) for name, extents in rule.hf_names(shape)}
+        known = shape.sizes(shape.head_layer)
+        return {prefix + name: extents for rule in self.head_rules(shape) for name, extents in rule.hf_names(known)}
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
         ends = (self.embedding, self.final_norm, *self.last_rules(shape))
-        tensors = {name: extents for rule in ends for name, extents in rule.hf_names(shape)}
-        rows: dict[tuple[bool, bool], list[tuple[str, tuple[int, ...]]]] = {}
-        for layer in range(shape.num_layers):
-            kind = shape.kind(layer)
-            if kind not in rows:
-                rows[kind] = [row for rule in self.trained_rules(shape, layer) for row in rule.hf_names(shape)]
-            prefix = self.hf_layer.format(layer)
-            tensors.update((prefix + name, extents) for name, extents in rows[kind])
+        tensors = {name: extents for rule in ends for name, extents in rule.hf_names(shape.sizes())}
+        rows = {
+            layer: [row for rule in self.trained_rules(shape, layer) for row in rule.hf_names(shape.sizes(layer))]
+            for layer in set(shape.layers)
+        }
+        for number, layer in enumerate(shape.layers):
+            prefix = self.hf_layer.format(number)
+            tensors.update((prefix + name, extents) for name, extents in rows[layer])
         return tensors | self.head_tensors(shape)
 
     def views(self, shape: ModelShape) -> dict[str, View]:
         """The views of the HF tensors that files hold in another form, by name."""
         found: dict[str, View] = {}
-        for layer in range(shape.num_layers):
-            for rule in self.layer_rules(shape, layer):
-                found.update(rule.views(shape, self.hf_layer.format(layer)))
+        for number, layer in enumerate(shape.layers):
+            sizes = shape.sizes(layer)
+            for rule in self.layer_rules(layer):
+                found.update(rule.views(sizes, self.hf_layer.format(number)))
         return found
 
     def file_tensors(self, shape: ModelShape) -> dict[str, FileTensor]:
@@ -148,7 +190,7 @@ class Family(Traits):
                 tensors.setdefault(view.name, FileTensor(view.extents, {})).views[name] = view
             else:
                 tensors[name] = FileTensor(extents, {})
-        if self.multi_token and shape.multi_token:
+        if self.head_rules(shape) and self.multi_token:
             ends = {"embedding": self.embedding, "output": [*self.last_rules(shape), self.embedding][0]}
             tensors.update(self.multi_token.copied(shape, ends))
         return tensors
@@ -195,39 +237,40 @@ class Family(Traits):
         tensor, stage, _ = mesh.coordinates(rank)
         expert_tensor, expert, _ = mesh.expert_coordinates(rank)
 
-        def place(rule: Rule, name: str | None = None) -> Placement:
+        def place(rule: Rule, layer: Layer | None = None, name: str | None = None) -> Placement:
             split = rule.split.fused if fused_norms and rule.split.fused else rule.split.megatron
             local = name or (rule.fused if fused_norms and rule.fused else rule.megatron)
+            sizes = shape.sizes(layer)
             if not rule.per_expert:
-                return place_row(rule, split, shape, (mesh.tensor, tensor), local)
-            experts = part(num_experts(shape), mesh.expert, expert)
-            return place_row(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
+                return place_row(rule, split, sizes, (mesh.tensor, tensor), local)
+            experts = part(sizes["experts"], mesh.expert, expert)
+            return place_row(rule, split, sizes, (mesh.expert_ways, expert_tensor), local, experts)
 
         placed: list[Placed] = []
-        rows = {}
+        rows: dict[Layer, list[Placement]] = {}
         for chunk in range(mesh.virtual):
             first = stage == 0 and chunk == 0
             last = stage == mesh.pipeline - 1 and chunk == mesh.virtual - 1
             prefix = f"chunk{chunk}." if mesh.virtual > 1 else ""
             if first:
                 placed.append(Placed(place(self.embedding), "", prefix))
-            for i, layer in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
-                kind = shape.kind(layer)
-                if kind not in rows:
-                    rows[kind] = [place(rule) for rule in self.trained_rules(shape, layer)]
-                hf_prefix, local_prefix = self.hf_layer.format(layer), prefix + MEGATRON_LAYER.format(i)
-                placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
+            for i, number in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
+                layer = shape.layers[number]
+                if layer not in rows:
+                    rows[layer] = [place(rule, layer) for rule in self.trained_rules(shape, layer)]
+                hf_prefix, local_prefix = self.hf_layer.format(number), prefix + MEGATRON_LAYER.format(i)
+                placed += [Placed(row, hf_prefix, local_prefix) for row in rows[layer]]
             if last:
                 placed.append(Placed(place(self.final_norm), "", prefix))
                 if rules := self.last_rules(shape):
                     placed += [Placed(place(rule), "", prefix) for rule in rules]
                 elif not first:  # the last stage's own copy of the word embedding
-                    placed.append(Placed(place(self.embedding, self.output.megatron), "", prefix))
-                if self.multi_token and shape.multi_token:
+                    placed.append(Placed(place(self.embedding, name=self.output.megatron), "", prefix))
+                if (head := self.head_rules(shape)) and self.multi_token:
                     names = self.multi_token.hf_prefix(shape), prefix + HEAD_LAYER
-                    placed += [Placed(place(rule), *names) for rule in self.head_rules(shape)]
+                    placed += [Placed(place(rule, shape.head_layer), *names) for rule in head]
                     if not first:
-                        placed.append(Placed(place(self.embedding, HEAD_EMBEDDING), "", prefix))
+                        placed.append(Placed(place(self.embedding, name=HEAD_EMBEDDING), "", prefix))
         return placed
 
     def vllm_shards(
@@ -262,28 +305,27 @@ class Family(Traits):
         tensor_rank, stage = rank % tensor, rank // tensor
         first, last = stage == 0, stage == pipeline - 1
 
-        def place(rule: Rule) -> list[Placement]:
-            placements = [place_one(name, part) for name, part in rule.of_vllm()]
+        def place(rule: Rule, layer: Layer | None = None) -> list[Placement]:
+            sizes = shape.sizes(layer)
+            placements = [place_one(name, part, sizes) for name, part in rule.of_vllm()]
             return [placement for placement in placements if placement.pieces]
 
-        def place_one(name: str, rule: Rule) -> Placement:
-            if not rule.per_expert:
-                return place_row(rule, rule.split.vllm, shape, (tensor, tensor_rank), name)
-            if expert_parallel:
-                return place_row(rule, rule.split.vllm, shape, (1, 0), name, linear_experts(shape, tensor, tensor_rank))
-            experts = 0, num_experts(shape)
-            return place_row(rule, rule.split.vllm, shape, (tensor, tensor_rank), name, experts)
+        def place_one(name: str, rule: Rule, sizes: Sizes) -> Placement:
+            ways, experts = (tensor, tensor_rank), (0, sizes["experts"]) if rule.per_expert else None
+            if rule.per_expert and expert_parallel:
+                ways, experts = (1, 0), linear_experts(sizes["experts"], *ways)
+            return place_row(rule, rule.split.vllm, sizes, ways, name, experts)
 
         placed: list[Placed] = []
         if first or "embedding" in self.vllm_repeats_ends or (shape.tied_embeddings and last):
             placed += [Placed(row, "", "") for row in place(self.embedding)]
-        rows = {}
-        for layer in engine_layers(shape.num_layers, pipeline, stage):
-            kind = shape.kind(layer)
-            if kind not in rows:
-                rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in place(rule)]
-            hf_prefix, local_prefix = self.hf_layer.format(layer), VLLM_LAYER.format(layer)
-            placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
+        rows: dict[Layer, list[Placement]] = {}
+        for number in engine_layers(shape.num_layers, pipeline, stage):
+            layer = shape.layers[number]
+            if layer not in rows:
+                rows[layer] = [row for rule in self.layer_rules(layer) for row in place(rule, layer)]
+            hf_prefix, local_prefix = self.hf_layer.format(number), VLLM_LAYER.format(number)
+            placed += [Placed(row, hf_prefix, local_prefix) for row in rows[layer]]
         if last or "norm" in self.vllm_repeats_ends:
             placed += [Placed(row, "", "") for row in place(self.final_norm)]
         if (last or "output" in self.vllm_repeats_ends) and not shape.tied_embeddings:

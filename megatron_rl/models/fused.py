@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.models.families import FAMILIES
-from megatron_rl.types import Llama3Rope, ModelShape
+from megatron_rl.types import Attention, DeltaNet, LatentAttention, Llama3Rope, ModelShape, SoftmaxAttention
 
 
 def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
@@ -12,22 +11,26 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
     Args:
         context: the context-parallel size.
     """
-    family, rope, latent = FAMILIES[shape.family], shape.rope_scaling, shape.latent
-    if family.sinks:
-        return f"its attention takes no sinks in packed rows, and {shape.family} has them"
-    if family.post_norm:
-        return f"{shape.family} has norms after its blocks, and its layers have none"
-    if shape.delta:
-        return f"Megatron's linear attention takes no packed rows, and {shape.family} has layers with it"
-    if shape.sliding_layers and context > 1:
-        return "their attention takes no sliding windows with policy.parallel.context above 1"
-    if latent and not _takes_heads(latent.nope_dim + latent.rope_dim, latent.value_dim):
-        return (
-            f"cuDNN's attention trains no heads of {latent.nope_dim + latent.rope_dim} dims in query and key and "
-            f"{latent.value_dim} in value"
-        )
-    # The rotation of latent attention is ours.
-    if latent is None and rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
+    for layer in dict.fromkeys(shape.layers):
+        if layer.post_norm:
+            return f"{shape.family} has norms after its blocks, and its layers have none"
+        if obstacle := _of_attention(layer.attention, shape.family, context):
+            return obstacle
+    return None
+
+
+def _of_attention(attention: Attention, family: str, context: int) -> str | None:
+    scaling = attention.rope.scaling if isinstance(attention, SoftmaxAttention) else None  # of the others it is ours
+    match attention:
+        case DeltaNet():
+            return f"Megatron's linear attention takes no packed rows, and {family} has layers with it"
+        case SoftmaxAttention(sinks=True):
+            return f"its attention takes no sinks in packed rows, and {family} has them"
+        case SoftmaxAttention(window=int()) if context > 1:
+            return "their attention takes no sliding windows with policy.parallel.context above 1"
+        case LatentAttention(head_dim=key, value_dim=value) if not _takes_heads(key, value):
+            return f"cuDNN's attention trains no heads of {key} dims in query and key and {value} in value"
+    if scaling is not None and scaling != Llama3Rope(scaling.factor, 1.0, 4.0, 8192):
         return "Megatron gives its layers no other rotary scaling than Llama 3.1's"
     return None
 

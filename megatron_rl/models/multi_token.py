@@ -79,7 +79,7 @@ class MultiTokenHead(Ignored):
         """
         for ending, end in self.copies:
             name = self.hf_prefix(shape) + ending
-            [(held, extents)] = ends[end].hf_names(shape)
+            [(held, extents)] = ends[end].hf_names(shape.sizes())
             yield name, FileTensor(extents, {held: View(name, extents, 0, (extents[1], 1))})
 
 

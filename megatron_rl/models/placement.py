@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_rl.models.rule import Rule, num_experts
+from megatron_rl.models.rule import Rule
 from megatron_rl.models.shards import Box, Shard
-from megatron_rl.models.splits import Split
-from megatron_rl.types import ModelShape
+from megatron_rl.models.splits import Sizes, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class Placed(NamedTuple):
 def place_row(
     rule: Rule,
     split: Split,
-    shape: ModelShape,
+    sizes: Sizes,
     where: tuple[int, int],
     local_name: str,
     experts: tuple[int, int] | None = None,
@@ -66,9 +65,9 @@ def place_row(
     Args:
         where: (the number of ranks that share the row, this rank's number among them).
     """
-    full = rule.extents(shape)
+    full = rule.extents(sizes)
     try:
-        pieces = split(shape, tuple(extents[rule.split.dim] for extents in full), *where)
+        pieces = split(sizes, tuple(extents[rule.split.dim] for extents in full), *where)
     except ValueError as error:
         raise ValueError(f"{' and '.join(tensor.name for tensor in rule.hf)}: {error}") from error
     boxes = []
@@ -84,9 +83,9 @@ def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
     return tuple((start, stop) if d == dim else (0, length) for d, length in enumerate(extent))
 
 
-def linear_experts(shape: ModelShape, ways: int, rank: int) -> tuple[int, int]:
+def linear_experts(num_experts: int, ways: int, rank: int) -> tuple[int, int]:
     """The experts of a rank in vLLM's linear placement. If they do not divide evenly, the first ranks hold one more."""
-    base, more = divmod(num_experts(shape), ways)
+    base, more = divmod(num_experts, ways)
     start = rank * base + min(rank, more)
     return start, start + base + (rank < more)
 

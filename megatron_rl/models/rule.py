@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from megatron_rl.models.splits import REPLICATED, SplitKind
+from megatron_rl.models.splits import REPLICATED, Sizes, SplitKind
 from megatron_rl.models.view import InFile, View
 from megatron_rl.types import ModelShape
 
@@ -16,7 +17,7 @@ class HfTensor:
     name: str
     """The name in the checkpoint, without the prefix of the layer. `{}` stands for the number of the expert."""
     dims: tuple[str, ...]
-    """The extent of each dim, as a key of `sizes`: q, kv, hidden, ffn, ..."""
+    """The extent of each dim, as a key of `ModelShape.sizes`: q, kv, hidden, ffn, ..."""
     file: InFile | None = None
     """How files hold a tensor of a layer, if not under this name and in this form."""
 
@@ -28,47 +29,6 @@ class HfTensor:
     def __str__(self) -> str:
         held = f", which files hold in {self.file.name}" if self.file else ""
         return f"{self.name} [{', '.join(self.dims)}]{held}"
-
-
-def sizes(shape: ModelShape) -> dict[str, int]:
-    """The extents that `HfTensor.dims` names."""
-    known = {
-        "q": shape.num_heads * shape.head_dim,
-        "q_and_gate": 2 * shape.num_heads * shape.head_dim,
-        "kv": shape.num_kv_heads * shape.head_dim,
-        "hidden": shape.hidden_size,
-        "two_hidden": 2 * shape.hidden_size,
-        "ffn": shape.ffn_size,
-        "vocab": shape.vocab_size,
-        "head": shape.head_dim,
-        "heads": shape.num_heads,
-        "value_head": 1,
-        "one": 1,
-    }
-    if experts := shape.experts:
-        known |= {"experts": experts.num_experts, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size}
-    if latent := shape.latent:
-        known |= {
-            "query_rank": latent.query_rank,
-            "kv_rank": latent.kv_rank,
-            "kv_down": latent.kv_rank + latent.rope_dim,
-            "q_up": shape.num_heads * (latent.nope_dim + latent.rope_dim),
-            "kv_up": shape.num_heads * (latent.nope_dim + latent.value_dim),
-            "value": shape.num_heads * latent.value_dim,
-        }
-    if delta := shape.delta:
-        known |= {
-            "delta_qkv": 2 * delta.key_width + delta.value_width,
-            "delta_qkvz": 2 * delta.key_width + 2 * delta.value_width,
-            "delta_value": delta.value_width,
-            "delta_heads": delta.num_value_heads,
-            "delta_two_heads": 2 * delta.num_value_heads,
-            "delta_head": delta.value_size,
-            "convolution": delta.convolution,
-        }
-    if shape.adapters:
-        known["adapter_rank"] = shape.adapters.rank
-    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +46,8 @@ class Rule:
     fused: str | None = None
     """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
     it, and put the experts into one grouped layer."""
-    when: Callable[[ModelShape], bool] = lambda shape: True
-    """Whether a model of the family has this row."""
+    when: Callable[[Any], bool] | None = None
+    """Whether a block of attention, or an MLP, has this row; None: every block that the list of rows is for has it."""
     float32: bool = False
     """Trainer and engine hold the parameter in float32 for every dtype of the model, and it is sent as float32."""
     served_float32: bool = False
@@ -113,25 +73,24 @@ class Rule:
     def per_expert(self) -> bool:
         return "{}" in self.hf[0].name
 
-    def extents(self, shape: ModelShape) -> list[tuple[int, ...]]:
+    def extents(self, sizes: Sizes) -> list[tuple[int, ...]]:
         """The extents of each HF tensor of the row."""
-        known = sizes(shape)
-        return [tuple(known[dim] for dim in tensor.dims) for tensor in self.hf]
+        return [tuple(sizes[dim] for dim in tensor.dims) for tensor in self.hf]
 
-    def hf_names(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def hf_names(self, sizes: Sizes) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield (name, extents) of every HF tensor of the row, expert after expert."""
-        for expert in range(num_experts(shape) if self.per_expert else 1):
-            for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
+        for expert in range(sizes["experts"] if self.per_expert else 1):
+            for tensor, extents in zip(self.hf, self.extents(sizes), strict=True):
                 yield tensor.name.format(expert), extents
 
-    def views(self, shape: ModelShape, prefix: str) -> Iterator[tuple[str, View]]:
+    def views(self, sizes: Sizes, prefix: str) -> Iterator[tuple[str, View]]:
         """Yield (name, view) of every HF tensor of the row that files hold in another form.
 
         Args:
             prefix: the layer's prefix; the names begin with it.
         """
-        experts = num_experts(shape) if self.per_expert else 0
-        for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
+        experts = sizes["experts"] if self.per_expert else 0
+        for tensor, extents in zip(self.hf, self.extents(sizes), strict=True):
             if tensor.file:
                 for expert in range(experts or 1):
                     yield prefix + tensor.name.format(expert), tensor.file.view(extents, prefix, expert, experts)
@@ -156,9 +115,3 @@ class Ignored:
 
     def matches(self, name: str, shape: ModelShape) -> bool:
         return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
-
-
-def num_experts(shape: ModelShape) -> int:
-    """The number of routed experts of a layer. Only models with experts have rows with a `{}` for the expert."""
-    assert shape.experts is not None, f"{shape.family}: a model without experts has a row for each expert"
-    return shape.experts.num_experts

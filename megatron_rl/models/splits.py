@@ -6,10 +6,8 @@ ranks cover every row or column exactly once, or equally often if heads or whole
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-from megatron_rl.types import ModelShape
 
 VOCABULARY_MULTIPLE = 32
 """Megatron pads the vocabulary to a multiple of this times TP, so that every rank's matrix has aligned rows."""
@@ -31,8 +29,10 @@ class Piece:
     local_start: int
 
 
-Split = Callable[[ModelShape, tuple[int, ...], int, int], list[Piece]]
-"""(shape, extents of the split dim of each HF tensor, ways, rank) -> the rank's pieces.
+Sizes = Mapping[str, int]
+"""The extents of a layer by name (`ModelShape.sizes`)."""
+Split = Callable[[Sizes, tuple[int, ...], int, int], list[Piece]]
+"""(sizes, extents of the split dim of each HF tensor, ways, rank) -> the rank's pieces.
 
 It raises ValueError if the extents do not divide."""
 
@@ -66,15 +66,15 @@ def part(length: int, ways: int, index: int) -> tuple[int, int]:
     return index * (length // ways), (index + 1) * (length // ways)
 
 
-def _stacked(dim: int, first: Callable[[ModelShape, int], int] = lambda shape, ways: 0) -> Split:
+def _stacked(dim: int, first: Callable[[Sizes, int], int] = lambda sizes, ways: 0) -> Split:
     """Each tensor is split evenly along `dim`, and a rank stacks its parts, such as [gate_t ; up_t].
 
     Args:
         first: where they begin in the local parameter.
     """
 
-    def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-        pieces, offset = [], first(shape, ways)
+    def split(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+        pieces, offset = [], first(sizes, ways)
         for index, length in enumerate(lengths):
             start, stop = part(length, ways, rank)
             pieces.append(Piece(index, dim, start, stop, offset))
@@ -84,32 +84,16 @@ def _stacked(dim: int, first: Callable[[ModelShape, int], int] = lambda shape, w
     return split
 
 
-def _replicated(offset: Callable[[ModelShape], int] = lambda shape: 0) -> Split:
+def _replicated(offset: Callable[[Sizes], int] = lambda sizes: 0) -> Split:
     """Every rank holds the whole tensor, which begins `offset` rows after the beginning of the local parameter."""
 
-    def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-        return [Piece(0, 0, 0, lengths[0], offset(shape))]
+    def split(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+        return [Piece(0, 0, 0, lengths[0], offset(sizes))]
 
     return split
 
 
-def query_rank(shape: ModelShape) -> int:
-    """The rank of the query's down projection in latent attention; 0 if the query is projected directly."""
-    assert shape.latent is not None, f"{shape.family}: a row of latent attention in a model without it"
-    return shape.latent.query_rank
-
-
-def _engine_heads(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-    """One row for each query head. vLLM's class of the models that have such rows repeats no KV heads."""
-    if shape.num_kv_heads % ways:
-        raise ValueError(
-            f"the model has {shape.num_kv_heads} KV heads, and vLLM's class of {shape.family} cannot divide them among "
-            f"{ways} tensor-parallel ranks"
-        )
-    return _stacked(0)(shape, lengths, ways, rank)
-
-
-def _first_rank(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+def _first_rank(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """The first rank holds the whole tensor, and the others zeros, because the ranks' outputs are added up."""
     return [] if rank else [Piece(0, 0, 0, lengths[0], 0)]
 
@@ -117,31 +101,31 @@ def _first_rank(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: in
 def _vocabulary(multiple: Callable[[int], int]) -> Split:
     """The rows are padded to a multiple and then split evenly. A rank with only padding rows holds no HF row."""
 
-    def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    def split(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         start, stop = (min(row, lengths[0]) for row in part(padded(lengths[0], multiple(ways)), ways, rank))
         return [Piece(0, 0, start, stop, 0)]
 
     return split
 
 
-def _megatron_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+def _megatron_qkv(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """Each query group is [q ... q, k, v], the groups follow each other, and all rows are split evenly over TP. If
     there are fewer groups than ranks, the rows of a group are on several ranks, and Megatron gathers their output."""
-    heads, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    heads, size = sizes["heads"] // sizes["kv_heads"], sizes["head"]
     rows = [
         (tensor, group * length, length)
-        for group in range(shape.num_kv_heads)
+        for group in range(sizes["kv_heads"])
         for tensor, length in ((0, heads * size), (1, size), (2, size))
     ]
     return _even_part(rows, ways, rank)
 
 
-def _megatron_gated_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+def _megatron_gated_qkv(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """Like `_megatron_qkv`, with groups [q ... q, gate ... gate, k, v]. The HF tensor of q is [q ; gate] for each
     head."""
-    heads, size = shape.num_heads // shape.num_kv_heads, shape.head_dim
+    heads, size = sizes["heads"] // sizes["kv_heads"], sizes["head"]
     rows = []
-    for group in range(shape.num_kv_heads):
+    for group in range(sizes["kv_heads"]):
         of_group = range(group * heads, (group + 1) * heads)
         rows += [(0, (2 * head + is_gate) * size, size) for is_gate in (0, 1) for head in of_group]
         rows += [(tensor, group * size, size) for tensor in (1, 2)]
@@ -164,12 +148,11 @@ def _even_part(rows: list[tuple[int, int, int]], ways: int, rank: int) -> list[P
     return pieces
 
 
-def _delta_sections(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+def _delta_sections(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """The first tensor is [q ; k ; v] of all heads of linear attention, and a rank stacks its heads' rows of each of
     the three. The rows of its heads of further tensors follow."""
-    assert shape.delta is not None, f"{shape.family}: a row of linear attention in a model without it"
-    key, value = shape.delta.key_width, shape.delta.value_width
-    part(shape.delta.num_key_heads, ways, rank)
+    key, value = sizes["delta_key"], sizes["delta_value"]
+    part(sizes["delta_key_heads"], ways, rank)
     sections = [(0, 0, key), (0, key, key), (0, 2 * key, value)]
     sections += [(tensor, 0, length) for tensor, length in enumerate(lengths) if tensor]
     pieces, offset = [], 0
@@ -180,18 +163,17 @@ def _delta_sections(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank
     return pieces
 
 
-def _after_qkvz(shape: ModelShape, ways: int) -> int:
+def _after_qkvz(sizes: Sizes, ways: int) -> int:
     """The rows of q, k, v and z of a rank."""
-    assert shape.delta is not None, f"{shape.family}: a row of linear attention in a model without it"
-    return 2 * (shape.delta.key_width + shape.delta.value_width) // ways
+    return sizes["delta_qkvz"] // ways
 
 
-def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+def _vllm_qkv(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """A rank stacks its heads as [q heads ; k heads ; v heads]. If there are fewer KV heads than ranks, each KV head is
     replicated."""
-    copies = max(1, ways // shape.num_kv_heads)
-    part(shape.num_heads, ways, rank)
-    part(shape.num_kv_heads * copies, ways, rank)
+    copies = max(1, ways // sizes["kv_heads"])
+    part(sizes["heads"], ways, rank)
+    part(sizes["kv_heads"] * copies, ways, rank)
     pieces, offset = [], 0
     for tensor, parts, index in (
         (0, ways, rank),
@@ -204,15 +186,14 @@ def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int)
     return pieces
 
 
-def _gathered_heads(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+def _gathered_heads(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """Every rank gathers the heads of all ranks, normalises them with the whole weight, and keeps its own heads
     (TPAwareNormMixin in vllm.model_executor.models.transformers.fusers.rms_norm). vLLM cannot gather KV heads if each
     head is on several ranks. A single KV head is whole on every rank, so it needs no gathering."""
-    if ways > shape.num_kv_heads > 1:
+    if ways > (heads := sizes["kv_heads"]) > 1:
         raise ValueError(
-            f"the engine has {ways} tensor-parallel ranks, the model {shape.num_kv_heads} KV heads, and vLLM cannot "
-            f"normalise heads together if several ranks hold the same one; set rollout.parallel.tensor to "
-            f"{shape.num_kv_heads} or less"
+            f"the engine has {ways} tensor-parallel ranks, the model {heads} KV heads, and vLLM cannot normalise heads "
+            f"together if several ranks hold the same one; set rollout.parallel.tensor to {heads} or less"
         )
     return [Piece(0, 0, 0, lengths[0], 0)]
 
@@ -224,8 +205,6 @@ COLUMNS = SplitKind(_stacked(1), _stacked(1), dim=1)
 REPLICATED = SplitKind(_replicated(), _replicated())
 ONCE = SplitKind(_replicated(), _first_rank)
 """The split of an expert's bias whose input is split. All of Megatron's ranks hold it, and the first one adds it."""
-HEADS = SplitKind(_stacked(0), _engine_heads)
-"""The split of a vector of one number for each query head."""
 QKV = SplitKind(_megatron_qkv, _vllm_qkv)
 """The split of weights and biases of the projection to q, k and v."""
 GATED_QKV = SplitKind(_megatron_gated_qkv, _vllm_qkv)
@@ -243,6 +222,6 @@ VOCABULARY = SplitKind(
 LATENT_DOWN = SplitKind(_stacked(0), _replicated(), fused=_replicated())
 """The split of the down projections of latent attention: Megatron's local layers split them over TP and gather the
 output; Transformer Engine and vLLM have the whole projections on every rank."""
-LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(query_rank), fused=_replicated())
+LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(lambda sizes: sizes["query_rank"]), fused=_replicated())
 """The split of the down projection of k and v in latent attention. vLLM stacks its rows below the query's down
 projection."""

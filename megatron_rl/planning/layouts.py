@@ -206,7 +206,7 @@ def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) ->
 def _expert_sizes(shape: ModelShape, tensor: int, stage_size: int) -> Iterator[dict[str, int]]:
     """The ways to split the experts over the ranks of a stage."""
     yield {}
-    if shape.experts is None:
+    if shape.mixture is None:
         return
     for expert in _divisors(stage_size)[1:]:
         for split in sorted({1, tensor}):

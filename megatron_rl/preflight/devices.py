@@ -12,7 +12,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
 from megatron_rl.planning.parameters import BYTES
-from megatron_rl.types import ModelShape
+from megatron_rl.types import ModelShape, SoftmaxAttention
 
 
 def has_cpu_torch() -> bool:
@@ -42,11 +42,12 @@ def faults_of_cpu_attention(config: BaseConfig, shape: ModelShape) -> list[str]:
     """The fault of a model whose attention vLLM cannot compute on CPUs. vLLM finds it in the first answer."""
     if not isinstance(config, GrpoRunConfig) or config.cluster.gpus_per_engine_rank:
         return []
-    if config.rollout.replay or config.rollout.backend or shape.latent or shape.head_dim in CPU_HEAD_DIMS:
+    heads = {block.head_dim for block in shape.attentions if isinstance(block, SoftmaxAttention)} - {*CPU_HEAD_DIMS}
+    if config.rollout.replay or config.rollout.backend or not heads:
         return []
     known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [
-        f"{config.model.path} has the head dim {shape.head_dim}, and vLLM's attention on CPUs knows {known}; take a "
+        f"{config.model.path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows {known}; take a "
         "model with one of these, or run the engines on GPUs"
     ]
 

@@ -594,7 +594,7 @@ def replay_engine(rank, world_size, url, *, folder, layout, setup, version):
     Returns:
         (the mismatch without the engine's choices of experts, the mismatch with them, the metrics of an update)
     """
-    actor = build(rank, world_size, url, folder, layout, routing_replay=read_shape(folder).experts is not None)
+    actor = build(rank, world_size, url, folder, layout, routing_replay=read_shape(folder).mixture is not None)
     sender = BridgeSender(setup, rank, actor.parameters())
     sender.push(version)
     sender.close()

@@ -16,7 +16,7 @@ from megatron_rl.models.families.rows import mixture_rows
 from megatron_rl.models.multi_token import MultiTokenHead, head_rows
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, REPLICATED, ROWS
-from megatron_rl.types import Experts
+from megatron_rl.types import Mixture
 
 BIASED_MIXTURE = (
     *mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"),
@@ -71,7 +71,7 @@ def only(config: Mapping[str, Any], **known: Any) -> None:
 
 
 def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ModelShape's field `experts`."""
+    """The mixture and the layers before it, as `config.Special` has them."""
     only(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     num_layers = size(config, "num_hidden_layers")
     dense = size(config, "first_k_dense_replace", least=0, at_most="num_hidden_layers")  # vLLM needs this key, too
@@ -82,26 +82,25 @@ def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:
             f"num_hidden_layers {num_layers}; supported are as many `dense` layers first, and then `sparse` ones"
         )
     ffn_size = size(config, "moe_intermediate_size")
-    experts = Experts(
+    mixture = Mixture(
         num_experts=size(config, "n_routed_experts"),
         num_active=size(config, "num_experts_per_tok", at_most="n_routed_experts"),
         ffn_size=ffn_size,
         shared_ffn_size=size(config, "n_shared_experts") * ffn_size,
-        first_dense_layers=dense,
         score="sigmoid",
         normalised=flag(config, "norm_topk_prob", absent=None),
         num_groups=size(config, "n_group"),
         num_active_groups=size(config, "topk_group", at_most="n_group"),
         scaling_factor=number(config, "routed_scaling_factor"),
     )
-    if experts.num_experts % experts.num_groups:
+    if mixture.num_experts % mixture.num_groups:
         raise ValueError(
-            f"n_group is {experts.num_groups}; n_routed_experts, {experts.num_experts}, must be a multiple of it"
+            f"n_group is {mixture.num_groups}; n_routed_experts, {mixture.num_experts}, must be a multiple of it"
         )
-    chosen_from = experts.num_active_groups * (experts.num_experts // experts.num_groups)
-    if experts.num_active > chosen_from:
+    chosen_from = mixture.num_active_groups * (mixture.num_experts // mixture.num_groups)
+    if mixture.num_active > chosen_from:
         raise ValueError(
-            f"num_experts_per_tok is {experts.num_active}, but the topk_group {experts.num_active_groups} of the "
-            f"n_group {experts.num_groups} groups have {chosen_from} experts together; it must be at most as many"
+            f"num_experts_per_tok is {mixture.num_active}, but the topk_group {mixture.num_active_groups} of the "
+            f"n_group {mixture.num_groups} groups have {chosen_from} experts together; it must be at most as many"
         )
-    return {"experts": experts}
+    return {"mixture": mixture, "dense_layers": dense}

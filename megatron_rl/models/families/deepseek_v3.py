@@ -21,16 +21,16 @@ from megatron_rl.models.families.biased_mixture import (
 from megatron_rl.models.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM
 from megatron_rl.models.family import WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
-from megatron_rl.models.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS, query_rank
-from megatron_rl.types import LatentAttention, ModelShape
+from megatron_rl.models.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS
+from megatron_rl.types import LatentAttention
 
 
-def _low_rank(shape: ModelShape) -> bool:
-    return query_rank(shape) > 0
+def _low_rank(attention: LatentAttention) -> bool:
+    return attention.query_rank > 0
 
 
-def _direct(shape: ModelShape) -> bool:
-    return query_rank(shape) == 0
+def _direct(attention: LatentAttention) -> bool:
+    return attention.query_rank == 0
 
 
 _KV_DOWN = (HfTensor("self_attn.kv_a_proj_with_mqa.weight", ("kv_down", "hidden")),)
@@ -97,15 +97,15 @@ _ATTENTION = (
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     only(config, rope_interleave=True, num_key_value_heads=config["num_attention_heads"])
-    latent = LatentAttention(
+    latent = dict(
         query_rank=0 if config["q_lora_rank"] is None else size(config, "q_lora_rank"),
         kv_rank=size(config, "kv_lora_rank"),
         nope_dim=size(config, "qk_nope_head_dim"),
         rope_dim=size(config, "qk_rope_head_dim"),
         value_dim=size(config, "v_head_dim"),
     )
-    only(config, head_dim=latent.rope_dim)  # as many dims are rotated by transformers
-    return {"latent": latent, "head_dim": latent.nope_dim + latent.rope_dim, **read_experts(config)}
+    only(config, head_dim=latent["rope_dim"])  # as many dims are rotated by transformers
+    return {"latent": latent, **read_experts(config)}
 
 
 DEEPSEEK_V3 = Family(

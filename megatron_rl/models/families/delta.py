@@ -103,7 +103,7 @@ _LINEAR = "linear_attention"
 
 
 def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]:
-    """ModelShape's fields for linear attention.
+    """Linear attention and its layers, as `config.Special` has them.
 
     Raises:
         ValueError: the layers have other kinds of attention, attention has no output gate, or the sections of rotary
@@ -131,7 +131,7 @@ def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]
             f"{delta.num_key_heads}"
         )
     layers = tuple(layer for layer, kind in enumerate(types) if kind == _LINEAR)
-    return {"delta": delta if layers else None, "linear_layers": layers}
+    return {"delta": delta, "linear_layers": layers}
 
 
 def _check_sections(config: Mapping[str, Any]) -> None:

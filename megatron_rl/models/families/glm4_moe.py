@@ -28,11 +28,8 @@ from megatron_rl.models.family import WINDOWLESS, Family
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    optional = []
-    for key, name in (("attention_bias", "qkv_bias"), ("use_qk_norm", "head_norms")):
-        if flag(config, key):
-            optional.append(name)
-    return {"optional": tuple(optional), **read_experts(config)}
+    bias, norms = flag(config, "attention_bias"), flag(config, "use_qk_norm")
+    return {"softmax": {"qkv_bias": bias, "norms": "head" if norms else "none"}, **read_experts(config)}
 
 
 GLM4_MOE = Family(
@@ -42,8 +39,8 @@ GLM4_MOE = Family(
     attention=(
         INPUT_NORM,
         QKV_WEIGHT,
-        replace(QKV_BIAS, when=lambda shape: "qkv_bias" in shape.optional),
-        *(replace(rule, when=lambda shape: "head_norms" in shape.optional) for rule in HEAD_NORMS),
+        replace(QKV_BIAS, when=lambda attention: attention.qkv_bias),
+        *(replace(rule, when=lambda attention: attention.norms == "head") for rule in HEAD_NORMS),
         ATTENTION_OUTPUT,
     ),
     dense=(MLP_NORM, *GATED_MLP),

@@ -27,9 +27,9 @@ from megatron_rl.models.families.windows import window
 from megatron_rl.models.family import ALL_ENDS, DESCRIBED, Family
 from megatron_rl.models.interleaving import every
 from megatron_rl.models.rule import HfTensor, Rule
-from megatron_rl.models.splits import COLUMNS, HEADS, ONCE, REPLICATED, ROWS
+from megatron_rl.models.splits import COLUMNS, ONCE, REPLICATED, ROWS, Piece, Sizes, SplitKind
 from megatron_rl.models.view import InFile
-from megatron_rl.types import Experts
+from megatron_rl.types import Mixture
 
 _ENGINE = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "rms_norm_eps": 1e-5}
 """The numbers that vLLM's class has in its code (gpt_oss.py: TransformerBlock; `swigluoai` in its activations)."""
@@ -43,12 +43,22 @@ def _by_turns(name: str) -> tuple[str, str]:
     return gate, up
 
 
+def _engine_heads(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """One row for each query head. vLLM's class repeats no KV heads."""
+    if sizes["kv_heads"] % ways:
+        raise ValueError(
+            f"the model has {sizes['kv_heads']} KV heads, and vLLM's class of gpt_oss cannot divide them among {ways} "
+            "tensor-parallel ranks"
+        )
+    return ROWS.vllm(sizes, lengths, ways, rank)
+
+
 _ATTENTION = (
     INPUT_NORM,
     replace(QKV_WEIGHT, vllm="attn.qkv_proj.weight"),
     replace(QKV_BIAS, vllm="attn.qkv_proj.bias"),
     Rule(
-        HEADS,
+        SplitKind(ROWS.megatron, _engine_heads),
         hf=(HfTensor("self_attn.sinks", ("heads",)),),
         megatron="self_attention.core_attention.softmax_offset",
         vllm="attn.sinks",
@@ -141,18 +151,18 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     _check_rope(config)
     even = list(range(0, config["num_hidden_layers"], 2))
     windows = window(config, even, needed=True)
-    if windows and list(windows["sliding_layers"]) != even:
+    if windows and [*windows["windowed"]] != even:
         raise ValueError(
-            f"layer_types gives the window to the layers {list(windows['sliding_layers'])}; for gpt_oss only "
+            f"layer_types gives the window to the layers {[*windows['windowed']]}; for gpt_oss only "
             f"sliding_attention in every second layer, from the first one on, is supported, which vLLM computes"
         )
-    experts = Experts(
+    mixture = Mixture(
         num_experts=size(config, "num_local_experts"),
         num_active=size(config, "num_experts_per_tok", at_most="num_local_experts"),
         ffn_size=size(config, "intermediate_size"),
         clamp=_ENGINE["swiglu_limit"],
     )
-    return {"experts": experts} | windows
+    return {"mixture": mixture, **windows}
 
 
 def _check_rope(config: Mapping[str, Any]) -> None:

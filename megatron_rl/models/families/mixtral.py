@@ -9,16 +9,16 @@ from megatron_rl.models.config_values import size
 from megatron_rl.models.families.rows import ENDS, LLAMA_ATTENTION, mixture_rows
 from megatron_rl.models.families.windows import all_layers
 from megatron_rl.models.family import ALL_ENDS, Family
-from megatron_rl.types import Experts
+from megatron_rl.types import Mixture
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    experts = Experts(
+    mixture = Mixture(
         num_experts=size(config, "num_local_experts"),
         num_active=size(config, "num_experts_per_tok", at_most="num_local_experts"),
         ffn_size=size(config, "intermediate_size"),
     )
-    return {"experts": experts} | all_layers(config)
+    return {"mixture": mixture, **all_layers(config)}
 
 
 MIXTRAL = Family(

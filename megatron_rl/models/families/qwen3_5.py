@@ -26,7 +26,7 @@ from megatron_rl.models.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import DELTA_SECTIONS, DELTA_STRENGTH
-from megatron_rl.types import Experts
+from megatron_rl.types import Mixture
 
 _INPUT = (
     Rule(
@@ -55,14 +55,14 @@ def _dense(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(config: Mapping[str, Any]) -> dict[str, Any]:
-    experts = Experts(
+    mixture = Mixture(
         num_experts=size(config, "num_experts"),
         num_active=size(config, "num_experts_per_tok", at_most="num_experts"),
         ffn_size=size(config, "moe_intermediate_size"),
         shared_ffn_size=size(config, "shared_expert_intermediate_size"),
         shared_gate=True,
     )
-    return {"experts": experts} | _dense(config)
+    return {"mixture": mixture, **_dense(config)}
 
 
 QWEN3_5_TEXT = Family(

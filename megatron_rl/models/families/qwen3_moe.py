@@ -10,7 +10,7 @@ from megatron_rl.models.families.qwen3 import QWEN3
 from megatron_rl.models.families.rows import ENDS, mixture_rows
 from megatron_rl.models.families.windows import all_layers_if_switched_on
 from megatron_rl.models.family import ALL_ENDS, Family
-from megatron_rl.types import Experts
+from megatron_rl.types import Mixture
 
 
 def first_dense_layers(config: Mapping[str, Any]) -> int:
@@ -33,14 +33,17 @@ def first_dense_layers(config: Mapping[str, Any]) -> int:
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     experts_key = "num_experts" if "num_experts" in config else "num_local_experts"
-    experts = Experts(
+    mixture = Mixture(
         num_experts=size(config, experts_key),
         num_active=size(config, "num_experts_per_tok", at_most=experts_key),
         ffn_size=size(config, "moe_intermediate_size"),
-        first_dense_layers=first_dense_layers(config),
         normalised=flag(config, "norm_topk_prob", absent=None),
     )
-    return {"experts": experts} | all_layers_if_switched_on(config)
+    return {
+        "mixture": mixture,
+        "dense_layers": first_dense_layers(config),
+        **all_layers_if_switched_on(config),
+    }
 
 
 QWEN3_MOE = Family(

@@ -25,7 +25,7 @@ from megatron_rl.models.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import DELTA_STRENGTH, ROWS
-from megatron_rl.types import Experts
+from megatron_rl.types import Mixture
 
 _INPUT = (
     Rule(
@@ -42,16 +42,19 @@ _INPUT = (
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    experts = Experts(
+    mixture = Mixture(
         num_experts=size(config, "num_experts"),
         num_active=size(config, "num_experts_per_tok", at_most="num_experts"),
         ffn_size=size(config, "moe_intermediate_size"),
         shared_ffn_size=size(config, "shared_expert_intermediate_size"),
         shared_gate=True,
-        first_dense_layers=first_dense_layers(config),
         normalised=flag(config, "norm_topk_prob", absent=True),
     )
-    return {"experts": experts} | delta_layers(config, interleaved=True)
+    return {
+        "mixture": mixture,
+        "dense_layers": first_dense_layers(config),
+        **delta_layers(config, interleaved=True),
+    }
 
 
 QWEN3_NEXT = Family(

@@ -15,8 +15,8 @@ them as the others do. If not, config.json has `rope_parameters` for each of the
 
 
 def window(config: Mapping[str, Any], layers: list[int], needed: bool = False) -> dict[str, Any]:
-    """ModelShape's fields for a sliding window in the given layers. If config.json has `layer_types`, this key decides
-    instead of `layers`.
+    """A sliding window in the given layers, as `config.Special` has it. If config.json has `layer_types`, this key
+    decides instead of `layers`.
 
     Args:
         needed: whether `sliding_window` must be there if a layer has one. If not, the window of a model without
@@ -29,7 +29,7 @@ def window(config: Mapping[str, Any], layers: list[int], needed: bool = False) -
         layers = [layer for layer, kind in enumerate(types) if kind == SLIDING]
     if not layers or not (types or needed or config.get("sliding_window") is not None):
         return {}
-    return {"sliding_window": size(config, "sliding_window"), "sliding_layers": tuple(layers)}
+    return {"window": size(config, "sliding_window"), "windowed": tuple(layers)}
 
 
 def upper_layers(config: Mapping[str, Any]) -> dict[str, Any]:

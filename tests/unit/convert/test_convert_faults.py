@@ -303,15 +303,18 @@ def test_a_fault_is_one_line_and_an_exit_code(forms, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "olmo3", "gpt_oss"])
-def test_a_manifest_of_an_earlier_version_lacks_newer_fields(tmp_path, name):
+def test_a_manifest_of_an_earlier_version_lacks_the_layers_and_newer_fields(tmp_path, name):
     folder = write_folder(tmp_path / "hub", name)
     write(to_open(open_checkpoint(folder), Options()), tmp_path / "open")
     fields = json.loads((tmp_path / "open" / "manifest.json").read_text())
     whole = dict(fields["shape"])
-    assert saved_shape(fields) == read_shape(folder)
+    assert saved_shape(tmp_path / "open", fields) == read_shape(folder)
     for field in dataclasses.fields(ModelShape):
-        if whole[field.name] == (list(field.default) if field.default == () else field.default):
+        if whole[field.name] == field.default:
             del fields["shape"][field.name]
-    if whole["experts"] and whole["experts"]["clamp"] is None:
-        del fields["shape"]["experts"]["clamp"]
-    assert len(fields["shape"]) < len(whole) and saved_shape(fields) == read_shape(folder)
+    for _, layer in fields["shape"]["layers"]:
+        assert layer.pop("zero_centred") is False
+    assert len(fields["shape"]) < len(whole) and saved_shape(tmp_path / "open", fields) == read_shape(folder)
+    del fields["shape"]["layers"]
+    fields["shape"] |= {"num_heads": 4, "rope_theta": 1e4, "latent": None}
+    assert saved_shape(tmp_path / "open", fields) == read_shape(folder)

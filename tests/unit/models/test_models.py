@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered, plan_shards
 from random_layouts import meshes, shapes
+from small_models import changed, model
 
 from megatron_rl.models import FAMILIES, check_parameters, megatron_shards, padded_vocabulary, read_shape, vllm_shards
 from megatron_rl.models.shards import local_extents
 from megatron_rl.models.splits import QKV
-from megatron_rl.types import DeltaNet, Mesh, ModelShape
+from megatron_rl.types import DeltaNet, GatedMlp, Mesh, Mixture, Rope, SoftmaxAttention
 
 
 @pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
@@ -38,7 +39,7 @@ def test_every_element_moves_from_mesh_to_mesh(part, data, fused, other_fused):
 
 def test_qkv_order_by_hand():
     """The model has 2 query groups of 2 heads of size 1. Megatron interleaves the groups, vLLM stacks q, k and v."""
-    shape = ModelShape("qwen3", 1, 4, 4, 2, 1, 4, 3, 1e4, 1e-6, 64, False)
+    shape = model("qwen3", 1, 4, 4, 2, 1, 4, 3)
     hf = {name: np.zeros(extent, int) for name, extent in FAMILIES["qwen3"].hf_tensors(shape).items()}
     prefix = "model.layers.0.self_attn."
     hf[prefix + "q_proj.weight"][:] = np.array([[10], [11], [12], [13]])
@@ -48,14 +49,15 @@ def test_qkv_order_by_hand():
     assert one[:, 0].tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
     second = cut(megatron_shards(shape, Mesh(tensor=2), 1), hf)["decoder.layers.0.self_attention.linear_qkv.weight"]
     assert second[:, 0].tolist() == [12, 13, 21, 31]
-    quarter = [(piece.tensor, piece.start, piece.stop) for piece in QKV.megatron(shape, (4, 2, 2), 4, 2)]
+    sizes = shape.sizes(shape.layers[0])
+    quarter = [(piece.tensor, piece.start, piece.stop) for piece in QKV.megatron(sizes, (4, 2, 2), 4, 2)]
     assert quarter == [(0, 2, 4)], "4 ranks share 2 groups: rank 2 has the first half of the second"
     engine = cut(vllm_shards(shape, 4, 3), hf)["model.layers.0.self_attn.qkv_proj.weight"]
     assert engine[:, 0].tolist() == [13, 21, 31], "4 ranks share 2 KV heads: rank 3 has the second one"
 
 
 def test_a_gap_in_the_sources_is_named():
-    shape = ModelShape("qwen3", 2, 8, 2, 2, 4, 8, 16, 1e4, 1e-6, 64, False)
+    shape = model("qwen3", 2, 8, 2, 2, 4, 8, 16)
     mesh = Mesh(tensor=2)
     only_first_rank = [megatron_shards(shape, mesh, 0)]
     with pytest.raises(ValueError, match=r"q_proj\.weight .*32 of the 64"):
@@ -63,7 +65,7 @@ def test_a_gap_in_the_sources_is_named():
 
 
 def test_parameters_that_no_rule_covers_are_named():
-    shape = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 16, 1e4, 1e-6, 64, False)
+    shape = model("qwen3", 1, 8, 2, 2, 4, 8, 16)
     shards = vllm_shards(shape, 1, 0)
     live = local_extents(shards)
     check_parameters(shards, live | {"lm_head.weight": (64, 8)}, "engine")  # padding rows are no error
@@ -91,12 +93,12 @@ def test_parameters_that_no_rule_covers_are_named():
 )
 def test_mesh_that_does_not_divide_names_the_number(name, mesh, message):
     with pytest.raises(ValueError, match=message):
-        megatron_shards(SHAPES.get(name, replace(SHAPES["qwen3"], num_heads=12)), mesh, 0)
+        megatron_shards(SHAPES.get(name, changed(SHAPES["qwen3"], attention={"num_heads": 12})), mesh, 0)
 
 
 def test_a_tensor_that_does_not_divide_is_named():
     """Only Megatron's local layers split the down projections of latent attention."""
-    shape = replace(SHAPES["deepseek_v3"], latent=replace(SHAPES["deepseek_v3"].latent, query_rank=6))
+    shape = changed(SHAPES["deepseek_v3"], attention={"query_rank": 6})
     megatron_shards(shape, Mesh(tensor=4), 0, fused_norms=True)
     with pytest.raises(ValueError, match="q_a_proj.weight: 6 does.*into 4"):
         megatron_shards(shape, Mesh(tensor=4), 0)
@@ -139,12 +141,16 @@ def test_latent_down_projections_by_hand():
 
 def test_what_the_tables_say_of_a_family():
     found = {
-        name: (family.qk_norm(shape), family.qkv_bias(shape), family.post_norm, family.router_bias)
+        name: (
+            shape.attention.norms,
+            shape.attention.qkv_bias,
+            shape.layers[0].post_norm,
+            bool(shape.mixture and shape.mixture.router_bias),
+        )
         for name, shape in SHAPES.items()
-        for family in [FAMILIES[shape.family]]
     }
-    plain = replace(SHAPES["glm4_moe"], optional=())
-    assert FAMILIES["glm4_moe"].qk_norm(plain) == "none" and not FAMILIES["glm4_moe"].qkv_bias(plain)
+    plain = changed(SHAPES["glm4_moe"], family="glm4_moe", attention={"qkv_bias": False, "norms": "none"})
+    assert plain.attention.norms == "none" and not plain.attention.qkv_bias
     assert found == {
         "gpt_oss": ("none", True, False, False),
         "llama": ("none", False, False, False),
@@ -164,10 +170,12 @@ def test_what_the_tables_say_of_a_family():
         "glm4_moe": ("head", True, False, True),
         **{name: ("head", False, False, False) for name in (*GATED, "qwen3_5_head")},
     }
-    assert [name for name, family in FAMILIES.items() if family.sinks] == ["gpt_oss"]
-    assert [name for name, family in FAMILIES.items() if family.linear_bias] == ["gpt_oss"]
+    assert [name for name, shape in SHAPES.items() if shape.attention.sinks] == ["gpt_oss"]
+    assert [name for name, shape in SHAPES.items() if shape.attention.output_bias] == ["gpt_oss"]
+    assert [name for name, shape in SHAPES.items() if shape.mixture and shape.mixture.linear_bias] == ["gpt_oss"]
     assert {name for name, family in FAMILIES.items() if family.linear} == GATED
-    assert {name for name, family in FAMILIES.items() if family.gated_attention} == GATED
+    assert {shape.family for shape in SHAPES.values() if shape.attention.gated} == GATED
+    assert {shape.family for shape in SHAPES.values() if shape.layers[0].zero_centred} == GATED
 
 
 GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
@@ -185,21 +193,23 @@ def test_a_trait_is_of_the_row_and_not_of_its_name_in_checkpoints():
         return replace(family, **rows)
 
     glm = renamed(FAMILIES["glm4_moe"], e_score_correction_bias="block_sparse_moe.bias")
-    assert glm.router_bias and glm.is_router_bias("model.layers.3.block_sparse_moe.bias")
+    [attention], mlp = SHAPES["glm4_moe"].attentions, Mixture(8, 2, 8)
+    assert glm.layer(attention, mlp).mixture.router_bias and glm.is_router_bias("model.layers.3.block_sparse_moe.bias")
     assert not glm.is_router_bias("model.layers.3.mlp.gate.weight")
-    assert not FAMILIES["qwen3_moe"].router_bias
+    assert not FAMILIES["qwen3_moe"].layer(attention, mlp).mixture.router_bias
     olmo = renamed(FAMILIES["olmo3"], post_feedforward_layernorm="after.weight", q_norm="query.norm")
-    shape = ModelShape("olmo3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
-    assert olmo.post_norm and olmo.qk_norm(shape) == "full"
-    assert [name for name, family in FAMILIES.items() if family.zero_centred_norms] == [
-        name for name, family in FAMILIES.items() if family.linear
-    ]
+    layer = olmo.layer(SoftmaxAttention(2, 2, 4, Rope(1e4)), GatedMlp(8))
+    assert layer.post_norm and layer.attention.norms == "full"
+
+
+def linear(name, delta):
+    return changed(SHAPES[name], (0, 1, 2, 4), attention=delta)
 
 
 def test_a_rank_has_the_rows_of_its_heads_of_linear_attention():
     """By hand: rank 1 of 2, of 2 key heads of 3 rows, 4 value heads of 2 rows, and a hidden size of 5."""
     delta = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=3, value_size=2, convolution=4, interleaved=True)
-    shape = replace(SHAPES["qwen3_next"], delta=delta)
+    shape = linear("qwen3_next", delta)
     name, columns = "decoder.layers.0.self_attention.in_proj.weight", (0, 5)
 
     def rows(shape, name):
@@ -209,7 +219,7 @@ def test_a_rank_has_the_rows_of_its_heads_of_linear_attention():
     # [q ; k ; two values ; two gates] of each key head are 14 rows, [two strengths ; two decays] are 4.
     assert rows(shape, name) == [("in_proj_qkvz.weight", (14, 28), (0, 14)), ("in_proj_ba.weight", (4, 8), (14, 18))]
     # All q are 6 rows, all k 6, all values 8.
-    flat = replace(SHAPES["qwen3_5_text"], delta=replace(delta, interleaved=False))
+    flat = linear("qwen3_5_text", replace(delta, interleaved=False))
     assert rows(flat, name) == [
         ("in_proj_qkv.weight", (3, 6), (0, 3)),
         ("in_proj_qkv.weight", (9, 12), (3, 6)),
@@ -257,7 +267,8 @@ def test_what_linear_attention_does_not_support_is_named(message, tmp_path):
 def test_the_published_sizes_add_up_to_the_models_names(name, billions):
     shape = read_shape(PUBLISHED / f"{name}.json")
     assert FAMILIES[shape.family].num_parameters(shape) / 1e9 == pytest.approx(billions, abs=0.01)
-    assert len(shape.linear_layers) == 3 * shape.num_layers // 4 and shape.rotary_dim == 64
+    num_linear = sum(number for block, number in shape.attentions.items() if block.is_linear)
+    assert num_linear == 3 * shape.num_layers // 4 and shape.attention.rotary_dim == 64
 
 
 def test_qwen3_5_has_the_published_number_of_parameters():

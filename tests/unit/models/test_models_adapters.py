@@ -8,6 +8,7 @@ from math import prod
 
 import pytest
 from numbered import SHAPES
+from small_models import changed
 
 from megatron_rl.models import FAMILIES, linear_layers, megatron_shards, vllm_shards, volume
 from megatron_rl.models.adapters import A, B, is_adapter
@@ -85,7 +86,7 @@ def test_projections_into_linear_attention_are_one_layer(targets):
     """By hand: rank 1 of 2, of 2 key heads of 3 rows and 4 value heads of 2 rows: q, k and v are 6, 6 and 8 rows, z is
     8, b and a are 4."""
     delta = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=3, value_size=2, convolution=4, interleaved=False)
-    shape = replace(adapted("qwen3_5_text", *targets), delta=delta)
+    shape = changed(adapted("qwen3_5_text", *targets), (0, 1, 2, 4), attention=delta)
     of_b = [
         ("qkv", (3, 6)),
         ("qkv", (9, 12)),

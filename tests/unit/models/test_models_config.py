@@ -16,7 +16,7 @@ from leaks import lasting
 
 from megatron_rl.models import FAMILIES, critic_config, read_shape
 from megatron_rl.tools.bench.family.proposal import HARMLESS
-from megatron_rl.types import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import LatentAttention, Llama3Rope, Mixture, ModelShape, Rope, YarnRope
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -61,35 +61,44 @@ def read(tmp_path, config: dict) -> ModelShape:
     return read_shape(tmp_path)
 
 
+def windows(shape: ModelShape) -> tuple[int | None, list[int]]:
+    """The window, and the layers that have it."""
+    found = {n: layer.attention.window for n, layer in enumerate(shape.layers) if layer.attention.window}
+    return next(iter(found.values()), None), [*found]
+
+
 def test_llama(tmp_path):
     shape = read(tmp_path, LLAMA)
-    assert (shape.head_dim, shape.rope_theta, shape.sliding_layers) == (128, 5e5, ())
-    assert shape.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
+    assert (shape.attention.head_dim, windows(shape)) == (128, (None, []))
+    assert shape.attention.rope == Rope(5e5, Llama3Rope(8.0, 1.0, 4.0, 8192))
     assert FAMILIES["llama"].num_parameters(shape) == 70_553_706_496
 
 
 def test_deepseek_v3(tmp_path):
     shape = read(tmp_path, DEEPSEEK)
-    assert shape.latent == LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-    assert shape.experts == Experts(
-        256, 8, 2048, 2048, 3, score="sigmoid", num_groups=8, num_active_groups=4, scaling_factor=2.5
-    )
-    assert shape.rope_scaling == YarnRope(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0)
+    rope = Rope(1e4, YarnRope(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0))
+    sizes = dict(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    assert shape.attention == LatentAttention(128, **sizes, rope=rope)
+    assert [layer.mixture is not None for layer in shape.layers] == [False] * 3 + [True] * 58
+    groups = dict(num_groups=8, num_active_groups=4)
+    chosen = dict(score="sigmoid", **groups, scaling_factor=2.5, router_bias=True)
+    assert shape.mixture == Mixture(256, 8, 2048, 2048, **chosen)
     assert FAMILIES["deepseek_v3"].num_parameters(shape) == 671_026_419_200
-    assert read(tmp_path, DEEPSEEK | {"q_lora_rank": None}).latent.query_rank == 0
+    assert read(tmp_path, DEEPSEEK | {"q_lora_rank": None}).attention.query_rank == 0
 
 
 def test_olmo_3_in_the_older_and_the_newer_form(tmp_path):
     shape = read(tmp_path, OLMO3)
-    assert shape.rope_scaling == YarnRope(8.0, 8192, 32.0, 1.0, attention_factor=1.2)
-    assert (shape.sliding_window, shape.sliding_layers) == (4096, (0, 1, 2, 4, 5, 6))
+    assert shape.attention.rope.scaling == YarnRope(8.0, 8192, 32.0, 1.0, attention_factor=1.2)
+    assert shape.layers[0].attention.rope.scaling is None
+    assert windows(shape) == (4096, [0, 1, 2, 4, 5, 6])
     newer = {key: value for key, value in OLMO3.items() if key not in ("rope_theta", "rope_scaling")}
     newer["rope_parameters"] = {
         "full_attention": OLMO3["rope_scaling"] | {"rope_theta": 5e5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
     }
     assert read(tmp_path, newer) == shape
-    assert read(tmp_path, OLMO3 | {"layer_types": ["full_attention"] * 8}).sliding_window is None
+    assert read(tmp_path, OLMO3 | {"layer_types": ["full_attention"] * 8}).attentions.keys() == {shape.attention}
 
 
 TO_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10240}
@@ -105,7 +114,7 @@ def test_two_sections_about_rotation_that_differ_are_refused_with_what_to_write(
     shape = read(
         tmp_path, {key: value for key, value in QWEN3.items() if key != "rope_theta"} | {"rope_parameters": written}
     )
-    assert (shape.rope_theta, shape.rope_scaling) == (1e6, YarnRope(4.0, 10240))
+    assert shape.attention.rope == Rope(1e6, YarnRope(4.0, 10240))
     same = QWEN3 | {"rope_parameters": written, "rope_scaling": written}
     assert read(tmp_path, same) == shape
     assert read(tmp_path, QWEN3 | {"rope_parameters": written, "rope_scaling": None}) == shape
@@ -113,7 +122,7 @@ def test_two_sections_about_rotation_that_differ_are_refused_with_what_to_write(
 
 def test_the_original_length_beside_the_section_goes_before_the_one_in_it(tmp_path):
     shape = read(tmp_path, QWEN3 | {"rope_scaling": TO_YARN, "original_max_position_embeddings": 4096})
-    assert shape.rope_scaling == YarnRope(4.0, 4096)
+    assert shape.attention.rope.scaling == YarnRope(4.0, 4096)
 
 
 @pytest.mark.parametrize("config", [QWEN3, LLAMA, DEEPSEEK, MIXTRAL, OLMO3], ids=lambda c: c["model_type"])
@@ -138,7 +147,7 @@ def test_a_size_that_is_not_there_is_what_transformers_takes(tmp_path, config):
         without = {name: value for name, value in config.items() if name != key}
         theirs = AutoConfig.for_model(**deepcopy(without))
         expected = getattr(theirs, key, None) or theirs.hidden_size // theirs.num_attention_heads
-        assert getattr(read(tmp_path, without), field) == expected
+        assert getattr(read(tmp_path, without).attention, field) == expected
 
 
 def test_a_file_that_is_no_text_is_named(tmp_path):
@@ -167,15 +176,16 @@ def partly(monkeypatch):
 
 def test_the_rotated_share_of_heads(tmp_path, partly):
     """transformers prefers the section to what stands beside it."""
-    assert read(tmp_path, QWEN3).rotary_share == 1.0
-    assert (read(tmp_path, partly).rotary_share, read(tmp_path, partly).rotary_dim) == (0.5, 2)
+    assert read(tmp_path, QWEN3).attention.rope.share == 1.0
+    half = read(tmp_path, partly).attention
+    assert (half.rope.share, half.rotary_dim) == (0.5, 2)
     section = {"rope_parameters": PARAMETERS | {"partial_rotary_factor": 1.0}}
-    assert read(tmp_path, partly | section).rotary_dim == 4
-    assert read(tmp_path, partly | section | {"partial_rotary_factor": 0.5}).rotary_dim == 4
+    assert read(tmp_path, partly | section).attention.rotary_dim == 4
+    assert read(tmp_path, partly | section | {"partial_rotary_factor": 0.5}).attention.rotary_dim == 4
     beside = partly | {"head_dim": 8, "partial_rotary_factor": 0.25}
-    assert read(tmp_path, beside).rotary_dim == 2
-    assert read(tmp_path, beside | {"rope_parameters": PARAMETERS}).rotary_dim == 2
-    assert read(tmp_path, beside | {"rope_scaling": TO_YARN}).rope_scaling == YarnRope(4.0, 10240)
+    assert read(tmp_path, beside).attention.rotary_dim == 2
+    assert read(tmp_path, beside | {"rope_parameters": PARAMETERS}).attention.rotary_dim == 2
+    assert read(tmp_path, beside | {"rope_scaling": TO_YARN}).attention.rope.scaling == YarnRope(4.0, 10240)
     assert read(tmp_path, QWEN3 | {"partial_rotary_factor": 1.0}) == read(tmp_path, QWEN3)
     assert critic_config(beside)["partial_rotary_factor"] == 0.25
 
@@ -208,17 +218,18 @@ def test_a_config_json_that_is_no_mapping_is_named(tmp_path):
 
 def test_windows(tmp_path):
     off = QWEN3 | {"sliding_window": 32, "max_window_layers": 0, "use_sliding_window": False}
-    assert read(tmp_path, off).sliding_window is None
+    assert windows(read(tmp_path, off)) == (None, [])
     on = read(tmp_path, off | {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3})
-    assert (on.sliding_window, on.sliding_layers) == (32, (1, 2))
-    assert read(tmp_path, MIXTRAL | {"sliding_window": 4096}).sliding_layers == tuple(range(80))
+    assert windows(on) == (32, [1, 2])
+    assert windows(read(tmp_path, MIXTRAL | {"sliding_window": 4096})) == (4096, [*range(80)])
 
 
 def test_experts(tmp_path):
-    assert read(tmp_path, QWEN3_MOE).experts == Experts(128, 8, 768)
+    assert read(tmp_path, QWEN3_MOE).mixture == Mixture(128, 8, 768)
     two = QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [0, 1], "norm_topk_prob": False}
-    assert read(tmp_path, two).experts == Experts(128, 8, 768, first_dense_layers=2, normalised=False)
-    assert read(tmp_path, MIXTRAL).experts == Experts(8, 2, 28672)
+    assert read(tmp_path, two).mixture == Mixture(128, 8, 768, normalised=False)
+    assert [bool(layer.mixture) for layer in read(tmp_path, two).layers] == [False, False, True, True]
+    assert read(tmp_path, MIXTRAL).mixture == Mixture(8, 2, 28672)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +285,9 @@ YARN = GPT_OSS["rope_scaling"]
 
 def test_gpt_oss(tmp_path):
     shape = read(tmp_path, GPT_OSS)
-    assert shape.experts == Experts(4, 2, 32, clamp=7.0)
-    assert (shape.sliding_window, shape.sliding_layers) == (8, (0, 2))
-    assert shape.rope_scaling == YarnRope(32.0, 4096, 32.0, 1.0, truncate=False)
+    assert shape.mixture == Mixture(4, 2, 32, clamp=7.0, linear_bias=True)
+    assert windows(shape) == (8, [0, 2])
+    assert {block.rope.scaling for block in shape.attentions} == {YarnRope(32.0, 4096, 32.0, 1.0, truncate=False)}
     types = ["sliding_attention", "full_attention"] * 2
     assert read(tmp_path, GPT_OSS | {"layer_types": types, "swiglu_alpha": 1.702}) == shape
     assert read(tmp_path, GPT_OSS | {"layer_types": None}) == shape
@@ -395,7 +406,8 @@ def test_missing_and_broken_configurations(tmp_path):
 @pytest.mark.parametrize("config", [QWEN3, LLAMA, DEEPSEEK, MIXTRAL, QWEN3_MOE], ids=lambda c: c["model_type"])
 def test_the_base_of_rotation_that_config_json_leaves_out_is_the_familys(tmp_path, config):
     without = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_parameters")}
-    assert read(tmp_path, without).rope_theta == FAMILIES[config["model_type"]].absent.get("rope_theta", 10_000)
+    expected = FAMILIES[config["model_type"]].absent.get("rope_theta", 10_000)
+    assert read(tmp_path, without).attention.rope.theta == expected
 
 
 @pytest.mark.deep

@@ -69,11 +69,9 @@ def test_the_rows_of_a_known_family_are_found_without_it(monkeypatch, name):
     shape = shape_of(family, CONFIGS[name])
     assert found.nearest != name and not found.unknown and not found.missing
     assert found.family.hf_tensors(found.shape) == family.hf_tensors(shape)
-    for layer in range(shape.num_layers):
-        wanted = {
-            (rule.split, rule.hf, rule.megatron, rule.vllm, rule.fused) for rule in family.layer_rules(shape, layer)
-        }
-        rows = found.family.layer_rules(found.shape, layer)
+    for layer, other in zip(shape.layers, found.shape.layers, strict=True):
+        wanted = {(rule.split, rule.hf, rule.megatron, rule.vllm, rule.fused) for rule in family.layer_rules(layer)}
+        rows = found.family.layer_rules(other)
         assert {(rule.split, rule.hf, rule.megatron, rule.vllm, rule.fused) for rule in rows} == wanted
 
 
@@ -112,13 +110,14 @@ def test_a_row_is_taken_by_its_extents_and_not_by_its_name_alone():
     family = FAMILIES["qwen3"]
     shape = shape_of(family, QWEN3)
     tensors = {key: held.extents for key, held in family.file_tensors(shape).items()}
-    widths = {"q": shape.num_heads * shape.head_dim, "k": shape.num_kv_heads * shape.head_dim}
+    query, key, _ = shape.attention.widths
+    widths = {"q": query, "k": key}
     for layer in range(shape.num_layers):
         for which, width in widths.items():
             tensors[f"model.layers.{layer}.self_attn.{which}_norm.weight"] = (width,)
     found = propose(QWEN3 | {"model_type": "new"}, tensors)
     assert not found.unknown and not found.missing and found.understood == len(tensors)
-    assert found.family.qk_norm(found.shape) == "full"
+    assert found.shape.attention.norms == "full"
 
 
 def test_a_config_json_that_no_family_reads_is_refused_with_each_fault_once():

@@ -3,16 +3,16 @@ should. Pure slices, no process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import cover
 import numpy as np
 import pytest
 from numbered import SHAPES, Tensors, cut, join, numbered
+from small_models import changed
 
-from megatron_rl.models import FAMILIES, Shard, megatron_shards, vllm_shards
-from megatron_rl.types import Experts, Mesh, ModelShape
+from megatron_rl.models import Shard, megatron_shards, vllm_shards
+from megatron_rl.types import Mesh, ModelShape, SoftmaxAttention
 
 PIPELINES = (
     dict(),
@@ -46,7 +46,7 @@ def smallest_data(tensor: int, options: dict) -> int:
 def is_whole(name: str, shape: ModelShape, fused: bool) -> bool:
     """Whether each TP rank holds the whole tensor."""
     if "norm" in name:
-        wide = FAMILIES[shape.family].qk_norm(shape) == "full" and ("q_norm" in name or "k_norm" in name)
+        wide = shape.attention.norms == "full" and ("q_norm" in name or "k_norm" in name)
         return not wide
     ends = (".gate.weight", "shared_expert_gate.weight", "e_score_correction_bias", "o_proj.bias", "eh_proj.weight")
     if name.endswith(ends) or ".router." in name or name == "mtp.fc.weight":
@@ -68,7 +68,7 @@ def check_copies(shape: ModelShape, mesh: Mesh, fused: bool) -> None:
         assert (count == wanted).all(), f"{name} on {mesh}: {np.unique(count)} copies, not {wanted}"
 
 
-MIXTURES = [name for name, shape in SHAPES.items() if shape.experts]
+MIXTURES = [name for name, shape in SHAPES.items() if shape.mixture]
 
 
 @pytest.mark.parametrize("name", cover.essential(SHAPES, "llama", "qwen2", "qwen3_tied", "olmo3", "deepseek_v3"))
@@ -96,7 +96,7 @@ def test_megatron_holds_every_expert(stages, name):
 @pytest.mark.parametrize("name", cover.essential(SHAPES, "qwen2", "qwen3_tied", "olmo3", "mixtral", "deepseek_v3"))
 def test_vllm_holds_every_element(name):
     shape = SHAPES[name].served
-    few_ways = FAMILIES[shape.family].qk_norm(shape) == "full" or FAMILIES[shape.family].sinks
+    few_ways = shape.attention.norms == "full" or shape.attention.sinks
     for tensor, expert_parallel, pipeline in cover.cases(
         (1, 2, 4) if few_ways else (1, 2, 4, 8), (False, True), (1, 4)
     ):
@@ -105,14 +105,14 @@ def test_vllm_holds_every_element(name):
         for hf_name, count in times.items():
             if ".experts." in hf_name:
                 assert (count == 1).all(), hf_name
-            if ("k_proj" in hf_name or "v_proj" in hf_name) and shape.latent is None:
-                assert (count == max(1, tensor // shape.num_kv_heads)).all(), hf_name
+            if ("k_proj" in hf_name or "v_proj" in hf_name) and isinstance(shape.attention, SoftmaxAttention):
+                assert (count == max(1, tensor // shape.attention.num_kv_heads)).all(), hf_name
             if "q_norm" in hf_name or "k_norm" in hf_name:
                 assert (count == tensor).all(), hf_name
 
 
 def test_experts_that_do_not_divide_go_to_vllms_first_ranks():
-    shape = replace(SHAPES["mixtral"], experts=Experts(num_experts=6, num_active=2, ffn_size=8))
+    shape = changed(SHAPES["mixtral"], mlp={"num_experts": 6})
     for rank, experts in enumerate(("01", "23", "4", "5")):
         shards = vllm_shards(shape, 4, rank, expert_parallel=True)
         assert {s.hf_name.split(".")[5] for s in shards if ".experts." in s.hf_name} == set(experts)

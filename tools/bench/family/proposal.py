@@ -101,8 +101,8 @@ class Proposal:
                 changes.append(f"{kind}={rows}")
         if self.family.read_config is not begin.read_config:
             changes.append(f"read_config={'read_experts' if biased else 'QWEN3_MOE.read_config'}")
-        if self.shape.rotary_share != 1.0 and begin.rotary_share is None:
-            changes.append(f"rotary_share={self.shape.rotary_share}")
+        if (share := self.shape.attention.rope.share) != 1.0 and begin.rotary_share is None:
+            changes.append(f"rotary_share={share}")
         if self.family.known != begin.known:
             differing = [f"{key!r}: {value!r}" for key, value in self.family.known.items() if value != begin.known[key]]
             changes.append(f"known={{**{base}.known, {', '.join(differing)}}}")
@@ -188,6 +188,7 @@ def _complete(
     of_vllm = (config.get("architectures") or [family.published_model or family.vllm_model])[0]
     known = {key: config.get(key, value) for key, value in family.known.items()}  # where they differ, rows show it
     whole = replace(replace(family, **rows), name=name, vllm_model=of_vllm, published_model=None, known=known)
+    layers = tuple(whole.layer(layer.attention, layer.mlp) for layer in shape.layers)
     described = {key: tensor.extents for key, tensor in whole.file_tensors(shape).items()}
     understood = [key for key, extents in described.items() if tensors.get(key) == extents]
     ignored = {
@@ -195,7 +196,7 @@ def _complete(
     }
     return Proposal(
         family=whole,
-        shape=replace(shape, family=name),
+        shape=replace(shape, family=name, layers=layers),
         nearest=nearest,
         taken=taken,
         dropped=dropped,
@@ -232,17 +233,18 @@ def _taken(
         over: the extents of the tensors that are left over, by pattern.
     """
     known = {first_name(rule) for rule in rows_without(family.rules, dropped)}
+    sizes = {name: size for layer in set(shape.layers) for name, size in shape.sizes(layer).items()}
     for other in FAMILIES.values():
         for kind in KINDS:
             for rule in getattr(other, kind):
-                if first_name(rule) not in known and _fits(rule, shape, over) and rule.when(shape):
+                if first_name(rule) not in known and rule.when is None and _fits(rule, sizes, over):
                     known.add(first_name(rule))
                     yield kind, other.name, first_name(rule)
 
 
-def _fits(rule: Rule, shape: ModelShape, over: Mapping[str, set[Extents]]) -> bool:
+def _fits(rule: Rule, sizes: Mapping[str, int], over: Mapping[str, set[Extents]]) -> bool:
     try:
-        extents = rule.extents(shape)
+        extents = rule.extents(sizes)
     except KeyError:  # of a dim that this model does not have
         return False
     return all(

@@ -75,7 +75,7 @@ def train(overrides: Sequence[str], device: str, model: Path) -> Found:
 
     folder = Path(tempfile.mkdtemp())
     write_rows(folder / "task", seed=0)
-    axis = "data" if read_shape(model).num_kv_heads % 2 else "tensor"
+    axis = "data" if read_shape(model).attention.num_kv_heads % 2 else "tensor"
     on_device = ["cluster.device=gpu", "model.dtype=bfloat16"]
     command = [
         *(sys.executable, "-m", "megatron_rl.commands.grpo", "configs/run/smollm2_sums.yaml"),
