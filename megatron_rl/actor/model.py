@@ -85,14 +85,12 @@ def transformer_config(
     """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     mesh, fused = parallel.mesh, uses_fused_layers(model, shape, parallel.context)
-    dense = next((layer.mlp.size for layer in shape.layers if isinstance(layer.mlp, GatedMlp)), None)
     ours = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.attention.num_heads,
         num_query_groups=shape.attention.num_kv_heads,
         kv_channels=shape.attention.head_dim,
-        ffn_hidden_size=dense or (shape.mixture and shape.mixture.ffn_size),
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.layers[0].zero_centred,
@@ -126,16 +124,15 @@ def transformer_config(
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
     )
-    ours |= _settings(shape.attention, shape, fused)
-    if shape.mixture:
-        ours |= _settings(shape.mixture, shape, fused)
+    for block in (shape.attention, *shape.mlps):
+        ours |= _settings(block, shape, fused)
     if model.recompute == "full":
         ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     kind = MLATransformerConfig if "kv_lora_rank" in ours else TransformerConfig
     config: TransformerConfig = build(kind, "transformer", ours, switches, _fast_on_gpus(shape, fused))
     # Megatron does not take this for experts that are split over TP, because it would add their biases several times;
     # `ExpertOutput` adds them once.
-    config.add_bias_linear = any(layer.mixture and layer.mixture.linear_bias for layer in shape.layers)
+    config.add_bias_linear = shape.attention.output_bias
     return config
 
 
@@ -218,12 +215,18 @@ def _(latent: LatentAttention, shape: ModelShape, fused: bool) -> dict[str, Any]
 
 
 @_settings.register
+def _(mlp: GatedMlp, shape: ModelShape, fused: bool) -> dict[str, Any]:
+    return {"ffn_hidden_size": mlp.size}
+
+
+@_settings.register
 def _(mixture: Mixture, shape: ModelShape, fused: bool) -> dict[str, Any]:
     """Megatron adds no auxiliary loss (router.py does), and there is no capacity: every token goes to the experts that
     the router scores highest, as in the engine. The router computes in fp32, because in bf16 close scores would round
     to ties."""
     clamped = {"activation_func": sigmoid_unit, "glu_linear_offset": 1.0, "activation_func_clamp_value": mixture.clamp}
     return {
+        "ffn_hidden_size": mixture.ffn_size,
         "num_moe_experts": mixture.num_experts,
         "moe_router_topk": mixture.num_active,
         "moe_ffn_hidden_size": mixture.ffn_size,
@@ -278,8 +281,10 @@ def _build_chunk(
     # PackedAttention and LatentSelfAttention rotate by themselves.
     megatron_rotates = fused and isinstance(shape.attention, SoftmaxAttention)
     scaling = rope.scaling if megatron_rotates else None
-    in_fp8 = shape.adapters is not None and shape.adapters.base == "fp8"
-    with _without_apex() if fused else nullcontext(), linear_layers_in_fp8() if in_fp8 else nullcontext():
+    with (
+        _without_apex() if fused else nullcontext(),
+        linear_layers_in_fp8() if shape.is_frozen_in_fp8 else nullcontext(),
+    ):
         gpt = GPTModel(
             config=config,
             transformer_layer_spec=block,
@@ -357,12 +362,11 @@ def _local_block(
         layers: the layers of the stage.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=number)
-    made: dict[Layer, ModuleSpec] = {}
-    for spec, layer in zip(block.layer_specs, (shape.layers[n] for n in layers), strict=True):
-        if layer not in made:  # Megatron's specs are shared by layers that differ for us
-            made[layer] = copy.deepcopy(spec)
-            _fit_local(made[layer], layer)
-    block.layer_specs = [made[shape.layers[n]] for n in layers]
+    own = [shape.layers[n] for n in layers]
+    specs = dict(zip(own, map(copy.deepcopy, block.layer_specs), strict=True))  # Megatron's are shared by unlike layers
+    for layer, spec in specs.items():
+        _fit_local(spec, layer)
+    block.layer_specs = [specs[layer] for layer in own]
     block.layer_norm = Norm
     return block
 

@@ -22,6 +22,7 @@ from megatron_rl.types import (
     Layer,
     Llama3Rope,
     Mixture,
+    Mlp,
     ModelShape,
     Rope,
     SoftmaxAttention,
@@ -120,10 +121,12 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
     ffn_size = size(config, "intermediate_size", derived=None if table.dense else _of_expert(config))
     special = cast(Special, table.read_config(config))
     attention: Attention
+    sliding: Attention
     if latent := special.get("latent"):
-        attention = LatentAttention(heads, **latent, rope=rope)
+        attention = sliding = LatentAttention(heads, **latent, rope=rope)
     else:
         attention = SoftmaxAttention(heads, kv_heads, head_dim, rope, **special.get("softmax", {}))
+        sliding = _windowed(attention, table, special)
         if config.get("head_dim") is None and "head_dim" not in table.absent and hidden % heads:
             raise ValueError(f"hidden_size {hidden} does not divide into {heads} heads; it needs head_dim")
         if attention.rotary_dim % 2 and rope.share != 1.0:
@@ -140,33 +143,35 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         norm_eps=number(config, "rms_norm_eps"),
         max_positions=size(config, "max_position_embeddings"),
         tied_embeddings=flag(config, "tie_word_embeddings"),
-        layers=_layers(table, special, attention, GatedMlp(ffn_size), num_layers),
+        layers=_layers(table, special, attention, sliding, [GatedMlp(ffn_size)] * num_layers),
     )
     return critic_shape(shape) if _ends_with_value(config) else shape
 
 
-def _layers(
-    table: Family, special: Special, attention: Attention, dense: GatedMlp, num_layers: int
-) -> tuple[Layer, ...]:
-    """The layers; equal ones are one object."""
-    sliding, windowed, linear = attention, special.get("windowed", ()), special.get("linear_layers", ())
-    if isinstance(attention, SoftmaxAttention) and windowed:
-        scaled = SCALED.get(table.name)
-        if attention.rope.scaling and scaled is None:
-            raise ValueError(
-                f"rope scaling together with sliding windows is supported only for {', '.join(sorted(SCALED))}"
-            )
-        rope = attention.rope if scaled else replace(attention.rope, scaling=None)
-        sliding = replace(attention, window=special["window"], rope=rope)
-    mixture = special.get("mixture")
-    num_dense = special.get("dense_layers", 0) if mixture else num_layers
-    blocks = [
-        (
-            special["delta"] if n in linear else sliding if n in windowed else attention,
-            mixture if mixture and n >= num_dense else dense,
+def _windowed(attention: SoftmaxAttention, table: Family, special: Special) -> SoftmaxAttention:
+    """The attention of the layers with a window."""
+    scaled, rope = SCALED.get(table.name), attention.rope
+    if special.get("windowed") and rope.scaling and scaled is None:
+        raise ValueError(
+            f"rope scaling together with sliding windows is supported only for {', '.join(sorted(SCALED))}"
         )
-        for n in range(num_layers)
-    ]
+    return replace(attention, window=special.get("window"), rope=rope if scaled else replace(rope, scaling=None))
+
+
+def _layers(
+    table: Family, special: Special, attention: Attention, sliding: Attention, mlps: list[Mlp]
+) -> tuple[Layer, ...]:
+    """The layers; equal ones are one object.
+
+    Args:
+        mlps: of models without a mixture.
+    """
+    if mixture := special.get("mixture"):
+        dense = special.get("dense_layers", 0)
+        mlps = mlps[:dense] + [mixture] * (len(mlps) - dense)
+    others: dict[int, Attention] = dict.fromkeys(special.get("windowed", ()), sliding)
+    others |= {n: special["delta"] for n in special.get("linear_layers", ())}
+    blocks = [(others.get(n, attention), mlp) for n, mlp in enumerate(mlps)]
     made = {pair: table.layer(*pair) for pair in set(blocks)}
     return tuple(made[pair] for pair in blocks)
 

@@ -58,7 +58,7 @@ def _may_be(shape: ModelShape, mesh: Mesh, axis: str, ways: int) -> bool:
     except ValueError:  # the axes do not fit together
         return False
     divides = not any(value % ways for _, value, ways, _ in _divisions(shape, mesh))
-    return divides and (shape.mixture is not None or mesh.expert == 1) and not _fault_of_shared_heads(shape, mesh)
+    return divides and not _fault_of_shared_heads(shape, mesh)
 
 
 def _divisions(shape: ModelShape, mesh: Mesh) -> list[Division]:

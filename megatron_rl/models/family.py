@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from megatron_rl.models.rule import VALUE_HEAD, Ignored, Rule
 from megatron_rl.models.shards import Shard
 from megatron_rl.models.splits import Sizes, part
 from megatron_rl.models.view import FileTensor, View
-from megatron_rl.types import Attention, DeltaNet, GatedMlp, Layer, Mesh, Mixture, Mlp, ModelShape, SoftmaxAttention
+from megatron_rl.types import Attention, DeltaNet, GatedMlp, Layer, Mesh, Mixture, Mlp, ModelShape
 
 End = Literal["embedding", "norm", "output"]
 ALL_ENDS: tuple[End, ...] = ("embedding", "norm", "output")
@@ -109,24 +109,27 @@ class Family:
         dims = {rule.megatron: rule.hf[0].dims for rule in self.rules}
         chosen = {rule.megatron for rule in self.rules if rule.when is not None}
         of = "self_attention."
-        if isinstance(attention, SoftmaxAttention):
-            norms, bias = attention.norms, attention.qkv_bias
-            if (row := f"{of}q_layernorm.weight") not in chosen:
-                norms = "none" if row not in dims else "head" if dims[row] == ("head",) else "full"
-            if (row := f"{of}linear_qkv.bias") not in chosen:
-                bias = row in dims
-            attention = replace(
-                attention,
-                norms=norms,
-                qkv_bias=bias,
-                output_bias=f"{of}linear_proj.bias" in dims,
-                gated=dims.get(f"{of}linear_qkv.weight") == ("q_and_gate", "hidden"),
-                sinks=f"{of}core_attention.softmax_offset" in dims,
-            )
-        if isinstance(mlp, Mixture):
-            mlp = replace(mlp, router_bias=ROUTER_BIAS in dims, linear_bias="mlp.router.bias" in dims)
+        traits = {
+            ("norms", f"{of}q_layernorm.weight"): {("head",): "head", ("q",): "full"},
+            ("qkv_bias", f"{of}linear_qkv.bias"): {("q",): True},
+            ("output_bias", f"{of}linear_proj.bias"): {("hidden",): True},
+            ("gated", f"{of}linear_qkv.weight"): {("q_and_gate", "hidden"): True},
+            ("sinks", f"{of}core_attention.softmax_offset"): {("heads",): True},
+            ("router_bias", ROUTER_BIAS): {("experts",): True},
+            ("linear_bias", "mlp.router.bias"): {("experts",): True},
+        }
+
+        def complete(block: Any) -> Any:
+            known = {field.name: field.default for field in fields(block)}
+            found = {
+                trait: values.get(dims.get(row, ()), known[trait])
+                for (trait, row), values in traits.items()
+                if trait in known and row not in chosen
+            }
+            return replace(block, **found)
+
         zero_centred = any(rule.zero_centred for rule in self.rules)
-        return Layer(attention, mlp, "post_mlp_layernorm.weight" in dims, zero_centred)
+        return Layer(complete(attention), complete(mlp), "post_mlp_layernorm.weight" in dims, zero_centred)
 
     def last_rules(self, shape: ModelShape) -> list[Rule]:
         """The rows after the final norm; none if the output layer is the embedding."""

@@ -64,7 +64,7 @@ def slot_bytes(shape: ModelShape, engines: Engines, width: int, stage: int) -> f
     if adapters is None:
         return 0.0
     rank = next((size for size in SLOT_RANKS if size >= adapters.rank), adapters.rank)
-    roomy = replace(shape, adapters=replace(adapters, rank=rank, targets=_with_fused(shape)))
+    roomy = replace(shape, adapters=replace(adapters, rank=rank, targets=_with_fused(shape, adapters.targets)))
     held = _recording(roomy, engines, stage * engines.tensor).placed
     return float(width * sum(elements(placed) for placed in held))
 
@@ -75,10 +75,9 @@ def elements(placed: Placed) -> int:
     return row.num_experts * sum(volume(local) for _, _, local in row.pieces)
 
 
-def _with_fused(shape: ModelShape) -> tuple[str, ...]:
-    """The targets, and the other weights that vLLM fuses with one of them."""
-    assert shape.adapters is not None, "the model has adapters"
-    chosen, family = shape.adapters.targets, FAMILIES[shape.family]
+def _with_fused(shape: ModelShape, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """The chosen targets, and the other weights that vLLM fuses with one of them."""
+    family = FAMILIES[shape.family]
     if not chosen:
         return ()
     named = [

@@ -125,7 +125,7 @@ def training_seconds(
     mesh, width = parallel.mesh, BYTES[dtype]
     flops = work.num_passes * forward_flops(work.lengths, shape).sum()
     flops += work.num_epochs * training_flops(work.lengths, shape, recompute).sum()
-    compute_s = flops / (mesh.world_size * PEAK_FLOPS * (rates.mixture if shape.mixture else rates.dense))
+    compute_s = flops / (mesh.world_size * PEAK_FLOPS * rates.fitting(shape)[0])
     compute_s *= _slowest_stage(int(work.lengths.max()), shape, mesh)
     compute_s *= 1 + (mesh.pipeline - 1) / (num_microbatches * mesh.virtual)
     sent_s = _sent_seconds(work, shape, mesh, width, recompute, BYTES[optimizer.gradients], rates)

@@ -45,8 +45,7 @@ class Decoding:
         Args:
             width: the bytes of a number of the model.
         """
-        share = rates.mixture_bandwidth if shape.mixture else rates.bandwidth
-        bandwidth, stages = share * BANDWIDTH, rollout.parallel.pipeline
+        bandwidth, stages = rates.fitting(shape)[1] * BANDWIDTH, rollout.parallel.pipeline
         weights_s = (
             FAMILIES[shape.family].num_parameters(shape)
             * weight_bytes(rollout, width)

@@ -145,7 +145,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         if not trains(shape, placement.local_name):
             frozen += elements * number
             name, _, local = placement.pieces[0]
-            if shape.adapters and shape.adapters.base == "fp8" and is_linear_weight(name, len(local), shape):
+            if shape.is_frozen_in_fp8 and is_linear_weight(name, len(local), shape):
                 width = local[1][1] - local[1][0]
                 fp8 += elements * number
                 # A parameter has its blocks of columns once, also if several rows of the table are parts of it.

@@ -12,7 +12,6 @@ from megatron_rl.types.blocks import (
     DELTA_CHUNK,
     Attention,
     DeltaNet,
-    Division,
     GatedMlp,
     LatentAttention,
     Llama3Rope,
@@ -22,7 +21,7 @@ from megatron_rl.types.blocks import (
     SoftmaxAttention,
     YarnRope,
 )
-from megatron_rl.types.mesh import HOLDS, Mesh, Phase
+from megatron_rl.types.mesh import HOLDS, Division, Mesh, Phase
 from megatron_rl.types.model import Adapters, Layer, ModelShape
 from megatron_rl.types.rollouts import (
     FROM_PROMPT,

@@ -6,27 +6,16 @@ the multiplications agree within 2 % with what torch's FlopCounterMode counts on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_rl.types.mesh import Mesh
+from megatron_rl.types.mesh import Division, Mesh
 
 DELTA_CHUNK = 64
 """The tokens of a chunk of linear attention, as `actor.delta_net.CHUNK` (which needs torch)."""
-
-
-class Division(NamedTuple):
-    """What an axis of a mesh divides."""
-
-    name: str
-    """The word for it in errors."""
-    number: int
-    ways: int
-    axis: str
-    """The name of the axis in `policy.parallel`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +80,9 @@ class SoftmaxAttention:
     """Whether each head's softmax has one more logit, which is learnt and has no value (arXiv:2309.17453)."""
 
     is_linear: ClassVar[bool] = False
+
+    def without_window(self) -> SoftmaxAttention:
+        return replace(self, window=None)
 
     @property
     def rotary_dim(self) -> int:
@@ -165,6 +157,9 @@ class LatentAttention:
     sinks: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
     output_bias: ClassVar[bool] = False
+
+    def without_window(self) -> LatentAttention:
+        return self
 
     @property
     def num_kv_heads(self) -> int:

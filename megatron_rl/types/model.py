@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from typing import Literal
 
-from megatron_rl.types.blocks import Attention, LatentAttention, Mixture, Mlp, SoftmaxAttention
+from megatron_rl.types.blocks import Attention, DeltaNet, LatentAttention, Mixture, Mlp, SoftmaxAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,11 @@ class ModelShape:
         return replace(self, adapters=None)
 
     @property
+    def is_frozen_in_fp8(self) -> bool:
+        """Whether the trainer holds frozen weights of linear layers in fp8 blocks."""
+        return self.adapters is not None and self.adapters.base == "fp8"
+
+    @property
     def served(self) -> ModelShape:
         """The model that an engine has: without a multi-token head."""
         return replace(self, multi_token=False)
@@ -105,10 +110,8 @@ class ModelShape:
     def attention(self) -> SoftmaxAttention | LatentAttention:
         """The attention of the layers that see all earlier tokens, or of a layer after the last one. In a model whose
         layers all have a window it has none, either."""
-        known = [a for a in dict.fromkeys(layer.attention for layer in self.layers) if not a.is_linear]
-        one = next((a for a in known if a.window is None), known[0])
-        assert isinstance(one, SoftmaxAttention | LatentAttention), "it is not linear"
-        return replace(one, window=None) if isinstance(one, SoftmaxAttention) else one
+        known = [block for block in self.attentions if not isinstance(block, DeltaNet)]
+        return next((block for block in known if block.window is None), known[0]).without_window()
 
     @property
     def attentions(self) -> Counter[Attention]:
@@ -123,6 +126,11 @@ class ModelShape:
     @property
     def has_linear_attention(self) -> bool:
         return any(block.is_linear for block in self.attentions)
+
+    @property
+    def mlps(self) -> list[Mlp]:
+        """The kinds of MLPs, the last layer's first."""
+        return [*dict.fromkeys(layer.mlp for layer in reversed(self.layers))]
 
     @property
     def num_experts(self) -> int:

@@ -11,7 +11,7 @@ import pytest
 from numbered import SHAPES, Tensors, cut, join, numbered
 from small_models import changed
 
-from megatron_rl.models import Shard, megatron_shards, vllm_shards
+from megatron_rl.models import FAMILIES, Shard, megatron_shards, vllm_shards
 from megatron_rl.types import Mesh, ModelShape, SoftmaxAttention
 
 PIPELINES = (
@@ -66,6 +66,17 @@ def check_copies(shape: ModelShape, mesh: Mesh, fused: bool) -> None:
         if "embed_tokens" in name and mesh.pipeline > 1:
             wanted *= 1 + shape.tied_embeddings + shape.multi_token  # the last stage's copies
         assert (count == wanted).all(), f"{name} on {mesh}: {np.unique(count)} copies, not {wanted}"
+
+
+def test_each_layer_has_the_extents_of_its_own_blocks():
+    """Layers of one model differ in heads, in their window and in the size of their MLP."""
+    shape = changed(SHAPES["qwen3"], (1, 3), attention={"num_kv_heads": 8, "head_dim": 6, "window": 4}, mlp={"size": 8})
+    tensors = FAMILIES["qwen3"].hf_tensors(shape)
+    for layer, extents in ((0, ((12, 5), (3,), (24, 5))), (1, ((48, 5), (6,), (8, 5)))):
+        ends = ("self_attn.k_proj.weight", "self_attn.q_norm.weight", "mlp.up_proj.weight")
+        assert tuple(tensors[f"model.layers.{layer}.{end}"] for end in ends) == extents
+    check_copies(shape, Mesh(tensor=2, pipeline=2), False)
+    assert repr(shape).count("Layer(") == 5 and "2 x Layer(" in repr(shape), "equal layers in a row are named once"
 
 
 MIXTURES = [name for name, shape in SHAPES.items() if shape.mixture]
