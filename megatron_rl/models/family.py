@@ -109,7 +109,7 @@ class Family:
         dims = {rule.megatron: rule.hf[0].dims for rule in self.rules}
         chosen = {rule.megatron for rule in self.rules if rule.when is not None}
         of = "self_attention."
-        traits = {
+        traits: dict[tuple[str, str], dict[tuple[str, ...], Any]] = {
             ("norms", f"{of}q_layernorm.weight"): {("head",): "head", ("q",): "full"},
             ("qkv_bias", f"{of}linear_qkv.bias"): {("q",): True},
             ("output_bias", f"{of}linear_proj.bias"): {("hidden",): True},

@@ -106,8 +106,8 @@ def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]
     """Linear attention and its layers, as `config.Special` has them.
 
     Raises:
-        ValueError: the layers have other kinds of attention, attention has no output gate, or the sections of rotary
-            frequencies do not share out all of them.
+        ValueError: the layers have other kinds of attention, or all have linear attention; attention has no output
+            gate, or the sections of rotary frequencies do not share out all of them.
     """
     _check_sections(config)
     if config.get("attn_output_gate", True) is not True:
@@ -131,6 +131,8 @@ def delta_layers(config: Mapping[str, Any], interleaved: bool) -> dict[str, Any]
             f"{delta.num_key_heads}"
         )
     layers = tuple(layer for layer, kind in enumerate(types) if kind == _LINEAR)
+    if len(layers) == num_layers:
+        raise ValueError(f"all {num_layers} layers have linear attention; at least one with {FULL} is needed")
     return {"delta": delta, "linear_layers": layers}
 
 

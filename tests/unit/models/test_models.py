@@ -242,6 +242,7 @@ REFUSED = {
     "attn_output_gate is False; only true": {"attn_output_gate": False},
     "output_gate_type is 'sigmoid'; supported are silu and swish": {"output_gate_type": "sigmoid"},
     "layer_types has sliding_attention; only linear_attention": {"layer_types": ["sliding_attention"] * 40},
+    "all 40 layers have linear attention; at least one": {"layer_types": ["linear_attention"] * 40},
     "layer_types has 1 entries, but num_hidden_layers is 40": {"layer_types": ["full_attention"]},
     "mrope_section is .11, 11, 11.; only three numbers whose sum is 32": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 11]}
