@@ -17,7 +17,7 @@ python := .venv/bin/python
 # The order is that of testpaths, with the long files first.
 pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
-pure := algorithms balance config convert data environments explain layout loop observe planning verifiers
+pure := algorithms balance config convert data environments explain layout loop models observe planning verifiers
 ARGS ?=
 # One thread a process, because several tests run at a time.
 check pure test test-deep test-due test-touched test-all test-slurm test-trl: export OMP_NUM_THREADS ?= 1

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_rl.layout import FAMILIES, Family
-from megatron_rl.layout.view import InFile
+from megatron_rl.models import FAMILIES, Family
+from megatron_rl.models.view import InFile
 
 Tensors = dict[str, Tensor]
 

@@ -8,59 +8,41 @@ from dataclasses import replace
 from math import prod
 
 import numpy as np
+from small_models import changed, model
 
-from megatron_rl.layout import FAMILIES, Copy, Engines, Shard, TransferPlan, slices
-from megatron_rl.layout.placement import Placed, Placement
+from megatron_rl.layout import Copy, Engines, TransferPlan
 from megatron_rl.layout.regions import Side, intersect_sides
-from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.transfer import plan_regions
-from megatron_rl.types import DeltaNet, Experts, LatentAttention, ModelShape
+from megatron_rl.models import FAMILIES, Shard, slices
+from megatron_rl.models.placement import Placed, Placement
+from megatron_rl.models.shards import local_extents
+from megatron_rl.types import DeltaNet, LatentAttention, Mixture, ModelShape, Rope
 
-_DENSE = ModelShape(
-    family="",
-    num_layers=6,
-    hidden_size=5,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=3,
-    ffn_size=24,
-    vocab_size=70,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    max_positions=64,
-    tied_embeddings=False,
-)
-_EXPERTS = Experts(num_experts=8, num_active=2, ffn_size=8)
-_LATENT = LatentAttention(query_rank=8, kv_rank=6, nope_dim=3, rope_dim=2, value_dim=4)
-_DEEPSEEK = replace(
-    _DENSE,
-    family="deepseek_v3",
-    experts=replace(_EXPERTS, shared_ffn_size=16, first_dense_layers=2),
-    latent=_LATENT,
-)
-_GATED = replace(_EXPERTS, shared_ffn_size=16)
+_DENSE = model("", 6, 5, 8, 4, 3, 24, 70)
+_EXPERTS = Mixture(num_experts=8, num_active=2, ffn_size=8)
+_SHARED = replace(_EXPERTS, shared_ffn_size=16)
+_LATENT = LatentAttention(8, query_rank=8, kv_rank=6, nope_dim=3, rope_dim=2, value_dim=4, rope=Rope(1e4))
+_BIASED = changed(_DENSE, range(2, 6), mlp=_SHARED)
+_DEEPSEEK = changed(_BIASED, attention=_LATENT)
 _DELTA = DeltaNet(num_key_heads=16, num_value_heads=32, key_size=3, value_size=2, convolution=4, interleaved=False)
-_LINEAR = replace(_DENSE, delta=_DELTA, linear_layers=(0, 1, 2, 4))
+_LINEAR = changed(_DENSE, (0, 1, 2, 4), attention=_DELTA)
 SHAPES = {
-    **{name: replace(_DENSE, family=name) for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3")},
-    "qwen3_tied": replace(_DENSE, family="qwen3", tied_embeddings=True),
-    "qwen3_moe": replace(_DENSE, family="qwen3_moe", experts=_EXPERTS, tied_embeddings=True),
-    "mixtral": replace(_DENSE, family="mixtral", experts=_EXPERTS),
-    "gpt_oss": replace(_DENSE, family="gpt_oss", experts=replace(_EXPERTS, clamp=7.0)),
-    "qwen3_next": replace(
-        _LINEAR,
-        family="qwen3_next",
-        experts=replace(_GATED, first_dense_layers=1),
-        delta=replace(_DELTA, interleaved=True),
+    **{name: changed(_DENSE, family=name) for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3")},
+    "qwen3_tied": changed(_DENSE, family="qwen3", tied_embeddings=True),
+    "qwen3_moe": changed(_DENSE, family="qwen3_moe", mlp=_EXPERTS, tied_embeddings=True),
+    "mixtral": changed(_DENSE, family="mixtral", mlp=_EXPERTS),
+    "gpt_oss": changed(_DENSE, family="gpt_oss", mlp=replace(_EXPERTS, clamp=7.0)),
+    "qwen3_next": changed(
+        changed(_LINEAR, range(1, 6), mlp=_SHARED), family="qwen3_next", attention={"interleaved": True}
     ),
-    "qwen3_5_head": replace(_LINEAR, family="qwen3_5_text", tied_embeddings=True, multi_token=True),
-    "qwen3_5_text": replace(_LINEAR, family="qwen3_5_text", tied_embeddings=True),
-    "qwen3_5_moe_text": replace(_LINEAR, family="qwen3_5_moe_text", experts=_GATED),
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v3_head": replace(_DEEPSEEK, multi_token=True),
-    "deepseek_v3_direct": replace(_DEEPSEEK, latent=replace(_LATENT, query_rank=0)),
-    **{name: replace(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},
-    "glm4_moe": replace(_DEEPSEEK, family="glm4_moe", latent=None, optional=("qkv_bias", "head_norms")),
+    "qwen3_5_head": changed(_LINEAR, family="qwen3_5_text", tied_embeddings=True, multi_token=True),
+    "qwen3_5_text": changed(_LINEAR, family="qwen3_5_text", tied_embeddings=True),
+    "qwen3_5_moe_text": changed(_LINEAR, family="qwen3_5_moe_text", mlp=_SHARED),
+    "deepseek_v3": changed(_DEEPSEEK, family="deepseek_v3"),
+    "deepseek_v3_head": changed(_DEEPSEEK, family="deepseek_v3", multi_token=True),
+    "deepseek_v3_direct": changed(_DEEPSEEK, family="deepseek_v3", attention={"query_rank": 0}),
+    **{name: changed(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},
+    "glm4_moe": changed(_BIASED, family="glm4_moe", attention={"qkv_bias": True, "norms": "head"}),
 }
 """Numbers of heads, FFN sizes and numbers of experts divide by at least 4; the other sizes need not divide by
 anything."""

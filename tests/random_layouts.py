@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
+from dataclasses import fields, replace
+from typing import Any
 
 from hypothesis import strategies as st
 from numbered import SHAPES
+from small_models import changed
 
-from megatron_rl.layout import FAMILIES, Engines, Links
-from megatron_rl.types import LatentAttention, Mesh, ModelShape
+from megatron_rl.layout import Engines, Links
+from megatron_rl.types import Mesh, ModelShape
 
 FAMILY_SHAPES = [SHAPES[name] for name in sorted(SHAPES)]
 
@@ -19,20 +21,19 @@ def shapes(draw) -> ModelShape:
     sizes need not divide by anything."""
     shape = draw(st.sampled_from(FAMILY_SHAPES))
     kv = draw(st.sampled_from([1, 2, 4, 8]))
-    changes = dict(
-        num_layers=draw(st.integers(4, 6)),
+    num_layers, heads = draw(st.integers(4, 6)), 8 * draw(st.integers(1, 2))
+    sizes = dict(num_heads=heads, num_kv_heads=kv, head_dim=4 * draw(st.integers(1, 2)))
+    shape = changed(shape, attention=sizes, mlp={"size": 8 * draw(st.integers(1, 3))})
+    if shape.mixture:
+        experts = dict(num_experts=4 * draw(st.integers(2, 3)), ffn_size=8 * draw(st.integers(1, 2)))
+        shape = changed(shape, mlp=experts)
+    return replace(
+        shape,
+        layers=shape.layers[:num_layers],
         hidden_size=draw(st.integers(1, 9)),
-        num_kv_heads=kv,
-        num_heads=8 * draw(st.integers(1, 2)),
-        head_dim=4 * draw(st.integers(1, 2)),
-        ffn_size=8 * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(3, 200)),
         tied_embeddings=draw(st.booleans()),
     )
-    if shape.experts:
-        num_experts, ffn_size = 4 * draw(st.integers(2, 3)), 8 * draw(st.integers(1, 2))
-        changes["experts"] = replace(shape.experts, num_experts=num_experts, ffn_size=ffn_size)
-    return replace(shape, **changes)
 
 
 @st.composite
@@ -40,41 +41,37 @@ def served(draw, engines: Engines) -> ModelShape:
     """Models that the engines can hold: where q and k are normalised over all heads, a KV head is on one rank or on
     all; with sinks it is on one."""
     shape = draw(shapes()).served  # without a multi-token head
-    if FAMILIES[shape.family].sinks:
-        return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
-    if FAMILIES[shape.family].qk_norm(shape) == "full" and shape.num_kv_heads > 1:
-        return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
+    kv = shape.attention.num_kv_heads
+    if shape.attention.sinks or (shape.attention.norms == "full" and kv > 1):
+        return changed(shape, attention={"num_kv_heads": max(kv, engines.tensor)})
     return shape
 
 
 def enlarged(shape: ModelShape) -> ModelShape:
     """The model made so large that a row is a small part of what a rank sends. Planning takes no longer."""
-    factor = 32
-    changes = dict(
-        hidden_size=128 * shape.hidden_size,
-        head_dim=factor * shape.head_dim,
-        ffn_size=factor * shape.ffn_size,
-        vocab_size=1600 * shape.vocab_size,
-    )
-    if experts := shape.experts:
-        sizes = dict(ffn_size=factor * experts.ffn_size, shared_ffn_size=factor * experts.shared_ffn_size)
-        changes["experts"] = replace(experts, **sizes)
-    if shape.latent:
-        changes["latent"] = LatentAttention(*(factor * size for size in astuple(shape.latent)))
-    return replace(shape, **changes)
+    names = ("head_dim", "query_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "size", "ffn_size")
+    names += ("shared_ffn_size",)
+
+    def larger(block: Any) -> Any:
+        sizes = {field.name: 32 * getattr(block, field.name) for field in fields(block) if field.name in names}
+        return replace(block, **sizes)
+
+    layers = tuple(replace(one, attention=larger(one.attention), mlp=larger(one.mlp)) for one in shape.layers)
+    return replace(shape, layers=layers, hidden_size=128 * shape.hidden_size, vocab_size=1600 * shape.vocab_size)
 
 
 @st.composite
 def meshes(draw, shape: ModelShape) -> Mesh:
     """Meshes with every kind of replica, and with stages and virtual stages of any length, 0 included."""
-    whole_heads = FAMILIES[shape.family].qk_norm(shape) == "full"  # of the others several ranks may share a KV head
-    tensor = draw(st.sampled_from([n for n in (1, 2, 4) if shape.num_kv_heads % n == 0 or not whole_heads]))
+    # Of other models several ranks may share a KV head.
+    kv, whole_heads = shape.attention.num_kv_heads, shape.attention.norms == "full"
+    tensor = draw(st.sampled_from([n for n in (1, 2, 4) if kv % n == 0 or not whole_heads]))
     context, data = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     chunks, pipeline, virtual = draw(st.sampled_from([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2)]))
     ends = sorted(draw(st.integers(0, shape.num_layers)) for _ in range(chunks - 1))
     layers = tuple(b - a for a, b in zip([0, *ends], [*ends, shape.num_layers], strict=True))
     ways = [(e, t) for e in (1, 2, 4) for t in (1, 2, 4) if tensor * context * data % (e * t) == 0]
-    expert, expert_tensor = draw(st.sampled_from(ways)) if shape.experts else (1, None)
+    expert, expert_tensor = draw(st.sampled_from(ways)) if shape.mixture else (1, None)
     return Mesh(
         tensor,
         pipeline,

@@ -24,8 +24,8 @@ from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.algorithms import PolicyObjective
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import read_shape
 from megatron_rl.loop.shares import plan_step
+from megatron_rl.models import read_shape
 from megatron_rl.recipes.tiny.task import write_task
 from megatron_rl.types import Group, Prompt, Rollout, StepBatch, Tokens, Verdict
 

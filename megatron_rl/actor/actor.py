@@ -25,9 +25,9 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained_tokens import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
-from megatron_rl.layout import Box
-from megatron_rl.layout.adapters import B, is_adapter
-from megatron_rl.layout.multi_token import is_of_head
+from megatron_rl.models import Box
+from megatron_rl.models.adapters import B, is_adapter
+from megatron_rl.models.multi_token import is_of_head
 from megatron_rl.types import Metrics, ModelShape, Share
 
 

@@ -14,9 +14,9 @@ from megatron_rl.actor.folders import atomic_folder, write_text
 from megatron_rl.actor.weights import HubTensor, find_holders, gather, write_tensors
 from megatron_rl.convert.adapters import finite
 from megatron_rl.convert.tensor_files import Maps, read_safetensors
-from megatron_rl.layout import slices
-from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.peft import (
+from megatron_rl.models import slices
+from megatron_rl.models.adapters import is_adapter
+from megatron_rl.models.peft import (
     CONFIG,
     PREFIX,
     TENSORS,

@@ -1,6 +1,6 @@
 """Low-rank adapters of the linear layers of a model, whose own weights are frozen.
 
-An adapter adds `scale B A x` to the output of its layer; `layout/adapters.py` says which parts of A and B a rank has.
+An adapter adds `scale B A x` to the output of its layer; `models/adapters.py` says which parts of A and B a rank has.
 Its collectives carry A x, of `rank` numbers a token, in place of the layer's input or output: where the layer gathers
 the tokens of sequence parallelism, A x is gathered, and where the layer sums its output over TP, A x is summed.
 Of Transformer Engine's layers that begin with a norm, x is the norm's output, which they return on request. They can
@@ -39,9 +39,9 @@ from megatron_rl.actor.gradient_sum import copied_to_all_ranks
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.algorithms.logprobs import LowRank
 from megatron_rl.convert.adapters import write_merged
-from megatron_rl.layout import Box, Shard, slices
-from megatron_rl.layout.adapters import A, B, is_adapter
-from megatron_rl.layout.shards import local_extents
+from megatron_rl.models import Box, Shard, slices
+from megatron_rl.models.adapters import A, B, is_adapter
+from megatron_rl.models.shards import local_extents
 from megatron_rl.types import Adapters
 
 Linear: TypeAlias = Any

@@ -43,8 +43,7 @@ from megatron_rl.actor.packing import RoutedRow, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
 from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
-from megatron_rl.layout.families.windows import SCALED
-from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import LatentAttention, Llama3Rope, ModelShape, SoftmaxAttention, YarnRope
 
 MAX_PADDING = 0.2
 """The largest share of padded queries in one kernel call."""
@@ -104,7 +103,7 @@ def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool
     Transformer Engine: it would get the keys of varlen.py and a causal mask that ends at each sequence's last key.
     Our angles would take the place of Megatron's, whose positions begin at 0 in each sequence.
     """
-    return not fused and context_size == 1 and not shape.linear_layers
+    return not fused and context_size == 1 and not shape.has_linear_attention
 
 
 def packed_sequences(
@@ -125,34 +124,29 @@ def packed_sequences(
         varlen: whether attention is one kernel call for the whole row (varlen.py), without a context group.
     """
     if not fused:
-        of_windows = shape.rope_scaling if SCALED.get(shape.family) else None
 
-        def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
+        def plan(block: SoftmaxAttention | LatentAttention) -> AttentionPlan:
+            turned, scaling, window = (lengths_S, block.rotary_dim, block.rope.theta), block.rope.scaling, block.window
             if varlen and context is None:
-                turned = _rotation_of(lengths_S, shape.rotary_dim, shape.rope_theta, scaling, None, shared)
-                return AttentionPlan(*turned, varlen=plan_varlen(lengths_S, window, shared))
-            return plan_attention(
-                lengths_S,
-                shape.rotary_dim,
-                shape.rope_theta,
-                scaling=scaling,
-                window=window,
-                context=context,
-                shared=shared,
-            )
+                angles = _rotation_of(*turned, scaling, None, shared)
+                return AttentionPlan(*angles, varlen=plan_varlen(lengths_S, window, shared))
+            return plan_attention(*turned, scaling=scaling, window=window, context=context, shared=shared)
 
+        sliding = next((one for one in shape.attentions if isinstance(one, SoftmaxAttention) and one.window), None)
+        linear = shape.has_linear_attention
         return PackedSequences(
             qkv_format="thd",
-            full=plan(shape.rope_scaling, None),
-            sliding=plan(of_windows, shape.sliding_window) if shape.sliding_layers else None,
-            delta=plan_delta(lengths_S) if shape.linear_layers else None,
-            exchange=plan_exchange(lengths_S, context) if shape.linear_layers and context is not None else None,
+            full=plan(shape.attention),
+            sliding=plan(sliding) if sliding else None,
+            delta=plan_delta(lengths_S) if linear else None,
+            exchange=plan_exchange(lengths_S, context) if linear and context is not None else None,
         )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
     own = None
-    if shape.latent:
-        own = AttentionPlan(*_rotation_of(lengths_S, shape.rotary_dim, shape.rope_theta, shape.rope_scaling, context))
+    if isinstance(latent := shape.attention, LatentAttention):
+        rope = latent.rope
+        own = AttentionPlan(*_rotation_of(lengths_S, latent.rotary_dim, rope.theta, rope.scaling, context))
     return PackedSequences(
         qkv_format="thd",
         full=own,

@@ -43,10 +43,10 @@ from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import FAMILIES, Shard
-from megatron_rl.layout.hub import HEAD
-from megatron_rl.layout.shards import extents
 from megatron_rl.loop.checkpoints import EXTRA
+from megatron_rl.models import FAMILIES, Shard
+from megatron_rl.models.hub import HEAD
+from megatron_rl.models.shards import extents
 from megatron_rl.types import Mesh, ModelShape
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Identity(NamedTuple):
     """The kind. A checkpoint that was written when there was one kind does not say it; it is Adam's."""
     mesh: Mesh
     base: str = ""
-    """The digest of the base model of adapters (`layout.peft.base_digest`), which is not in the checkpoint."""
+    """The digest of the base model of adapters (`models.peft.base_digest`), which is not in the checkpoint."""
 
 
 class State(NamedTuple):
@@ -388,7 +388,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
-    shape, training, kind = manifest.saved_shape(fields), fields["training"], manifest.optimizer_kind(fields)
+    shape, training, kind = manifest.saved_shape(folder, fields), fields["training"], manifest.optimizer_kind(fields)
     saved = Identity(shape, training["dtype"], kind, identity.mesh, training.get("base", ""))
     for key, found, value in zip(Identity._fields, saved, identity, strict=True):
         if found != value:

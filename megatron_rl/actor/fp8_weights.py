@@ -28,9 +28,9 @@ from megatron_rl.convert.fp8 import quantised
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import Region, Source
 from megatron_rl.convert.tensor_files import Maps
-from megatron_rl.layout import Box, Shard, slices
-from megatron_rl.layout.quantisation import FROZEN_BLOCKS as BLOCKS
-from megatron_rl.layout.shards import extents, translate
+from megatron_rl.models import Box, Shard, slices
+from megatron_rl.models.quantisation import FROZEN_BLOCKS as BLOCKS
+from megatron_rl.models.shards import extents, translate
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from megatron_rl.actor.moe.router import clear_auxiliary_losses
 from megatron_rl.actor.optimizer.norms import sum_of_squares
 from megatron_rl.actor.packing import Microbatch, by_sample
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.layout.shards import is_vocabulary
+from megatron_rl.models.shards import is_vocabulary
 from megatron_rl.types import Gradient, TokenSpan
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ Face folder.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from functools import singledispatch
 from typing import Any
 
 import torch
@@ -41,8 +42,20 @@ from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
-from megatron_rl.types import Mesh, ModelShape, YarnRope
+from megatron_rl.models import obstacle_to_fused_layers, padded_vocabulary
+from megatron_rl.types import (
+    Attention,
+    DeltaNet,
+    GatedMlp,
+    LatentAttention,
+    Layer,
+    Mesh,
+    Mixture,
+    Mlp,
+    ModelShape,
+    SoftmaxAttention,
+    YarnRope,
+)
 
 
 def uses_fused_layers(model: ModelConfig, shape: ModelShape, context: int) -> bool:
@@ -71,24 +84,16 @@ def transformer_config(
         switches: `policy.megatron.transformer`.
     """
     dtype: torch.dtype = getattr(torch, model.dtype)
-    family, mesh = FAMILIES[shape.family], parallel.mesh
-    fused = uses_fused_layers(model, shape, mesh.context)
+    mesh, fused = parallel.mesh, uses_fused_layers(model, shape, parallel.context)
     ours = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=shape.attention.num_heads,
+        num_query_groups=shape.attention.num_kv_heads,
+        kv_channels=shape.attention.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        layernorm_zero_centered_gamma=family.zero_centred_norms,
-        attention_output_gate=family.gated_attention,
-        # It also sums the q and k norms' gradients over TP. For latent attention it fuses the norms of compressed q and
-        # k.
-        qk_layernorm=family.qk_norm(shape) == "head" or (fused and shape.latent is not None),
-        add_qkv_bias=family.qkv_bias(shape),
-        softmax_type="learnable" if family.sinks else "vanilla",
+        layernorm_zero_centered_gamma=shape.layers[0].zero_centred,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -119,20 +124,16 @@ def transformer_config(
         transformer_impl="transformer_engine" if fused else "local",
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
-        apply_rope_fusion=fused and shape.latent is None,  # for latent attention Megatron has it with YaRN alone
-        **_window(shape),
-        **_latent(shape),
-        **_mixture(shape, fused),
     )
-    if shape.experts and shape.experts.clamp:
-        clamped = dict(activation_func=sigmoid_unit, glu_linear_offset=1.0)
-        ours |= clamped | dict(activation_func_clamp_value=shape.experts.clamp)
+    for block in (shape.attention, *shape.mlps):
+        ours |= _settings(block, shape, fused)
     if model.recompute == "full":
         ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    kind = MLATransformerConfig if "kv_lora_rank" in ours else TransformerConfig
     config: TransformerConfig = build(kind, "transformer", ours, switches, _fast_on_gpus(shape, fused))
-    # Megatron does not take this for experts that are split over TP, because it would add their biases several times.
-    config.add_bias_linear = family.linear_bias  # `ExpertOutput` adds them once
+    # Megatron does not take this for experts that are split over TP, because it would add their biases several times;
+    # `ExpertOutput` adds them once.
+    config.add_bias_linear = shape.attention.output_bias
     return config
 
 
@@ -141,7 +142,7 @@ def _fast_on_gpus(shape: ModelShape, fused: bool) -> dict[str, Any]:
     fast: dict[str, Any] = {}
     if fused:
         fast["gradient_accumulation_fusion"] = True
-    if fused and shape.experts:
+    if fused and shape.mixture:
         fast["moe_permute_fusion"] = True
     return fast
 
@@ -170,20 +171,32 @@ def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
     return parts
 
 
-def _window(shape: ModelShape) -> dict[str, Any]:
-    if not shape.sliding_layers:
-        return {}
-    assert shape.sliding_window is not None, "sliding layers have a window"
-    slides = [int(layer in shape.sliding_layers) for layer in range(shape.num_layers)]
-    return {"window_size": (shape.sliding_window - 1, 0), "window_attn_skip_freq": slides}
+@singledispatch
+def _settings(block: Attention | Mlp, shape: ModelShape, fused: bool) -> dict[str, Any]:
+    """Megatron's names for what a block is."""
+    raise AssertionError(f"{block} has no settings")
 
 
-def _latent(shape: ModelShape) -> dict[str, Any]:
+@_settings.register
+def _(attention: SoftmaxAttention, shape: ModelShape, fused: bool) -> dict[str, Any]:
+    windows = [layer.attention.window for layer in shape.layers]
+    sliding: dict[str, Any] = {}
+    if window := max((window for window in windows if window), default=None):
+        sliding = {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(one is not None) for one in windows]}
+    return {
+        "attention_output_gate": attention.gated,
+        "qk_layernorm": attention.norms == "head",  # it also sums the q and k norms' gradients over TP
+        "add_qkv_bias": attention.qkv_bias,
+        "softmax_type": "learnable" if attention.sinks else "vanilla",
+        "apply_rope_fusion": fused,
+        **sliding,
+    }
+
+
+@_settings.register
+def _(latent: LatentAttention, shape: ModelShape, fused: bool) -> dict[str, Any]:
     """Megatron computes the scale of the softmax from the last two; latent.py rotates."""
-    latent, rope = shape.latent, shape.rope_scaling
-    if latent is None:
-        return {}
-    yarn = {"rotary_scaling_factor": 1.0}
+    rope, yarn = latent.rope.scaling, {"rotary_scaling_factor": 1.0}
     if isinstance(rope, YarnRope):
         yarn = {"rotary_scaling_factor": rope.factor, "mscale_all_dim": rope.mscale_all_dim}
     return {
@@ -193,34 +206,45 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rope_dim,
         "v_head_dim": latent.value_dim,
         "rope_type": "rope",
+        "attention_output_gate": False,
+        "add_qkv_bias": False,
+        "softmax_type": "vanilla",
+        "qk_layernorm": fused,  # it fuses the norms of compressed q and k
+        "apply_rope_fusion": False,  # Megatron has it with YaRN alone
         **yarn,
     }
 
 
-def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
+@_settings.register
+def _(mlp: GatedMlp, shape: ModelShape, fused: bool) -> dict[str, Any]:
+    return {"ffn_hidden_size": mlp.size}
+
+
+@_settings.register
+def _(mixture: Mixture, shape: ModelShape, fused: bool) -> dict[str, Any]:
     """Megatron adds no auxiliary loss (router.py does), and there is no capacity: every token goes to the experts that
     the router scores highest, as in the engine. The router computes in fp32, because in bf16 close scores would round
     to ties."""
-    experts = shape.experts
-    if experts is None:
-        return {}
+    clamped = {"activation_func": sigmoid_unit, "glu_linear_offset": 1.0, "activation_func_clamp_value": mixture.clamp}
     return {
-        "num_moe_experts": experts.num_experts,
-        "moe_router_topk": experts.num_active,
-        "moe_ffn_hidden_size": experts.ffn_size,
-        "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
-        "moe_router_score_function": experts.score,
-        "moe_router_pre_softmax": not experts.normalised,  # False: the softmax is over the active experts only
+        "ffn_hidden_size": mixture.ffn_size,
+        "num_moe_experts": mixture.num_experts,
+        "moe_router_topk": mixture.num_active,
+        "moe_ffn_hidden_size": mixture.ffn_size,
+        "moe_layer_freq": [int(layer.mixture is not None) for layer in shape.layers],
+        "moe_router_score_function": mixture.score,
+        "moe_router_pre_softmax": not mixture.normalised,  # False: the softmax is over the active experts only
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": FAMILIES[shape.family].router_bias,
-        "moe_router_num_groups": experts.num_groups if experts.num_groups > 1 else None,
-        "moe_router_group_topk": experts.num_active_groups if experts.num_groups > 1 else None,
-        "moe_router_topk_scaling_factor": experts.scaling_factor,
-        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
-        "moe_shared_expert_gate": experts.shared_gate,
+        "moe_router_enable_expert_bias": mixture.router_bias,
+        "moe_router_num_groups": mixture.num_groups if mixture.num_groups > 1 else None,
+        "moe_router_group_topk": mixture.num_active_groups if mixture.num_groups > 1 else None,
+        "moe_router_topk_scaling_factor": mixture.scaling_factor,
+        "moe_shared_expert_intermediate_size": mixture.shared_ffn_size or None,
+        "moe_shared_expert_gate": mixture.shared_gate,
         "moe_grouped_gemm": fused,
+        **(clamped if mixture.clamp else {}),
     }
 
 
@@ -254,10 +278,14 @@ def _build_chunk(
     block = _fused_block(config, shape, number) if fused else _local_block(config, shape, number, layers)
     for layer in block.layer_specs:
         _count_load(layer)
-    megatron_rotates = fused and shape.latent is None  # PackedAttention and LatentSelfAttention rotate by themselves
-    scaling = shape.rope_scaling if megatron_rotates else None
-    in_fp8 = shape.adapters is not None and shape.adapters.base == "fp8"
-    with _without_apex() if fused else nullcontext(), linear_layers_in_fp8() if in_fp8 else nullcontext():
+    rope = shape.attention.rope
+    # PackedAttention and LatentSelfAttention rotate by themselves.
+    megatron_rotates = fused and isinstance(shape.attention, SoftmaxAttention)
+    scaling = rope.scaling if megatron_rotates else None
+    with (
+        _without_apex() if fused else nullcontext(),
+        linear_layers_in_fp8() if shape.is_frozen_in_fp8 else nullcontext(),
+    ):
         gpt = GPTModel(
             config=config,
             transformer_layer_spec=block,
@@ -268,8 +296,8 @@ def _build_chunk(
             vp_stage=number,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope" if megatron_rotates else "none",
-            rotary_percent=shape.rotary_share,
-            rotary_base=int(shape.rope_theta),
+            rotary_percent=rope.share,
+            rotary_base=int(rope.theta),
             rope_scaling=scaling is not None,
             rope_scaling_factor=scaling.factor if scaling else 1.0,
         )
@@ -297,14 +325,14 @@ def _build_chunk(
 def _fused_block(config: TransformerConfig, shape: ModelShape, number: int | None) -> TransformerBlockSubmodules:
     """The spec of the layers of a stage, or of the virtual stage with this number: Transformer Engine's."""
     block = get_gpt_decoder_block_spec(config, True, vp_stage=number)
-    for layer in block.layer_specs:
-        _fit_fused(layer, shape)
+    for spec in block.layer_specs:
+        _fit_fused(spec, shape.attention)
     return block
 
 
-def _fit_fused(layer: ModuleSpec, shape: ModelShape) -> None:
-    if shape.latent:
-        layer.submodules.self_attention.module = LatentSelfAttention
+def _fit_fused(spec: ModuleSpec, attention: Attention) -> None:
+    if isinstance(attention, LatentAttention):
+        spec.submodules.self_attention.module = LatentSelfAttention
 
 
 def _count_load(layer: ModuleSpec) -> None:
@@ -315,15 +343,14 @@ def _count_load(layer: ModuleSpec) -> None:
 
 def _head_layer(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
     """The spec of the layer of a multi-token head: like the model's last one, but never with linear attention."""
-    assert shape.has_experts(shape.num_layers) == shape.has_experts(shape.num_layers - 1), "both have a mixture"
     fused = config.transformer_impl == "transformer_engine"
-    layer: ModuleSpec = get_gpt_decoder_layer_specs(config, fused, "RMSNorm")[-1]
+    spec: ModuleSpec = get_gpt_decoder_layer_specs(config, fused, "RMSNorm")[-1]
     if fused:
-        _fit_fused(layer, shape)
+        _fit_fused(spec, shape.attention)
     else:
-        _fit_local(layer, shape)
-    _count_load(layer)
-    return layer
+        _fit_local(spec, shape.head_layer)
+    _count_load(spec)
+    return spec
 
 
 def _local_block(
@@ -336,38 +363,39 @@ def _local_block(
         layers: the layers of the stage.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=number)
-    for layer in block.layer_specs:  # layers of one kind share one spec
-        _fit_local(layer, shape)
-    if shape.delta:
-        linear = ModuleSpec(DeltaAttention, params={"delta": shape.delta})
-        block.layer_specs = [
-            replace(spec, submodules=replace(spec.submodules, self_attention=linear))
-            if layer in shape.linear_layers
-            else spec
-            for layer, spec in zip(layers, block.layer_specs, strict=True)
-        ]
+    own = [shape.layers[n] for n in layers]
+    specs = dict(zip(own, map(copy.deepcopy, block.layer_specs), strict=True))  # Megatron's are shared by unlike layers
+    for layer, spec in specs.items():
+        _fit_local(spec, layer)
+    block.layer_specs = [specs[layer] for layer in own]
     block.layer_norm = Norm
     return block
 
 
-def _fit_local(layer: ModuleSpec, shape: ModelShape) -> None:
-    """Give a layer our norms and attention, and what the family has in other ways."""
-    family, norm = FAMILIES[shape.family], Norm
-    if family.post_norm:
-        layer.module, norm = PostNormLayer, IdentityOp
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-    if family.linear_bias and layer.submodules.mlp.module is MoELayer:
-        layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if shape.latent:
-        layer.submodules.self_attention.module = LatentSelfAttention
-        attention.core_attention = LatentCoreAttention
-        attention.q_layernorm = attention.kv_layernorm = Norm
-    elif family.qk_norm(shape) == "head":
-        attention.q_layernorm = attention.k_layernorm = Norm
-    elif family.qk_norm(shape) == "full":
-        attention.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_heads})
-        attention.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_kv_heads})
-    if family.gated_attention:
-        layer.submodules.self_attention.module = GatedSelfAttention
+def _fit_local(spec: ModuleSpec, layer: Layer) -> None:
+    """Give a layer our norms and attention, and what it has in other ways."""
+    norm = Norm
+    if layer.post_norm:
+        spec.module, norm = PostNormLayer, IdentityOp
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    if layer.mixture and layer.mixture.linear_bias:
+        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+    attention, own = spec.submodules.self_attention, layer.attention
+    match own:
+        case DeltaNet():
+            spec.submodules.self_attention = ModuleSpec(DeltaAttention, params={"delta": own})
+            return
+        case LatentAttention():
+            attention.module = LatentSelfAttention
+            attention.submodules.core_attention = LatentCoreAttention
+            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = Norm
+            return
+    parts = attention.submodules
+    parts.core_attention = PackedAttention
+    if own.norms == "head":
+        parts.q_layernorm = parts.k_layernorm = Norm
+    elif own.norms == "full":
+        parts.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": own.num_heads})
+        parts.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": own.num_kv_heads})
+    if own.gated:
+        attention.module = GatedSelfAttention

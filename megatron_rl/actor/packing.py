@@ -312,19 +312,19 @@ def check_microbatch(batch: Microbatch, shape: ModelShape) -> None:
             f"sample {_name_at(batch, wrong[0])} has the token id {int(batch.ids_T[wrong[0]])}, but the vocabulary has "
             f"{shape.vocab_size} tokens; do engine and trainer use the same tokenizer?"
         )
-    if batch.routes is None or shape.experts is None:
+    if batch.routes is None or (mixture := shape.mixture) is None:
         return
-    expected, found = (shape.num_layers, shape.experts.num_active), tuple(batch.routes.expert_TLK.shape[1:])
+    expected, found = (shape.num_layers, mixture.num_active), tuple(batch.routes.expert_TLK.shape[1:])
     if found != expected:
         raise ValueError(
             f"sample {batch.names[0]}: the engine's choices of experts have {found[0]} layers with {found[1]} experts, "
             f"but the model has {expected[0]} with {expected[1]}; do engine and trainer use the same model?"
         )
-    wrong = (batch.routes.expert_TLK >= shape.experts.num_experts).flatten(1).any(1).nonzero()
+    wrong = (batch.routes.expert_TLK >= mixture.num_experts).flatten(1).any(1).nonzero()
     if len(wrong):
         raise ValueError(
             f"sample {_name_at(batch, wrong[0])}: the engine chose the expert "
-            f"{int(batch.routes.expert_TLK[wrong[0]].max())}, but the model has {shape.experts.num_experts}; do engine "
+            f"{int(batch.routes.expert_TLK[wrong[0]].max())}, but the model has {mixture.num_experts}; do engine "
             f"and trainer use the same model?"
         )
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig, Switch
-from megatron_rl.layout import FAMILIES
-from megatron_rl.types import Experts, ModelShape
+from megatron_rl.models import FAMILIES
+from megatron_rl.types import Mixture, ModelShape
 
 if TYPE_CHECKING:
     from megatron_rl.algorithms.objective import Objective
@@ -56,20 +56,20 @@ def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
         ValueError: the actor cannot train the model, or cannot split it in this way.
     """
     rate = policy.router_bias_update_rate
-    if rate and not FAMILIES[shape.family].router_bias:
+    if rate and not (shape.mixture and shape.mixture.router_bias):
         raise ValueError(
             f"policy.router_bias_update_rate is {rate}, but the routers of the family {shape.family} have no bias; "
             f"leave it out"
         )
     if policy.multi_token != "drop":
         _check_head(shape, policy)
-    if shape.experts is None:
+    if shape.mixture is None:
         for name in OF_MIXTURES:
             if value := getattr(policy, name):
                 raise ValueError(f"policy.{name} is {value}, but the model has no experts; leave it out")
         return
     _check_experts(policy.parallel)
-    _check_router(shape.experts)
+    _check_router(shape.mixture)
     if policy.routing_replay:
         _check_replay(policy.megatron.transformer)
 
@@ -91,17 +91,17 @@ def _check_head(shape: ModelShape, policy: PolicyConfig) -> None:
         )
 
 
-def _check_router(experts: Experts) -> None:
+def _check_router(mixture: Mixture) -> None:
     """Refuse routers that Megatron computes in another way than transformers and vLLM."""
-    if experts.num_groups > 1 and experts.num_active // experts.num_active_groups != 2:
+    if mixture.num_groups > 1 and mixture.num_active // mixture.num_active_groups != 2:
         raise ValueError(
-            f"model.path: num_experts_per_tok is {experts.num_active} and topk_group is {experts.num_active_groups}; "
+            f"model.path: num_experts_per_tok is {mixture.num_active} and topk_group is {mixture.num_active_groups}; "
             f"the actor can only train models with a quotient of 2, because Megatron scores a group by its best "
             f"num_experts_per_tok / topk_group experts, but transformers and vLLM by its best two"
         )
-    if experts.score == "sigmoid" and experts.normalised != (experts.num_active > 1):
+    if mixture.score == "sigmoid" and mixture.normalised != (mixture.num_active > 1):
         raise ValueError(
-            f"model.path: norm_topk_prob is {experts.normalised} with {experts.num_active} active experts, which the "
+            f"model.path: norm_topk_prob is {mixture.normalised} with {mixture.num_active} active experts, which the "
             f"actor cannot train: Megatron divides sigmoid scores by their sum if and only if there are several"
         )
 

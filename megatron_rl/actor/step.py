@@ -113,7 +113,7 @@ class Schedule:
                 batch.shared,
                 varlen=platform.HAS_CUDA and self._in_two_bytes,
             )
-            if self.shape.experts is not None:
+            if self.shape.mixture is not None:
                 packed.routed = self._routed(batch)
             with spans.span("forward", i):
                 output = model(

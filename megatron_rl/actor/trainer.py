@@ -55,8 +55,8 @@ from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
 from megatron_rl.algorithms.passes import SKIPPED, STOPPED, Column
-from megatron_rl.layout import check_parameters, megatron_shards
-from megatron_rl.layout.peft import base_digest
+from megatron_rl.models import check_parameters, megatron_shards
+from megatron_rl.models.peft import base_digest
 from megatron_rl.types import Metrics, Phase, Share
 
 log = logging.getLogger(__name__)
@@ -356,8 +356,7 @@ class MegatronTrainer:
     def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
         """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
         together."""
-        shape = self.spec.shape
-        num_mixtures = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+        num_mixtures = self.spec.shape.num_mixtures
         reports = [describe_load(load_RE, num_mixtures)]
         if self.spec.policy.routing_replay:
             reports.append(describe_replay(total_replay(self.chunks), load_RE, num_mixtures))

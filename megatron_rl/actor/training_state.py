@@ -18,7 +18,7 @@ from megatron_rl.actor.optimizer.intervals import IntervalState
 from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
-from megatron_rl.layout import slices
+from megatron_rl.models import slices
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -30,11 +30,11 @@ from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.target import TargetTensor
 from megatron_rl.convert.tensor_files import Maps, rectangle
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
-from megatron_rl.layout.adapters import A, B, is_adapter
-from megatron_rl.layout.hub import INDEX
-from megatron_rl.layout.rule import VALUE_HEAD
-from megatron_rl.layout.view import View
+from megatron_rl.models import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
+from megatron_rl.models.adapters import A, B, is_adapter
+from megatron_rl.models.hub import INDEX
+from megatron_rl.models.rule import VALUE_HEAD
+from megatron_rl.models.view import View
 from megatron_rl.types import Mesh, ModelShape
 
 if TYPE_CHECKING:

@@ -18,10 +18,11 @@ from megatron_rl.bridge.intake import Parameters
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.verification import Arrived, Sums, changed, element_sums, read, short
 from megatron_rl.bridge.vllm_loaders import CopyRecorder
-from megatron_rl.layout import FAMILIES, Recording, Shard, slices
-from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID, A, B, is_adapter
-from megatron_rl.layout.shards import local_extents
-from megatron_rl.layout.view import FileTensor
+from megatron_rl.layout import Recording
+from megatron_rl.models import FAMILIES, Shard, slices
+from megatron_rl.models.adapters import PINNED_ID, SERVED_ID, A, B, is_adapter
+from megatron_rl.models.shards import local_extents
+from megatron_rl.models.view import FileTensor
 from megatron_rl.types import ModelShape
 
 

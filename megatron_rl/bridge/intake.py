@@ -36,7 +36,7 @@ from megatron_rl.bridge.line import (
 from megatron_rl.bridge.memory import Slots, synchronize
 from megatron_rl.bridge.messages import Message, NamedTensors, Stretch, in_place, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import check_parameters
+from megatron_rl.models import check_parameters
 
 
 class Parameters:

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.bridge.verification import is_sampled
-from megatron_rl.layout import Copy, Turn, slices
+from megatron_rl.layout import Copy, Turn
+from megatron_rl.models import slices
 
 ALONE_BYTES = 2**22
 """A copy of this size or more is a message of its own: if it is contiguous, it need not be packed. Smaller ones travel

@@ -36,8 +36,8 @@ from megatron_rl.bridge.verification import (
     read,
     short,
 )
-from megatron_rl.layout import Box, Shard, slices
-from megatron_rl.layout.interleaving import are_zeros, described, part, whole
+from megatron_rl.models import Box, Shard, slices
+from megatron_rl.models.interleaving import are_zeros, described, part, whole
 
 IN_PLACE = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
 """vLLM's kernels that read unquantised experts in the checkpoint's form. On Hopper vLLM chooses Triton's. On a CPU
@@ -67,7 +67,7 @@ class ModelParameters(Parameters):
         self._model_config, self._device, self._side = model_config, device, side
         self._layers: dict[str, nn.Module] = {}
         """The layers of the parameters that vLLM repacks, by the parameters' names. This and `_held` have vLLM's names,
-        and `forms` has the names that describe the parameters (layout/interleaving.py)."""
+        and `forms` has the names that describe the parameters (models/interleaving.py)."""
         self._held: dict[str, Tensor] = {}
         self._latent: dict[str, MLAAttention] = {
             name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)

@@ -24,7 +24,7 @@ from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, He
 from megatron_rl.bridge.memory import Slots, synchronize
 from megatron_rl.bridge.messages import Message, Stretch, aligned, in_place, late_last, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Box, check_parameters
+from megatron_rl.models import Box, check_parameters
 from megatron_rl.types import Metrics
 
 

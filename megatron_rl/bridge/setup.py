@@ -12,17 +12,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_rl.layout import (
-    Engines,
-    Links,
-    Recording,
-    Shard,
-    TransferPlan,
-    megatron_shards,
-    plan_weights,
-    vllm_shards,
-)
-from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.layout import Engines, Links, Recording, TransferPlan, plan_weights
+from megatron_rl.models import Shard, megatron_shards, vllm_shards
+from megatron_rl.models.adapters import trains
 from megatron_rl.types import Mesh, ModelShape
 
 BUCKET_BYTES = 64 * 2**20
@@ -98,7 +90,7 @@ class BridgeSetup:
         if self.trainer:
             return self.trainer[rank].shards
         shards = megatron_shards(self.shape, self.mesh, rank, self.fused_norms)
-        return [shard for shard in shards if self.shape.adapters is None or is_adapter(shard.local_name)]
+        return [shard for shard in shards if trains(self.shape, shard.local_name)]
 
     def engine_shards(self, rank: int) -> list[Shard]:
         """All parameters of one rank of an engine."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_rl.bridge.checksum import word_sums
-from megatron_rl.layout import Box, slices
+from megatron_rl.models import Box, slices
 
 PUSHES = 32
 """The number of pushes after which every module has been in the sample once."""

@@ -22,9 +22,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from megatron_rl.layout import FAMILIES, Box, Family, Recording, Shard, box_of_view
-from megatron_rl.layout.interleaving import every
-from megatron_rl.layout.view import FileTensor
+from megatron_rl.layout import Recording, box_of_view
+from megatron_rl.models import FAMILIES, Box, Family, Shard
+from megatron_rl.models.interleaving import every
+from megatron_rl.models.view import FileTensor
 from megatron_rl.types import ModelShape
 
 

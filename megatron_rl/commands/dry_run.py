@@ -16,7 +16,7 @@ from rich.table import Table
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.activations import attention_of, delta_rule_of, has_fused_layers, trains_fused
 from megatron_rl.planning.engine import step_tokens
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches
@@ -44,7 +44,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     split += ", in the node's memory" if optimizer.is_offloaded else ""
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     trainer = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
-    if shape.experts and (mesh.expert > 1 or mesh.expert_tensor is not None):
+    if shape.mixture and (mesh.expert > 1 or mesh.expert_tensor is not None):
         trainer += f"; experts: EP{mesh.expert} x ETP{mesh.expert_ways} x expert-DP{expert_data_ways(mesh)}"
 
     count = count_parameters(shape)
@@ -166,7 +166,7 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     more.add_row("layers", "Transformer Engine's" if memory.fused else "Megatron's local layers")
     kinds = {"fused": memory.fused, "on_gpus": memory.on_gpus}
     more.add_row("attention", attention_of(shape, config.model.dtype, **kinds))
-    if shape.linear_layers:
+    if shape.has_linear_attention:
         more.add_row("linear attention", delta_rule_of(on_gpus=memory.on_gpus))
     modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))

@@ -22,9 +22,9 @@ from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.cache import contents_digest
 from megatron_rl.data.files import files_of
-from megatron_rl.layout.peft import base_digest
 from megatron_rl.loop.health.answers import common_reason
 from megatron_rl.loop.rollouts import verdicts_of
+from megatron_rl.models.peft import base_digest
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.row_sources import prompt_rules, training_sources

@@ -41,8 +41,8 @@ from megatron_rl.explain.causes import asks_for_older_weights, causes  # noqa: E
 from megatron_rl.explain.search import FoundSpan, largest_tokens  # noqa: E402
 from megatron_rl.explain.step import METRICS, STORED, ExplainedStep, answers_of  # noqa: E402
 from megatron_rl.explain.text import Explanation, as_json, show, write  # noqa: E402
-from megatron_rl.layout import read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import find_checkpoints  # noqa: E402
+from megatron_rl.models import read_shape  # noqa: E402
 from megatron_rl.observe.records import CONFIG, read_metrics  # noqa: E402
 from megatron_rl.ports import StopRequested  # noqa: E402
 from megatron_rl.types import Gradient, Metrics, Rollouts, Shares, Tokenizer, TokenSpan  # noqa: E402

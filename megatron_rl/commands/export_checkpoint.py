@@ -42,7 +42,7 @@ def _export(arguments: Sequence[str] | None) -> None:
     fields = manifest.read(checkpoint)
     if fields is None or "training" not in fields:
         raise ValueError(f"{checkpoint} is not a checkpoint of a run")
-    shape, dtype = manifest.saved_shape(fields), fields["training"]["dtype"]
+    shape, dtype = manifest.saved_shape(checkpoint, fields), fields["training"]["dtype"]
     if shape.adapters is not None and shape.value_head:
         raise ValueError(
             f"{checkpoint} holds the adapters of a critic and its value head, which PEFT's form does not have; take "

@@ -32,9 +32,10 @@ from megatron_rl.commands.dry_run import (  # noqa: E402
 from megatron_rl.commands.screen import waiting  # noqa: E402
 from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
-from megatron_rl.layout import Links, check_model, critic_shape, read_shape  # noqa: E402
+from megatron_rl.layout import Links  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
+from megatron_rl.models import check_model, critic_shape, read_shape  # noqa: E402
 from megatron_rl.ports import Ports  # noqa: E402
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, prompt_rules, training_sources  # noqa: E402
 from megatron_rl.types import ModelShape, Prompt, Tokenizer  # noqa: E402

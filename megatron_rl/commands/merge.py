@@ -26,9 +26,9 @@ from megatron_rl.convert.fp8 import rounded
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.tensor_files import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
-from megatron_rl.layout import FAMILIES, is_linear_weight, slices
-from megatron_rl.layout.adapters import A, B
-from megatron_rl.layout.peft import (
+from megatron_rl.models import FAMILIES, is_linear_weight, slices
+from megatron_rl.models.adapters import A, B
+from megatron_rl.models.peft import (
     PREFIX,
     TENSORS,
     base_form,
@@ -38,7 +38,6 @@ from megatron_rl.layout.peft import (
     require_fitting,
 )
 from megatron_rl.processes import piped
-from megatron_rl.types import ModelShape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,8 +60,8 @@ def _merge(arguments: Sequence[str] | None) -> None:
     unfinished = given.target.with_name(f"{given.target.name}.unmerged")
     shutil.rmtree(unfinished, ignore_errors=True)
     source = open_checkpoint(given.base)
-    shape = replace(source.shape, adapters=read_adapters(given.adapters))
-    require_fitting(given.adapters, shape, given.base)
+    adapters = read_adapters(given.adapters)
+    require_fitting(given.adapters, replace(source.shape, adapters=adapters), given.base)
     told = base_of(given.adapters)
     if not require_base(told, given.base, str(given.adapters)):
         why = "names its base model in another form" if told else "does not name its base model"
@@ -72,17 +71,16 @@ def _merge(arguments: Sequence[str] | None) -> None:
         name: finite(maps.tensor(held), held) for name, held in read_safetensors(given.adapters / TENSORS).items()
     }
     carry_out(to_hub(source, Options(dtype=given.dtype)), unfinished, num_cores(), lambda num_bytes: None)
-    num_merged = _add(tensors, unfinished, shape, base_form(given.adapters) == "fp8")
+    num_merged = _add(tensors, unfinished, adapters.scale, base_form(given.adapters) == "fp8")
     (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
     unfinished.rename(given.target)
     print(f"{num_merged} weights of {given.base} merged with {given.adapters}: {given.target}")
 
 
 @torch.no_grad()
-def _add(adapters: dict[str, Tensor], folder: Path, shape: ModelShape, in_fp8: bool) -> int:
+def _add(adapters: dict[str, Tensor], folder: Path, scale: float, in_fp8: bool) -> int:
     """Add scale B A to the weights of a Hugging Face folder, in its files. Returns the number of weights."""
     source = open_checkpoint(folder)
-    assert shape.adapters is not None, "`_merge` has read them"
     if in_fp8:
         for name, extents in FAMILIES[source.shape.family].hf_tensors(source.shape).items():
             if is_linear_weight(name, len(extents), source.shape):
@@ -92,7 +90,7 @@ def _add(adapters: dict[str, Tensor], folder: Path, shape: ModelShape, in_fp8: b
     for name in named:
         a, b = adapters[name], adapters[name.replace(A, B)]
         weight = _open(source, name.removeprefix(PREFIX).replace(f"{A}.", ""))
-        write_merged(weight, weight, a, b, shape.adapters.scale)
+        write_merged(weight, weight, a, b, scale)
     return len(named)
 
 

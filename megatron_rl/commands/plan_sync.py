@@ -40,9 +40,10 @@ from rich.table import Table
 
 from megatron_rl.bridge.push_simulation import Costs, all_stretches, most_incomplete_bytes, replay
 from megatron_rl.config.package_files import PACKAGE, find_shipped
-from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
+from megatron_rl.layout import Engines, Links, plan_weights
 from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.processes import peak_memory_bytes, piped
 from megatron_rl.types import Mesh
 
@@ -172,8 +173,8 @@ def random_cases(number: int, seed: int) -> list[Case]:
         model = models[random.integers(len(models))]
         shape = read_shape(model)
         tensor, pipeline, data, width, replicas = (int(2**n) for n in random.integers(0, [4, 4, 4, 5, 4]))
-        parallel = bool(random.integers(2)) and shape.experts is not None
-        expert = int(2 ** random.integers(0, 5)) if shape.experts else 1
+        parallel = bool(random.integers(2)) and shape.mixture is not None
+        expert = int(2 ** random.integers(0, 5)) if shape.mixture else 1
         try:
             mesh = Mesh(tensor, pipeline, data, expert=expert, expert_tensor=1 if expert > 1 else None)
             FAMILIES[shape.family].check_mesh(shape, mesh)

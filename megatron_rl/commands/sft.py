@@ -28,8 +28,8 @@ from megatron_rl.commands.dry_run import (  # noqa: E402
 from megatron_rl.commands.screen import waiting  # noqa: E402
 from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
-from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
+from megatron_rl.models import check_model, read_shape  # noqa: E402
 from megatron_rl.types import Tokenizer, Tokens  # noqa: E402
 
 if TYPE_CHECKING:

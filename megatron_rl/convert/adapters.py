@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.target import naming
 from megatron_rl.convert.tensor_files import Maps, Stored
-from megatron_rl.layout import slices
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, metadata_for, tensors_of
+from megatron_rl.models import slices
+from megatron_rl.models.peft import CONFIG, PREFIX, TENSORS, config_of, metadata_for, tensors_of
 
 MERGED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """The numbers of a weight that are merged at once, by the type of the device: two float32 numbers for each, in a

@@ -13,9 +13,9 @@ from megatron_rl.convert import forms, hub, manifest, torch_dist
 from megatron_rl.convert.head import head_tensors
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.target import TargetFile, TargetTensor, safetensors_file
-from megatron_rl.layout import FAMILIES
-from megatron_rl.layout.hub import HEAD, INDEX
-from megatron_rl.layout.shards import extents
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.hub import HEAD, INDEX
+from megatron_rl.models.shards import extents
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import TypeVar
 
-from megatron_rl.layout import FAMILIES, Family, Shard, megatron_shards, padded_vocabulary, volume
-from megatron_rl.layout.shards import is_vocabulary, local_extents
-from megatron_rl.layout.view import View
+from megatron_rl.models import FAMILIES, Family, Shard, megatron_shards, padded_vocabulary, volume
+from megatron_rl.models.shards import is_vocabulary, local_extents
+from megatron_rl.models.view import View
 from megatron_rl.types import Mesh, ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -80,7 +80,8 @@ def _whole(hf_name: str, extents: tuple[int, ...], name: str) -> Shard:
 
 def are_layers_alike(shape: ModelShape) -> bool:
     """Megatron-Core stacks layers that are all alike under one key; otherwise each layer has its own keys."""
-    return len({shape.kind(layer) for layer in range(shape.num_layers)}) == 1
+    kinds = {tuple(FAMILIES[shape.family].layer_rules(layer)) for layer in shape.layers}
+    return len(kinds) == 1
 
 
 def open_chunks(shape: ModelShape) -> list[Chunk]:
@@ -95,9 +96,8 @@ def open_chunks(shape: ModelShape) -> list[Chunk]:
         if (layer := _LAYER.fullmatch(key)) and stacked:
             key, index, axes = f"decoder.layers.{layer[2]}", (int(layer[1]),), (shape.num_layers,)
         if expert := _EXPERT.fullmatch(key):
-            assert shape.experts is not None, "only a model with experts has these tensors"
             key = f"{expert[1]}experts.{expert[2]}"
-            index, axes = (*index, int(expert[3])), (*axes, shape.experts.num_experts)
+            index, axes = (*index, int(expert[3])), (*axes, shape.num_experts)
         chunks.append(Chunk(tensor, key, index, axes))
     return chunks
 
@@ -114,9 +114,7 @@ def rank_tensors(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, 
             rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
             dense = [shard for shard in shards if not is_expert(shard.local_name)]
             files[f"tensor{tensor}_pipeline{stage}"] = list(_parameters(dense, rows))
-        if shape.experts is None:
-            continue
-        for rank in range(mesh.expert * mesh.expert_ways):
+        for rank in range(mesh.expert * mesh.expert_ways if shape.mixture else 0):
             shards = megatron_shards(shape, mesh, first + rank, fused_norms)
             routed = [shard for shard in shards if is_expert(shard.local_name)]
             name = f"expert{rank // mesh.expert_ways}_tensor{rank % mesh.expert_ways}_pipeline{stage}"

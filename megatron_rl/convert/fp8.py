@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_rl.convert.tensor_files import dequantised
-from megatron_rl.layout.quantisation import FROZEN_BLOCKS as BLOCKS
+from megatron_rl.models.quantisation import FROZEN_BLOCKS as BLOCKS
 
 LARGEST = 448.0
 """The largest number of float8_e4m3fn."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.work import require_new
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 
 PACKAGES = ("gguf", "accelerate")
 """What transformers needs to read GGUF."""

@@ -1,5 +1,5 @@
 """The multi-token head of a model that no run has trained: the layers that predict tokens after the next one
-(`layout.multi_token`).
+(`models.multi_token`).
 
 It is left out, or carried as it is from a folder into a checkpoint and from there into a folder, so that an engine can
 still draft tokens with it, or a run begin with it (`Source.take_head`). A Hugging Face folder has its tensors among the
@@ -20,13 +20,13 @@ from megatron_rl.convert import forms
 from megatron_rl.convert.hub import MAX_FILE_BYTES
 from megatron_rl.convert.target import StoredPart, TargetTensor
 from megatron_rl.convert.tensor_files import Stored, read_safetensors
-from megatron_rl.layout.family import Family
-from megatron_rl.layout.hub import find_head
+from megatron_rl.models.family import Family
+from megatron_rl.models.hub import find_head
 from megatron_rl.types import ModelShape
 
 
 def open_head(folder: Path, shape: ModelShape) -> dict[str, Stored]:
-    """The stored tensors that `layout.hub.find_head` finds, by name.
+    """The stored tensors that `models.hub.find_head` finds, by name.
 
     Raises:
         ValueError: a file is damaged.

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.convert import tiktoken_files
-from megatron_rl.layout import FAMILIES, critic_config
-from megatron_rl.layout.composite import read_config
+from megatron_rl.models import FAMILIES, critic_config
+from megatron_rl.models.composite import read_config
 
 MAX_FILE_BYTES = 4 * 2**30
 COMPANIONS = (

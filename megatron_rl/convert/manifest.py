@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from dataclasses import fields as dataclass_fields
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import BaseModel, NonNegativeInt, TypeAdapter
 
 from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
-from megatron_rl.layout import FAMILIES, is_matrix
-from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.hub import MANIFEST
-from megatron_rl.layout.rule import VALUE_HEAD
+from megatron_rl.models import FAMILIES, is_matrix, read_shape
+from megatron_rl.models.adapters import is_adapter
+from megatron_rl.models.hub import MANIFEST
+from megatron_rl.models.rule import VALUE_HEAD
 from megatron_rl.types import Mesh, ModelShape
 
 FORMAT = 1
@@ -73,12 +74,13 @@ def describe(
         files: each file's entry, by file name.
         more: further fields.
     """
+    runs = [[len([*run]), asdict(layer)] for layer, run in groupby(shape.layers)]  # of equal layers
     dtypes = {tensor["dtype"] for entry in files.values() for tensor in entry.get("tensors", {}).values()}
     fields = {
         "format": FORMAT,
         "form": form,
         "family": shape.family,
-        "shape": asdict(shape),
+        "shape": asdict(replace(shape, layers=())) | {"num_layers": shape.num_layers, "layers": runs},
         "mesh": asdict(mesh) if mesh else None,
         "fused_norms": fused_norms,
         "dtypes": sorted(dtypes),
@@ -163,17 +165,24 @@ def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None
     Raises:
         ValueError: a field of the model's shape differs; the error names the first one.
     """
-    saved = saved_shape(fields)
+    saved = saved_shape(folder, fields)
     for field in dataclass_fields(ModelShape):
         now, then = getattr(shape, field.name), getattr(saved, field.name)
         if now != then:
             raise ValueError(f"{folder}: config.json says {field.name} {now}, but {NAME} says {then}")
 
 
-def saved_shape(fields: dict[str, Any]) -> ModelShape:
-    """The sizes of a manifest's model. A field that the manifest lacks, because an earlier version of this package
-    wrote it, has its default."""
-    return TypeAdapter(ModelShape).validate_python(fields["shape"])
+def saved_shape(folder: Path, fields: dict[str, Any]) -> ModelShape:
+    """The parts of a manifest's model. A field that the manifest lacks has its default. Earlier versions
+    wrote no list of layers; the layers are then the ones of config.json next to the manifest."""
+    saved = dict(fields["shape"])
+    runs = saved.get("layers")
+    saved["layers"] = () if runs is None else [layer for number, layer in runs for _ in range(number)]
+    shape: ModelShape = TypeAdapter(ModelShape).validate_python(saved)
+    if runs is None:
+        return replace(shape, layers=read_shape(folder if fields["form"] == HUB else folder / "hf").layers)
+    equal = {layer: layer for layer in shape.layers}
+    return replace(shape, layers=tuple(equal[layer] for layer in shape.layers))
 
 
 def read_mesh(fields: dict[str, Any]) -> Mesh:

@@ -17,8 +17,8 @@ from math import prod
 from torch import Tensor
 
 from megatron_rl.convert.forms import Chunk, is_expert
-from megatron_rl.layout import Box, Shard, megatron_shards, slices, volume
-from megatron_rl.layout.shards import intersect, translate
+from megatron_rl.models import Box, Shard, megatron_shards, slices, volume
+from megatron_rl.models.shards import intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
 

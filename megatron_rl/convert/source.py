@@ -21,12 +21,12 @@ from megatron_rl.convert import forms, manifest
 from megatron_rl.convert.forms import Described
 from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.convert.tensor_files import Maps, Quantised, Stored, read_safetensors
-from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
-from megatron_rl.layout.composite import read_config
-from megatron_rl.layout.hub import HEAD, weight_files
-from megatron_rl.layout.peft import CONFIG
-from megatron_rl.layout.quantisation import Form, Mxfp4, Packed
-from megatron_rl.layout.shards import extents, intersect, translate
+from megatron_rl.models import FAMILIES, Box, Shard, read_shape, scan, volume
+from megatron_rl.models.composite import read_config
+from megatron_rl.models.hub import HEAD, weight_files
+from megatron_rl.models.peft import CONFIG
+from megatron_rl.models.quantisation import Form, Mxfp4, Packed
+from megatron_rl.models.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -170,7 +170,7 @@ def open_checkpoint(
     if fields:
         _check_files(folder, fields)
     shape = read_shape(folder if form == manifest.HUB else folder / "hf")
-    if fields and (held := manifest.saved_shape(fields).adapters):
+    if fields and (held := manifest.saved_shape(folder, fields).adapters):
         if not adapters:
             raise ValueError(
                 f"{folder} holds the adapters of a run, and no base model; take the folder hf of the run's end, or "
@@ -178,7 +178,7 @@ def open_checkpoint(
             )
         shape = replace(shape, adapters=held)
     if fields:
-        shape = replace(shape, multi_token=manifest.saved_shape(fields).multi_token)
+        shape = replace(shape, multi_token=manifest.saved_shape(folder, fields).multi_token)
     source = Source(folder, form, shape, None, True, fields)
     if fields:
         manifest.check_shape(folder, fields, shape)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from megatron_rl.convert.tensor_files import Maps, Stored, damaged, rectangle, safetensors_header
-from megatron_rl.layout import Box, slices, volume
-from megatron_rl.layout.shards import intersect, is_vocabulary, translate
-from megatron_rl.layout.view import View
+from megatron_rl.models import Box, slices, volume
+from megatron_rl.models.shards import intersect, is_vocabulary, translate
+from megatron_rl.models.view import View
 
 BLOCK_BYTES = 2**20
 """A block fits into a core's share of the cache and is large enough to hide Python's overhead. Writes of 4 MiB took

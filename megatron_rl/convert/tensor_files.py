@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.layout import Box, slices
-from megatron_rl.layout.hub import read_header
-from megatron_rl.layout.quantisation import BYTES, FP4_VALUES, FP8, WORDS, Blocks, Form, Int4, Mxfp4
-from megatron_rl.layout.shards import extents as extents_of
-from megatron_rl.layout.view import View
+from megatron_rl.models import Box, slices
+from megatron_rl.models.hub import read_header
+from megatron_rl.models.quantisation import BYTES, FP4_VALUES, FP8, WORDS, Blocks, Form, Int4, Mxfp4
+from megatron_rl.models.shards import extents as extents_of
+from megatron_rl.models.view import View
 
 DTYPES = {
     "F64": torch.float64,
@@ -211,7 +211,7 @@ _FP8_VALUES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float(
 
 def dequantised(values: Tensor, scales: Tensor, blocks: Blocks, box: Box) -> Tensor:
     """A rectangle of a matrix that is stored as fp8 values and one scale for each block: [rows, columns], float32.
-    `layout/quantisation.py` names the sources of the formula.
+    `models/quantisation.py` names the sources of the formula.
 
     Args:
         values: float8_e4m3fn, the whole matrix.
@@ -234,7 +234,7 @@ _FP4_FACTORS = np.ldexp(np.float32(1), np.arange(256) - 129)
 
 
 def unpacked(values: Tensor, scales: Tensor, view: View, box: Box) -> Tensor:
-    """A rectangle of a matrix of an expert that is stored as mxfp4: [rows, columns], float32. `layout/quantisation.py`
+    """A rectangle of a matrix of an expert that is stored as mxfp4: [rows, columns], float32. `models/quantisation.py`
     names the source of the formula.
 
     Args:
@@ -258,7 +258,7 @@ def unpacked(values: Tensor, scales: Tensor, view: View, box: Box) -> Tensor:
 
 
 def unpacked_words(words: Tensor, scales: Tensor, group: int, box: Box) -> Tensor:
-    """A rectangle of a matrix that is stored as int4: [rows, columns], float32. `layout/quantisation.py` names the
+    """A rectangle of a matrix that is stored as int4: [rows, columns], float32. `models/quantisation.py` names the
     source of the formula.
 
     Args:

@@ -14,7 +14,7 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.layout.composite import read_config
+from megatron_rl.models.composite import read_config
 
 RANKS = "tiktoken.model"
 PATTERN = "pat_str"

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl.convert.forms import Chunk
-from megatron_rl.layout import Box
-from megatron_rl.layout.shards import extents
+from megatron_rl.models import Box
+from megatron_rl.models.shards import extents
 
 BACKEND = {
     "sharded_backend": "torch_dist",

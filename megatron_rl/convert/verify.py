@@ -14,7 +14,7 @@ from megatron_rl.convert.source import Source, bits, check_copies, open_checkpoi
 from megatron_rl.convert.target import TargetTensor, Tick, blocks, check_file
 from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.convert.work import Report, Workers
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 
 
 @dataclass(frozen=True, slots=True)

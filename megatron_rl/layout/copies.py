@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.layout.shards import Box, extents, volume
+from megatron_rl.models.shards import Box, extents, volume
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 """The number of bytes of an element of each dtype."""

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron_rl.layout.family import Family
-from megatron_rl.layout.placement import Placed, Placement
-from megatron_rl.layout.shards import Box, Shard
+from megatron_rl.models.family import Family
+from megatron_rl.models.placement import Placed, Placement
+from megatron_rl.models.shards import Box, Shard
 
 
 def box_of_view(offset: int, sizes: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:

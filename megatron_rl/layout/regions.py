@@ -17,8 +17,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.layout.placement import Placed, Placement
-from megatron_rl.layout.shards import Box, extents, translate, volume
+from megatron_rl.models.placement import Placed, Placement
+from megatron_rl.models.shards import Box, extents, translate, volume
 
 
 @dataclass(frozen=True, slots=True)

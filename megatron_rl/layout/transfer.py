@@ -17,16 +17,16 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.layout.adapters import is_adapter
 from megatron_rl.layout.copies import WIDTHS, Copy
 from megatron_rl.layout.engines import Engines
-from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.recording import Recording
 from megatron_rl.layout.regions import Regions, Side, intersect_sides
 from megatron_rl.layout.replicas import Stream, group_segments, share_out
 from megatron_rl.layout.route_order import Turn, order_routes
-from megatron_rl.layout.shards import volume
+from megatron_rl.models.adapters import trains
+from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.shards import volume
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -222,8 +222,7 @@ def plan_weights(
     if isinstance(trainer, Mesh):
         num_sources, stage_size = trainer.world_size, trainer.stage_size
         held = [family.megatron_placed(shape, trainer, rank, fused_norms) for rank in range(num_sources)]
-        if shape.adapters is not None:  # the engines have the base model
-            held = [[row for row in rows if is_adapter(row.placement.local_name)] for rows in held]
+        held = [[row for row in rows if trains(shape, row.placement.local_name)] for rows in held]
     else:
         num_sources = stage_size = len(trainer)
         held = [rank.placed for rank in trainer]

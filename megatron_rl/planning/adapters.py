@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_rl.layout import FAMILIES, Engines, engine_layers
-from megatron_rl.layout.adapters import adapter_rules
-from megatron_rl.layout.family import VLLM_LAYER
-from megatron_rl.layout.placement import Placed, Placement, linear_experts, place_row
+from megatron_rl.layout import Engines
 from megatron_rl.layout.recording import Recording
-from megatron_rl.layout.rule import Rule, num_experts
-from megatron_rl.layout.shards import volume
-from megatron_rl.types import ModelShape
+from megatron_rl.models import FAMILIES, engine_layers
+from megatron_rl.models.adapters import adapter_rules
+from megatron_rl.models.family import VLLM_LAYER
+from megatron_rl.models.placement import Placed, Placement, linear_experts, place_row
+from megatron_rl.models.rule import Rule
+from megatron_rl.models.shards import volume
+from megatron_rl.types import Layer, ModelShape
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks that vLLM's slots can have (`rollout.start.slot_rank`, which needs vLLM)."""
@@ -30,27 +31,29 @@ def served_adapters(shape: ModelShape, engines: Engines) -> tuple[Recording, ...
 def _recording(shape: ModelShape, engines: Engines, rank: int) -> Recording:
     placements: list[Placement] = []
     rows, known = [], {}
-    for layer in engine_layers(shape.num_layers, engines.pipeline, rank // engines.tensor):
-        kind = shape.kind(layer)
-        if kind not in known:
+    for number in engine_layers(shape.num_layers, engines.pipeline, rank // engines.tensor):
+        layer = shape.layers[number]
+        if layer not in known:
             found = _placements(shape, layer, engines, rank % engines.tensor)
-            known[kind] = range(len(placements), len(placements) + len(found))
+            known[layer] = range(len(placements), len(placements) + len(found))
             placements += found
-        prefixes = FAMILIES[shape.family].hf_layer.format(layer), VLLM_LAYER.format(layer)
-        rows += [(*prefixes, index) for index in known[kind]]
+        prefixes = FAMILIES[shape.family].hf_layer.format(number), VLLM_LAYER.format(number)
+        rows += [(*prefixes, index) for index in known[layer]]
     return Recording(tuple(placements), tuple(rows))
 
 
-def _placements(shape: ModelShape, layer: int, engines: Engines, rank: int) -> list[Placement]:
+def _placements(shape: ModelShape, layer: Layer, engines: Engines, rank: int) -> list[Placement]:
+    sizes = shape.sizes(layer)
+
     def place(rule: Rule) -> Placement:
         ways, experts = (engines.tensor, rank), None
         if rule.per_expert:
-            experts = 0, num_experts(shape)
+            experts = 0, sizes["experts"]
             if engines.expert_parallel:
-                ways, experts = (1, 0), linear_experts(shape, engines.tensor, rank)
-        return place_row(rule, rule.split.vllm, shape, ways, rule.hf[0].name, experts)
+                ways, experts = (1, 0), linear_experts(sizes["experts"], engines.tensor, rank)
+        return place_row(rule, rule.split.vllm, sizes, ways, rule.hf[0].name, experts)
 
-    rules = adapter_rules(FAMILIES[shape.family].layer_rules(shape, layer), shape)
+    rules = adapter_rules(FAMILIES[shape.family].layer_rules(layer), shape.adapters)
     return [placement for placement in map(place, rules) if placement.pieces]
 
 
@@ -61,7 +64,7 @@ def slot_bytes(shape: ModelShape, engines: Engines, width: int, stage: int) -> f
     if adapters is None:
         return 0.0
     rank = next((size for size in SLOT_RANKS if size >= adapters.rank), adapters.rank)
-    roomy = replace(shape, adapters=replace(adapters, rank=rank, targets=_with_fused(shape)))
+    roomy = replace(shape, adapters=replace(adapters, rank=rank, targets=_with_fused(shape, adapters.targets)))
     held = _recording(roomy, engines, stage * engines.tensor).placed
     return float(width * sum(elements(placed) for placed in held))
 
@@ -72,16 +75,14 @@ def elements(placed: Placed) -> int:
     return row.num_experts * sum(volume(local) for _, _, local in row.pieces)
 
 
-def _with_fused(shape: ModelShape) -> tuple[str, ...]:
-    """The targets, and the other weights that vLLM fuses with one of them."""
-    assert shape.adapters is not None, "the model has adapters"
-    chosen, family = shape.adapters.targets, FAMILIES[shape.family]
+def _with_fused(shape: ModelShape, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """The chosen targets, and the other weights that vLLM fuses with one of them."""
+    family = FAMILIES[shape.family]
     if not chosen:
         return ()
-    kinds = {shape.kind(layer): layer for layer in range(shape.num_layers)}
     named = [
         [tensor.name.split(".")[-2] for tensor in rule.hf if tensor.name.endswith(".weight")]
-        for layer in kinds.values()
-        for rule in family.layer_rules(shape, layer)
+        for layer in set(shape.layers)
+        for rule in family.layer_rules(layer)
     ]
     return tuple({name for names in named for name in names if set(names) & set(chosen)})

@@ -5,6 +5,7 @@ The bytes of weights and of the KV cache are exact; the bytes of vLLM's own work
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,8 @@ import numpy as np
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, TransferPlan, engine_layers, is_linear_weight, volume
+from megatron_rl.layout import TransferPlan
+from megatron_rl.models import FAMILIES, engine_layers, is_linear_weight, volume
 from megatron_rl.planning.adapters import slot_bytes
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import BYTES
@@ -178,7 +180,7 @@ def _stage_memory(
     layer = received
     bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
     layers = engine_layers(shape.num_layers, rollout.parallel.pipeline, stage)
-    layer /= max(1, sum(map(shape.has_experts, layers)))
+    layer /= max(1, sum(shape.layers[n].mixture is not None for n in layers))
     parts = {
         **{part: MemoryPart(always(size), SMALLER) for part, size in lasting.items()},
         ACTIVATIONS: MemoryPart(
@@ -198,15 +200,9 @@ def _stage_memory(
 
 def activation_bytes(shape: ModelShape, rollout: RolloutConfig, num_tokens: int, width: int) -> float:
     """The bytes of the activations of one step on one rank of an engine: residual, hidden states and their norm, and
-    the inside of the widest block. A dense MLP has gate, up and their product. Experts have the two buffers of vLLM's
-    Triton kernels (`TritonExperts.workspace_shapes`), with a row for each active expert of a token, and an output;
-    every rank computes all tokens."""
-    hidden, ffn = shape.hidden_size, shape.ffn_size / rollout.parallel.tensor
-    inside = 3 * ffn
-    if shape.experts is not None:
-        inner = shape.experts.ffn_size / (1 if rollout.parallel.expert_parallel else rollout.parallel.tensor)
-        routed = shape.experts.num_active * (max(inner, hidden) + max(2 * inner, hidden)) + hidden
-        inside = max(routed, inside if shape.experts.first_dense_layers else 0)
+    the inside of the widest MLP. Every rank computes all tokens."""
+    hidden, ways = shape.hidden_size, (rollout.parallel.tensor, rollout.parallel.expert_parallel)
+    inside = max(mlp.inner_width(hidden, *ways) for mlp in {layer.mlp for layer in shape.layers})
     return num_tokens * width * (3 * hidden + inside)
 
 
@@ -226,13 +222,9 @@ def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int, s
 
 def sequence_bytes(shape: ModelShape, tensor: int, num_tokens: int, width: int, layers: range) -> float:
     """The bytes of the keys and values of one sequence in some layers on one rank of an engine. A layer with linear
-    attention has states of a constant size in their place (`state_bytes`)."""
-    windows = len(set(shape.sliding_layers) & set(layers))
-    linear = len(set(shape.linear_layers) & set(layers))
-    tokens = (len(layers) - windows - linear) * num_tokens
-    tokens += windows * min(num_tokens, shape.sliding_window or num_tokens)
-    states = linear * state_bytes(shape, tensor, width) if linear else 0.0
-    return float(tokens * kept_numbers(shape, tensor) * width) + states
+    attention has states of a constant size in their place."""
+    kept = Counter(shape.layers[n].attention for n in layers)
+    return float(sum(number * block.kept_bytes(num_tokens, tensor, width) for block, number in kept.items()))
 
 
 def weight_bytes(rollout: RolloutConfig, width: int) -> int:
@@ -244,23 +236,3 @@ def weight_bytes(rollout: RolloutConfig, width: int) -> int:
 def cache_bytes(rollout: RolloutConfig, width: int) -> int:
     """The bytes of a number in the KV cache: one with vLLM's fp8 caches."""
     return 1 if str(rollout.vllm.get("kv_cache_dtype", "")).startswith("fp8") else width
-
-
-def kept_numbers(shape: ModelShape, tensor: int) -> int:
-    """The numbers that one rank of an engine keeps of a token in a layer with attention. Ranks share the KV heads, but
-    each has at least one; latent attention keeps its low-rank projection on every rank."""
-    latent = shape.latent
-    if latent:
-        return latent.kv_rank + latent.rope_dim
-    return 2 * max(shape.num_kv_heads // tensor, 1) * shape.head_dim
-
-
-def state_bytes(shape: ModelShape, tensor: int, width: int) -> float:
-    """The bytes of one sequence's states in one layer with linear attention on one rank of an engine: a matrix for each
-    of the rank's value heads in float32 (vLLM's `mamba_ssm_cache_dtype` as the published configurations set it), and
-    the inputs of the convolution that the next token needs. vLLM rounds the size of a block of states up to a whole
-    number of blocks of keys and values, which is not counted."""
-    delta = shape.delta
-    assert delta is not None, "layers with linear attention have sizes"
-    inputs = (2 * delta.key_width + delta.value_width) * (delta.convolution - 1)
-    return (4 * delta.state_numbers + width * inputs) / tensor

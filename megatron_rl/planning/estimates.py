@@ -7,6 +7,7 @@ the median of predicted / published is 0.95 to 1.1, and half of the runs are wit
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,7 +125,7 @@ def training_seconds(
     mesh, width = parallel.mesh, BYTES[dtype]
     flops = work.num_passes * forward_flops(work.lengths, shape).sum()
     flops += work.num_epochs * training_flops(work.lengths, shape, recompute).sum()
-    compute_s = flops / (mesh.world_size * PEAK_FLOPS * (rates.mixture if shape.experts else rates.dense))
+    compute_s = flops / (mesh.world_size * PEAK_FLOPS * rates.fitting(shape)[0])
     compute_s *= _slowest_stage(int(work.lengths.max()), shape, mesh)
     compute_s *= 1 + (mesh.pipeline - 1) / (num_microbatches * mesh.virtual)
     sent_s = _sent_seconds(work, shape, mesh, width, recompute, BYTES[optimizer.gradients], rates)
@@ -145,27 +146,27 @@ def _sent_seconds(
         return nvlink if span <= rates.gpus_per_node else nic
 
     tokens = work.lengths.sum() / (mesh.data * mesh.context)
-    hidden, experts = shape.hidden_size, shape.experts
+    hidden, mixture = shape.hidden_size, shape.mixture
     backward = work.num_epochs
     forward = work.num_passes + backward * (1 + (recompute == "full"))
-    mixtures = sum(shape.has_experts(layer) for layer in range(shape.num_layers)) / mesh.pipeline
+    mixtures = shape.num_mixtures / mesh.pipeline
     layers = shape.num_layers / mesh.pipeline
     of_blocks = 2 * (layers - mixtures) + mixtures  # attention in each layer, the MLP in layers without a mixture
     tensor_bytes = 2 * of_blocks * tokens * hidden * width * (mesh.tensor - 1) / mesh.tensor
     sent_s = (forward + backward) * tensor_bytes / rate(mesh.tensor)
-    if experts:
-        routed = mixtures * tokens / mesh.tensor * experts.num_active * hidden * width
+    if mixture:
+        routed = mixtures * tokens / mesh.tensor * mixture.num_active * hidden * width
         split = mesh.expert_ways
         inside = min(mesh.expert, max(1, rates.gpus_per_node // split))  # the ranks of a node that divide the experts
         for_each = (forward + backward) * 2 * routed / mesh.expert
         sent_s += max(for_each * (inside - 1) / nvlink, for_each * (mesh.expert - inside) / nic)
         sent_s += (forward + backward) * 2 * routed * (split - 1) / rate(split)
-    ring = layers * tokens * 2 * shape.num_kv_heads * shape.head_dim / mesh.tensor * width * (mesh.context - 1)
-    if delta := shape.delta:
-        linear = len(shape.linear_layers) / shape.num_layers
-        heads = 2 * (delta.key_width + delta.value_width + delta.num_value_heads)
-        exchanged = layers * tokens * heads / mesh.tensor * width * (mesh.context - 1) / mesh.context
-        ring = (1 - linear) * ring + linear * exchanged
+    ring, exchanged = 0.0, Counter[tuple[int, bool]]()
+    for block, number in shape.attentions.items():
+        exchanged[block.context_width, block.is_linear] += number
+    for (numbers, is_linear), number in exchanged.items():
+        passed = layers * tokens * numbers / mesh.tensor * width * (mesh.context - 1)
+        ring += number / shape.num_layers * (passed / mesh.context if is_linear else passed)
     sent_s += EXPOSED * (forward + 2 * backward) * ring / rate(mesh.tensor * mesh.context)
 
     dense_ways, expert_ways = mesh.data * mesh.context, expert_data_ways(mesh)

@@ -18,8 +18,8 @@ import numpy as np
 from megatron_rl.balance import forward_flops
 from megatron_rl.balance.hardware import BANDWIDTH, PEAK_FLOPS
 from megatron_rl.config.rollout import ExpectedTokens, RolloutConfig
-from megatron_rl.layout import FAMILIES
-from megatron_rl.planning.engine import cache_bytes, kept_numbers, state_bytes, weight_bytes
+from megatron_rl.models import FAMILIES
+from megatron_rl.planning.engine import cache_bytes, weight_bytes
 from megatron_rl.planning.rates import H100, Rates
 from megatron_rl.types import ModelShape
 
@@ -45,8 +45,7 @@ class Decoding:
         Args:
             width: the bytes of a number of the model.
         """
-        share = rates.mixture_bandwidth if shape.experts else rates.bandwidth
-        bandwidth, stages = share * BANDWIDTH, rollout.parallel.pipeline
+        bandwidth, stages = rates.fitting(shape)[1] * BANDWIDTH, rollout.parallel.pipeline
         weights_s = (
             FAMILIES[shape.family].num_parameters(shape)
             * weight_bytes(rollout, width)
@@ -56,13 +55,12 @@ class Decoding:
         latency_s = rates.all_reduce_s if rollout.parallel.tensor <= rates.gpus_per_node else rates.all_reduce_across_s
         reduces_s = 2 * shape.num_layers * latency_s if rollout.parallel.tensor > 1 else 0.0
         positions = np.arange(rollout.max_model_tokens, dtype=np.float64)
-        numbers = kept_numbers(shape, rollout.parallel.tensor)
-        windows, linear = len(shape.sliding_layers), len(shape.linear_layers)
-        tokens = (shape.num_layers - windows - linear) * positions
-        tokens += windows * np.minimum(positions, shape.sliding_window or 0)
-        num_bytes = tokens * numbers * cache_bytes(rollout, width)
-        if linear:  # each token reads and writes its states
-            num_bytes += linear * 2 * state_bytes(shape, rollout.parallel.tensor, width)
+        num_bytes = np.zeros_like(positions)
+        for block, number in shape.attentions.items():
+            if block.is_linear:  # each token reads and writes its states
+                num_bytes += number * 2 * block.kept_bytes(positions, rollout.parallel.tensor, width)
+            else:
+                num_bytes += number * block.kept_bytes(positions, rollout.parallel.tensor, cache_bytes(rollout, width))
         reading_s = np.concatenate([[0.0], np.cumsum(num_bytes)]) / (bandwidth * stages)
         longest = rollout.max_model_tokens
         flops = float(forward_flops(np.array([longest]), shape)[0]) / longest

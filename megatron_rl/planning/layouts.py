@@ -14,8 +14,8 @@ from typing import Any
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES
-from megatron_rl.layout.splits import padded
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.splits import padded
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches, training_seconds
 from megatron_rl.planning.gpu import Bytes, GpuMemory, always
@@ -206,7 +206,7 @@ def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) ->
 def _expert_sizes(shape: ModelShape, tensor: int, stage_size: int) -> Iterator[dict[str, int]]:
     """The ways to split the experts over the ranks of a stage."""
     yield {}
-    if shape.experts is None:
+    if shape.mixture is None:
         return
     for expert in _divisors(stage_size)[1:]:
         for split in sorted({1, tensor}):

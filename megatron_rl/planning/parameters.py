@@ -12,12 +12,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
-from megatron_rl.layout import FAMILIES, is_linear_weight, is_matrix, padded_vocabulary, volume
-from megatron_rl.layout.adapters import is_adapter
-from megatron_rl.layout.multi_token import HEAD_EMBEDDING
-from megatron_rl.layout.quantisation import FROZEN_BLOCKS
-from megatron_rl.layout.rule import VALUE_HEAD
-from megatron_rl.layout.shards import is_vocabulary
+from megatron_rl.models import FAMILIES, is_linear_weight, is_matrix, padded_vocabulary, volume
+from megatron_rl.models.adapters import trains
+from megatron_rl.models.multi_token import HEAD_EMBEDDING
+from megatron_rl.models.quantisation import FROZEN_BLOCKS
+from megatron_rl.models.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -146,7 +145,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         if not trains(shape, placement.local_name):
             frozen += elements * number
             name, _, local = placement.pieces[0]
-            if shape.adapters and shape.adapters.base == "fp8" and is_linear_weight(name, len(local), shape):
+            if shape.is_frozen_in_fp8 and is_linear_weight(name, len(local), shape):
                 width = local[1][1] - local[1][0]
                 fp8 += elements * number
                 # A parameter has its blocks of columns once, also if several rows of the table are parts of it.
@@ -172,15 +171,6 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int, fused: bool = Fals
         padding = buffers - sum(totals.values())
     of_frozen = frozen, fp8, fp8_scales, dequantised, dequantised_alone
     return RankParameters(totals[False], totals[True], padding, constant, matrices, expert_vectors, *of_frozen, copied)
-
-
-def trains(shape: ModelShape, name: str) -> bool:
-    """Whether a weight is trained. With LoRA only the adapters and a value head are.
-
-    Args:
-        name: of a Hugging Face tensor, or the local name of a trainer's parameter.
-    """
-    return shape.adapters is None or is_adapter(name) or name in (VALUE_HEAD.megatron, VALUE_HEAD.hf[0].name)
 
 
 class ParameterCount(NamedTuple):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import BaseConfig
+from megatron_rl.types import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class Rates:
         if config.policy.megatron.transformer.get("fp8"):
             rates = replace(rates, dense=rates.dense_fp8, mixture=rates.mixture_fp8)
         return rates
+
+    def fitting(self, shape: ModelShape) -> tuple[float, float]:
+        """(what training reaches of the peak, what decoding reaches of the bandwidth) with a model."""
+        return (self.mixture, self.mixture_bandwidth) if shape.mixture else (self.dense, self.bandwidth)
 
 
 H100 = Rates()

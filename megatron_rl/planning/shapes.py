@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_rl.config.package_files import find_shipped
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import critic_shape, read_shape
+from megatron_rl.models import critic_shape, read_shape
 from megatron_rl.types import ModelShape
 
 

@@ -11,7 +11,7 @@ from megatron_rl.balance.stages import Load, distribute_layers
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.policy import PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
 from megatron_rl.types import ModelShape
 
@@ -56,11 +56,12 @@ def _distributed(shape: ModelShape, length: int, num_chunks: int) -> tuple[int, 
 def _loads(shape: ModelShape, length: int) -> tuple[list[Load], Load, Load]:
     """The loads of the layers, of the embedding and of the output layer for a sample of this length."""
     family = FAMILIES[shape.family]
-    parameters = [
-        sum(prod(extents) for rule in family.layer_rules(shape, layer) for _, extents in rule.hf_names(shape))
-        for layer in range(shape.num_layers)
-    ]
+    of_kind = {
+        layer: sum(prod(size) for rule in family.layer_rules(layer) for _, size in rule.hf_names(shape.sizes(layer)))
+        for layer in set(shape.layers)
+    }
+    parameters = [of_kind[layer] for layer in shape.layers]
     layers = [Load(*load) for load in zip(flops_by_layer(length, shape), parameters, strict=True)]
     matrix = shape.vocab_size * shape.hidden_size  # a last stage holds a copy of a tied embedding
-    head = shape.hidden_size if shape.value_head else matrix
+    head = shape.num_outputs * shape.hidden_size
     return layers, Load(0.0, matrix), Load(2.0 * length * head, head)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megatron_rl.config.optimizer import IN_FLIGHT, PIECE_ELEMENTS, AdamConfig, MuonConfig, OptimizerConfig
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, is_matrix
+from megatron_rl.models import FAMILIES, is_matrix
 from megatron_rl.planning.activations import activations, has_fused_layers, recomputed_modules
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import (

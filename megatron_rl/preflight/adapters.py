@@ -9,13 +9,13 @@ from dataclasses import replace
 
 from megatron_rl.config.policy import LoraConfig, ModelConfig, PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, critic_shape, linear_layers
-from megatron_rl.layout.adapters import OUTPUT, linear_names
-from megatron_rl.layout.hub import MANIFEST
-from megatron_rl.layout.peft import TENSORS, base_form, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.loop.checkpoints import Resume, find_checkpoints
+from megatron_rl.models import FAMILIES, critic_shape, linear_layers
+from megatron_rl.models.adapters import OUTPUT, linear_names
+from megatron_rl.models.hub import MANIFEST
+from megatron_rl.models.peft import TENSORS, base_form, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.planning.adapters import SLOT_RANKS
-from megatron_rl.types import ModelShape
+from megatron_rl.types import DeltaNet, LatentAttention, Mixture, ModelShape
 
 
 def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
@@ -126,22 +126,24 @@ def _faults_of_output(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape)
 
 def unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
     """Adapters that vLLM cannot serve, or has not been tried with."""
-    targets = lora.adapters.targets or linear_layers(shape)
+    targets, family = lora.adapters.targets or linear_layers(shape), FAMILIES[shape.family]
+    kinds = {type(block) for layer in shape.layers for block in (layer.attention, layer.mlp)}
     if OUTPUT in targets:
         yield f"policy.lora.targets has {OUTPUT}, and engines serve no adapter of the output layer; leave it out"
-    if shape.delta:
+    if DeltaNet in kinds:
         yield f"policy.lora: vLLM's adapters have not been tried in a model with linear attention, {shape.family}"
-    if shape.latent:
+    if LatentAttention in kinds:
         yield (
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
             f"to them; train the adapters of {shape.family} with `megatron-rl sft`"
         )
-    if shape.experts and (left := [n for n in targets if n in linear_layers(shape) and n not in _attention(shape)]):
+    attention = linear_names(family.block_rules(shape.attention))
+    if Mixture in kinds and (left := [n for n in targets if n in linear_layers(shape) and n not in attention]):
         yield (
             f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
-            f"{', '.join(_attention(shape))}"
+            f"{', '.join(attention)}"
         )
-    if shape.experts and not config.cluster.gpus_per_engine_rank:
+    if Mixture in kinds and not config.cluster.gpus_per_engine_rank:
         yield (
             'policy.lora: vLLM computes a mixture with adapters by a kernel for GPUs alone (it ends with "module '
             "'triton.language' has no attribute 'float32'\"), and the engines of this run are on CPUs; leave it out"
@@ -163,7 +165,3 @@ def unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iter
             "model.weights: with policy.lora the engines load the base model from model.path; convert the weights to a "
             "Hugging Face folder, and give it as model.path"
         )
-
-
-def _attention(shape: ModelShape) -> list[str]:
-    return linear_names([rule for rule in FAMILIES[shape.family].attention if rule.when(shape)])

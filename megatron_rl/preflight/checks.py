@@ -23,9 +23,9 @@ from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.saved_rollouts import require_step
-from megatron_rl.layout import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
-from megatron_rl.layout.hub import MANIFEST
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
+from megatron_rl.models import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
+from megatron_rl.models.hub import MANIFEST
 from megatron_rl.observe.provenance import check_own
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
@@ -320,7 +320,7 @@ def _packages(config: BaseConfig, shape: ModelShape | None, planning: bool) -> l
     Returns the faults."""
     faults = []
     on_gpus = config.cluster.gpus_per_trainer > 0 and not planning
-    if on_gpus and shape is not None and shape.linear_layers and find_spec("fla") is None:
+    if on_gpus and shape is not None and shape.has_linear_attention and find_spec("fla") is None:
         faults.append(
             f"{config.model.path} has linear attention, whose kernels for GPUs are not installed; install fla-core "
             "with the version of requirements/gpu.lock, as make gpu-env does"

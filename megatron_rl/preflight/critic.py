@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES, check_startable, critic_shape, read_shape, scan
+from megatron_rl.models import FAMILIES, check_startable, critic_shape, read_shape, scan
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.types import ModelShape
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from megatron_rl.config.machine import GPU_KEYS
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
 from megatron_rl.planning.parameters import BYTES
-from megatron_rl.types import ModelShape
+from megatron_rl.types import ModelShape, SoftmaxAttention
 
 
 def has_cpu_torch() -> bool:
@@ -42,26 +42,27 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
     """The fault of a model that vLLM cannot compute, or computes wrongly. vLLM does not tell it when it starts."""
     if not isinstance(config, GrpoRunConfig) or config.rollout.replay or config.rollout.backend:
         return []
-    experts = shape.experts
-    if config.model.dtype == "float16" and shape.family in ("glm4_moe", "glm4_moe_lite") and experts:
+    mixture = shape.mixture
+    if config.model.dtype == "float16" and shape.family in ("glm4_moe", "glm4_moe_lite") and mixture:
         # 0.32.0: `MoERunner` divides the shared experts' output by the factor, and these layers do not compensate it.
-        if experts.scaling_factor != 1 and experts.shared_ffn_size:
+        if mixture.scaling_factor != 1 and mixture.shared_ffn_size:
             return [
                 f"model.dtype is float16, in which vLLM adds up the experts of {shape.family} with another factor than "
-                f"routed_scaling_factor {experts.scaling_factor:g}; set it to bfloat16"
+                f"routed_scaling_factor {mixture.scaling_factor:g}; set it to bfloat16"
             ]
     if config.cluster.gpus_per_engine_rank:
         return []
-    if shape.linear_layers and config.model.dtype != "bfloat16":
+    if shape.has_linear_attention and config.model.dtype != "bfloat16":
         return [
             f"model.dtype is {config.model.dtype}, and vLLM's linear attention on CPUs computes in bfloat16 alone; set "
             "it to bfloat16, or run the engines on GPUs"
         ]
-    if shape.latent or shape.head_dim in CPU_HEAD_DIMS:
+    heads = {block.head_dim for block in shape.attentions if isinstance(block, SoftmaxAttention)} - {*CPU_HEAD_DIMS}
+    if not heads:
         return []
     known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [
-        f"{config.model.path} has the head dim {shape.head_dim}, and vLLM's attention on CPUs knows {known}; take a "
+        f"{config.model.path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows {known}; take a "
         "model with one of these, or run the engines on GPUs"
     ]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import prod
 
 from megatron_rl.config.schema import BaseConfig
-from megatron_rl.layout import FAMILIES
-from megatron_rl.layout.composite import read_config
-from megatron_rl.layout.hub import find_head, read_header
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.composite import read_config
+from megatron_rl.models.hub import find_head, read_header
 from megatron_rl.preflight.rows import Tell
 from megatron_rl.types import ModelShape
 

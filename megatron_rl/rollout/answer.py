@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.layout.adapters import PINNED_ID
+from megatron_rl.models.adapters import PINNED_ID
 from megatron_rl.rollout.program import Completion
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import Recording, read_shape
+from megatron_rl.layout import Recording
+from megatron_rl.models import read_shape
 from megatron_rl.rollout.coroutine import resolve
 from megatron_rl.rollout.program import Completion, Request
 from megatron_rl.rollout.vocabulary import forbidden_ids, stop_ids

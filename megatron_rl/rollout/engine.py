@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.rollout.answer import request_seed, sampled_before
 from megatron_rl.rollout.backend import AnswerCall, BackendWeights, EngineSpec, Sampler
 from megatron_rl.rollout.coroutine import Coroutine, begin

@@ -9,14 +9,14 @@ import torch
 
 from megatron_rl.config.engine_options import ELSEWHERE, REFUSED
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import linear_layers, read_shape
-from megatron_rl.layout.adapters import PINNED_ID, SERVED_ID
+from megatron_rl.models import linear_layers, read_shape
+from megatron_rl.models.adapters import PINNED_ID, SERVED_ID
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
-from megatron_rl.types import Adapters, ModelShape
+from megatron_rl.types import Adapters, LatentAttention, ModelShape
 
 if TYPE_CHECKING:
     from vllm.config.reasoning import ReasoningConfig
@@ -64,7 +64,7 @@ def make_engine(spec: EngineSpec, progress: Progress | None) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    defaults = {} if on_gpu else _cpu_defaults(rollout, shape.latent is not None)
+    defaults = {} if on_gpu else _cpu_defaults(rollout, isinstance(shape.attention, LatentAttention))
     ours = _own_arguments(spec, shape, on_gpu)
     arguments = EngineArgs(**{**defaults, **rollout.vllm, **ours})
     look_at_classes_here()

@@ -8,8 +8,21 @@ Between them an answer is a part of something else, or seen by somebody: `Transc
 on its way to verifier and loop, `Answer` in rewards, and `Terms` in losses.
 """
 
-from megatron_rl.types.mesh import HOLDS, Mesh, Phase
-from megatron_rl.types.model import Adapters, DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types.blocks import (
+    DELTA_CHUNK,
+    Attention,
+    DeltaNet,
+    GatedMlp,
+    LatentAttention,
+    Llama3Rope,
+    Mixture,
+    Mlp,
+    Rope,
+    SoftmaxAttention,
+    YarnRope,
+)
+from megatron_rl.types.mesh import HOLDS, Division, Mesh, Phase
+from megatron_rl.types.model import Adapters, Layer, ModelShape
 from megatron_rl.types.rollouts import (
     FROM_PROMPT,
     LARGEST_SCORE,
@@ -46,6 +59,8 @@ from megatron_rl.types.step import (
 
 __all__ = [
     "Adapters",
+    "Attention",
+    "DELTA_CHUNK",
     "FROM_PROMPT",
     "HOLDS",
     "LARGEST_SCORE",
@@ -56,25 +71,31 @@ __all__ = [
     "Credit",
     "DeltaNet",
     "Denominators",
+    "Division",
     "Episode",
     "Epochs",
-    "Experts",
+    "GatedMlp",
     "Gradient",
     "Group",
     "GroupRequest",
     "LatentAttention",
+    "Layer",
     "Llama3Rope",
     "Mesh",
     "Metrics",
     "MicrobatchPlan",
     "Minibatches",
+    "Mixture",
+    "Mlp",
     "ModelShape",
     "Phase",
     "Prompt",
     "Rollout",
     "Rollouts",
+    "Rope",
     "Share",
     "Shares",
+    "SoftmaxAttention",
     "StepBatch",
     "TokenNumbers",
     "TokenReward",

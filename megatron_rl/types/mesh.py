@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Phase = Literal["training", "pushing", "generating"]
 """What the GPUs of a run do. Where trainers and engines share them, a phase decides who has the memory: while training
@@ -121,3 +121,14 @@ class Mesh:
         depth = chunk * self.pipeline + stage
         start = sum(layers[:depth])
         return range(start, start + layers[depth])
+
+
+class Division(NamedTuple):
+    """What an axis of a mesh divides."""
+
+    name: str
+    """The word for it in errors."""
+    number: int
+    ways: int
+    axis: str
+    """The name of the axis in `policy.parallel`."""

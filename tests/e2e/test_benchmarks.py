@@ -14,7 +14,8 @@ import pytest
 from pages import PAGES, ROOT
 from patience import deadline
 
-from megatron_rl.layout import FAMILIES, Links
+from megatron_rl.layout import Links
+from megatron_rl.models import FAMILIES
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.tools.bench import against_trl, rollout, sync
 from megatron_rl.tools.bench.run_process import IS_STEP

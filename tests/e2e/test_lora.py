@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from test_resume import arguments, lines
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.layout.peft import CONFIG, TENSORS, read_adapters
+from megatron_rl.models.peft import CONFIG, TENSORS, read_adapters
 
 pytestmark = pytest.mark.deep
 LORA = "policy.lora={rank: 4, alpha: 8}"

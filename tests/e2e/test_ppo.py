@@ -17,7 +17,7 @@ from pytest import approx
 from test_resume import NOT_COMPARED
 from two_engines import of_two_engines
 
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.observe.records import METRICS, read_lines
 
 TRACED = 3

@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from numbered import SHAPES  # noqa: E402
+from small_models import changed  # noqa: E402
 
 from megatron_rl.actor import platform  # noqa: E402
-from megatron_rl.layout import FAMILIES  # noqa: E402
-from megatron_rl.layout.adapters import is_adapter  # noqa: E402
-from megatron_rl.types import Adapters, LatentAttention, YarnRope  # noqa: E402
+from megatron_rl.models import FAMILIES  # noqa: E402
+from megatron_rl.models.adapters import is_adapter  # noqa: E402
+from megatron_rl.types import Adapters, LatentAttention, Rope, YarnRope  # noqa: E402
 
 ADAPTED = " with adapters"
 
@@ -40,27 +41,19 @@ def pretend() -> None:
 
 def shape_of(name: str) -> Any:
     """Sizes that Transformer Engine accepts: it wants multiples of 8 and 16."""
-    shape = replace(
-        SHAPES[name.removesuffix(ADAPTED)],
-        hidden_size=64,
-        head_dim=16,
-        num_heads=4,
-        num_kv_heads=2,
-        ffn_size=128,
-        vocab_size=200,
-        num_layers=4,
-    )
-    if shape.experts:
-        shared = 32 if shape.experts.shared_ffn_size else 0
-        shape = replace(shape, experts=replace(shape.experts, num_experts=4, ffn_size=32, shared_ffn_size=shared))
-    if shape.optional:
-        shape = replace(shape, rotary_share=0.5)
-    if FAMILIES[shape.family].router_bias:
-        shape = replace(shape, experts=replace(shape.experts, score="sigmoid"))
-    if latent := shape.latent:
-        rank = 48 if latent.query_rank else 0
-        latent = LatentAttention(query_rank=rank, kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32)
-        shape = replace(shape, num_kv_heads=4, head_dim=48, latent=latent, rope_scaling=YarnRope(4.0, 64))
+    shape = SHAPES[name.removesuffix(ADAPTED)]
+    share = 0.5 if shape.family == "glm4_moe" else 1.0
+    heads = dict(num_heads=4, num_kv_heads=2, head_dim=16, rope=Rope(1e4, share=share))
+    if isinstance(shape.attention, LatentAttention):
+        rank = 48 if shape.attention.query_rank else 0
+        sizes = dict(query_rank=rank, kv_rank=32, nope_dim=32, rope_dim=16, value_dim=32)
+        heads = dict(num_heads=4, **sizes, rope=Rope(1e4, YarnRope(4.0, 64)))
+    shape = changed(shape, attention=heads, mlp={"size": 128, "num_experts": 4, "ffn_size": 32})
+    if shape.mixture and shape.mixture.shared_ffn_size:
+        shape = changed(shape, mlp={"shared_ffn_size": 32})
+    if shape.mixture and shape.mixture.router_bias:
+        shape = changed(shape, mlp={"score": "sigmoid"})
+    shape = replace(shape, layers=shape.layers[:4], hidden_size=64, vocab_size=200)
     return replace(shape, adapters=Adapters(8, 16.0)) if name.endswith(ADAPTED) else shape
 
 
@@ -72,7 +65,7 @@ def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine")
     from megatron_rl.actor.adapters import Adapting
     from megatron_rl.actor.model import build_model
     from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-    from megatron_rl.layout import megatron_shards
+    from megatron_rl.models import megatron_shards
 
     parallel = ParallelConfig(**sizes)
     policy, mesh = PolicyConfig(parallel=parallel), parallel.mesh
@@ -101,7 +94,7 @@ def built(shape: Any, sizes: dict[str, int], layers: str = "transformer_engine")
 def check(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Compare the parameters of all ranks with the family's table. Returns what a test asks about."""
     from megatron_rl.actor import state
-    from megatron_rl.layout import check_parameters, megatron_shards
+    from megatron_rl.models import check_parameters, megatron_shards
 
     shape, fused, classes = shape_of(name), set[bool](), set[str]()
     summed = set[str]()

@@ -28,9 +28,9 @@ for room in ("", "ranks"):
 from sizes import VOCAB_SIZE  # noqa: E402
 
 from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
-from megatron_rl.layout import slices  # noqa: E402
-from megatron_rl.layout.adapters import A, B  # noqa: E402
-from megatron_rl.layout.peft import PREFIX, TENSORS  # noqa: E402
+from megatron_rl.models import slices  # noqa: E402
+from megatron_rl.models.adapters import A, B  # noqa: E402
+from megatron_rl.models.peft import PREFIX, TENSORS  # noqa: E402
 from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
     NUM_MICROBATCHES,
     ONE_PROCESS,

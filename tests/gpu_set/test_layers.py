@@ -34,7 +34,7 @@ FAMILIES = {
     **dict.fromkeys(MIXED, MIXTURES),
 }
 """kimi_k2 has deepseek_v3's table. olmo2, olmo3, gpt_oss and the families with linear attention have Megatron's local
-layers (layout/fused.py)."""
+layers (models/fused.py)."""
 ADAPTED = ("qwen3", "qwen2", "qwen3_moe", "deepseek_v3", "glm4_moe")
 
 

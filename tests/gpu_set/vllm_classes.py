@@ -27,7 +27,8 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES, Recording, read_shape, vllm_shards
+from megatron_rl.layout import Recording
+from megatron_rl.models import FAMILIES, read_shape, vllm_shards
 from megatron_rl.planning.engine import step_tokens
 from megatron_rl.rollout.backend import EngineSpec
 

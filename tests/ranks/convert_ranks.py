@@ -16,8 +16,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 from scenarios import Layout, build  # isort: skip
-from megatron_rl.layout import megatron_shards, padded_vocabulary, read_shape, scan, slices
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.models import megatron_shards, padded_vocabulary, read_shape, scan, slices
+from megatron_rl.types import LatentAttention, Mesh, ModelShape
 
 FUSED_KEYS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -98,15 +98,15 @@ def _model(shape: ModelShape, mesh: Mesh, stage: int) -> GPTModel:
 
     transformer_config = config(shape, mesh)
     block = get_gpt_decoder_block_spec(transformer_config, use_transformer_engine=False, normalization="RMSNorm")
-    if shape.experts and not shape.experts.first_dense_layers:
+    if all(layer.mixture for layer in shape.layers):
         transformer_config.moe_layer_freq = 1  # a list would say that layers differ: each then has keys of its own
     first = mesh.layer_range(shape.num_layers, stage).start
     for i, layer in enumerate(block.layer_specs):
         layer.submodules.self_attention.submodules.core_attention = NoAttention
         fused = dict(FUSED_KEYS)
-        if shape.has_experts(first + i):
+        if shape.layers[first + i].mixture:
             del fused["pre_mlp_layernorm."]
-        if shape.latent:
+        if isinstance(shape.attention, LatentAttention):
             del fused["input_layernorm."]
             fused |= LATENT_KEYS
         layer.submodules.sharded_state_dict_keys_map = fused

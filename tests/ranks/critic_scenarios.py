@@ -15,7 +15,7 @@ from megatron_rl.actor.weights import export_hf, load_weights
 from megatron_rl.algorithms.value_objective import ValueObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.value_loss import ValueLossConfig
-from megatron_rl.layout import critic_shape, read_shape
+from megatron_rl.models import critic_shape, read_shape
 
 
 def build(rank: int, world_size: int, url: str, folder: Path, layout: Layout) -> MegatronCritic:

@@ -15,8 +15,8 @@ from megatron_rl.algorithms.aggregation import loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.layout import read_shape
 from megatron_rl.loop.shares import deal
+from megatron_rl.models import read_shape
 from megatron_rl.types import Credit, MicrobatchPlan, Minibatches, Share, StepBatch, TokenRewards
 
 PER_GROUP = 2

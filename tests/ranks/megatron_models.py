@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.actor import platform
-from megatron_rl.layout import FAMILIES, padded_vocabulary, read_shape
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.models import padded_vocabulary, read_shape
+from megatron_rl.types import GatedMlp, LatentAttention, Mesh, ModelShape
 
 if not torch.cuda.is_available():  # what Megatron asks for while it builds mixtures, MLA and tied embeddings
     torch.cuda.Stream = lambda *arguments, **options: None
@@ -39,17 +39,19 @@ class NoAttention(torch.nn.Module):
 
 
 def config(shape: ModelShape, mesh: Mesh) -> TransformerConfig:
-    family = FAMILIES[shape.family]
+    attention, mixture = shape.attention, shape.mixture
+    latent = attention if isinstance(attention, LatentAttention) else None
+    sizes = [layer.mlp.size for layer in shape.layers if isinstance(layer.mlp, GatedMlp)]
     arguments = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
-        num_attention_heads=shape.num_heads,
-        num_query_groups=shape.num_kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn_size,
+        num_attention_heads=attention.num_heads,
+        num_query_groups=attention.num_kv_heads,
+        kv_channels=attention.head_dim,
+        ffn_hidden_size=sizes[0] if sizes else mixture.ffn_size,
         normalization="RMSNorm",
-        qk_layernorm=family.qk_norm(shape) == "head" or shape.latent is not None,
-        add_qkv_bias=family.qkv_bias(shape),
+        qk_layernorm=attention.norms == "head" or latent is not None,
+        add_qkv_bias=attention.qkv_bias,
         gated_linear_unit=True,
         add_bias_linear=False,
         tensor_model_parallel_size=mesh.tensor,
@@ -65,21 +67,21 @@ def config(shape: ModelShape, mesh: Mesh) -> TransformerConfig:
     if mesh.layers and mesh.virtual == 1:
         arguments |= dict(num_layers_in_first_pipeline_stage=mesh.layers[0])
         arguments |= dict(num_layers_in_last_pipeline_stage=mesh.layers[-1])
-    if experts := shape.experts:
+    if mixture:
         arguments |= dict(
-            num_moe_experts=experts.num_experts,
-            moe_router_topk=experts.num_active,
-            moe_ffn_hidden_size=experts.ffn_size,
-            moe_shared_expert_intermediate_size=experts.shared_ffn_size or None,
-            moe_layer_freq=[int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
-            moe_router_score_function=experts.score,
-            moe_router_enable_expert_bias=family.router_bias,
+            num_moe_experts=mixture.num_experts,
+            moe_router_topk=mixture.num_active,
+            moe_ffn_hidden_size=mixture.ffn_size,
+            moe_shared_expert_intermediate_size=mixture.shared_ffn_size or None,
+            moe_layer_freq=[int(layer.mixture is not None) for layer in shape.layers],
+            moe_router_score_function=mixture.score,
+            moe_router_enable_expert_bias=mixture.router_bias,
             moe_token_dispatcher_type="alltoall",
         )
-    if not (latent := shape.latent):
+    if latent is None:
         built = TransformerConfig(**arguments)
-        built.softmax_type = "learnable" if family.sinks else "vanilla"
-        built.add_bias_linear = family.linear_bias  # as an argument Megatron refuses it with experts over TP
+        built.softmax_type = "learnable" if attention.sinks else "vanilla"
+        built.add_bias_linear = attention.output_bias  # as an argument Megatron refuses it with experts over TP
         return built
     return MLATransformerConfig(
         **arguments,
@@ -112,7 +114,7 @@ def parameters(shape: ModelShape, mesh: Mesh, rank: int) -> dict[str, tuple[int,
             transformer_config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
         )
         for layer in block.layer_specs:
-            if not FAMILIES[shape.family].sinks:
+            if not shape.attention.sinks:
                 layer.submodules.self_attention.submodules.core_attention = NoAttention
         model = GPTModel(
             config=transformer_config,

@@ -9,7 +9,7 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, gather_gradient, load_weights
 from megatron_rl.algorithms import SupervisedObjective
 from megatron_rl.config.optimizer import AdamConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 
 
 def update_once(rank, world_size, url, *, folder, model, policy, shares):

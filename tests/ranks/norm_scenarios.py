@@ -12,7 +12,7 @@ from scenarios import OPTIMIZER
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.state import named_parameters
-from megatron_rl.layout import slices
+from megatron_rl.models import slices
 
 
 def gradient_of(name: str, extents: tuple[int, ...]) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.policy import LoraConfig
-from megatron_rl.layout import linear_layers, read_shape
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
+from megatron_rl.models import linear_layers, read_shape
+from megatron_rl.models.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
 
 
 def write_adapters(folder: Path, model: Path, lora: LoraConfig) -> Path:

@@ -39,7 +39,7 @@ from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, read_shape, slices
+from megatron_rl.models import FAMILIES, read_shape, slices
 from megatron_rl.tools.bench.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
 
@@ -594,7 +594,7 @@ def replay_engine(rank, world_size, url, *, folder, layout, setup, version):
     Returns:
         (the mismatch without the engine's choices of experts, the mismatch with them, the metrics of an update)
     """
-    actor = build(rank, world_size, url, folder, layout, routing_replay=read_shape(folder).experts is not None)
+    actor = build(rank, world_size, url, folder, layout, routing_replay=read_shape(folder).mixture is not None)
     sender = BridgeSender(setup, rank, actor.parameters())
     sender.push(version)
     sender.close()

@@ -31,8 +31,9 @@ from vllm.config.lora import MaxLoRARanks
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import Engines, Recording, read_shape
-from megatron_rl.layout.peft import CONFIG, PREFIX, TENSORS
+from megatron_rl.layout import Engines, Recording
+from megatron_rl.models import read_shape
+from megatron_rl.models.peft import CONFIG, PREFIX, TENSORS
 from megatron_rl.planning.adapters import SLOT_RANKS, served_adapters
 from megatron_rl.tools.bench.compare_layouts import NUM_MICROBATCHES, deal_rows, parse_layout, random_rows
 from megatron_rl.types import Mesh

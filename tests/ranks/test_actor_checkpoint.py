@@ -19,7 +19,7 @@ from megatron_rl.convert import target
 from megatron_rl.convert.forms import hub_tensors
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.tensor_files import Maps
-from megatron_rl.layout.adapters import is_adapter
+from megatron_rl.models.adapters import is_adapter
 from megatron_rl.types import Mesh
 
 BITWISE = {

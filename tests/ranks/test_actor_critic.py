@@ -15,7 +15,7 @@ from test_actor_layouts import LAYOUTS, learning_rate
 
 from megatron_rl.algorithms.value_loss import value_loss
 from megatron_rl.config.policy import MegatronConfig, ParallelConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.types import Mesh
 
 CHOSEN = ["one_many_microbatches", "tp2", "tp2_no_sequence", "tp2_pp2_vpp2", "cp2_dp2_empty_microbatch", "pp2_cp2"]

@@ -18,7 +18,7 @@ from test_actor_families import BALANCED
 from transformers_models import open_model
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.tools.bench.compare_layouts import (
     NUM_MICROBATCHES,
     deal_rows,
@@ -225,7 +225,7 @@ def test_recomputation_attaches_the_auxiliary_losses_once(trainers, folders, lon
 def random_routes(folder: Path, rows: list[Tokens]) -> list[Tokens]:
     """The rows with choices that no router would make. The last token of each row has none; the first row has none at
     all, and the second one those of its first half. Answers to one prompt have the same ones in it, except the last."""
-    shape, experts = read_shape(folder), read_shape(folder).experts
+    shape, experts = read_shape(folder), read_shape(folder).mixture
 
     def routes(row: Tokens, number: int) -> np.ndarray | None:
         rng = np.random.default_rng((row.ids[0], number == len(rows) - 1))
@@ -243,7 +243,7 @@ class GivenRouter(torch.nn.Module):
 
     def __init__(self, router: torch.nn.Module, folder: Path, layer: int) -> None:
         super().__init__()
-        self.router, self.layer, self.experts = router, layer, read_shape(folder).experts
+        self.router, self.layer, self.experts = router, layer, read_shape(folder).mixture
         self.routes: np.ndarray | None = None
 
     def forward(self, hidden):

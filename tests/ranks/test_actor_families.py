@@ -28,8 +28,8 @@ from transformers_models import open_model
 
 from megatron_rl.commands import export_checkpoint, hf_to_megatron, megatron_to_hf
 from megatron_rl.config.policy import MegatronConfig
-from megatron_rl.layout.hub import HEAD, INDEX
 from megatron_rl.loop.checkpoints import folder_name
+from megatron_rl.models.hub import HEAD, INDEX
 from megatron_rl.types import Mesh
 
 COMMON = dict(

@@ -13,7 +13,7 @@ from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 from test_actor_layouts import LAYOUTS
 
 from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.planning.activations import activations, recomputed_modules
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.types import Mesh

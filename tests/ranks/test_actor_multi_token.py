@@ -21,8 +21,8 @@ from transformers_models import open_model
 
 from megatron_rl.commands import export_checkpoint, hf_to_megatron, megatron_to_hf, verify_checkpoint
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import check_parameters, megatron_shards, read_shape
 from megatron_rl.loop.checkpoints import folder_name
+from megatron_rl.models import check_parameters, megatron_shards, read_shape
 from megatron_rl.planning.activations import activations
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.tools.bench.compare_layouts import deal_rows, parse_layout, random_rows, relative

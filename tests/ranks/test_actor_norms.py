@@ -12,7 +12,7 @@ from norm_scenarios import gradient_of
 from scenarios import OPTIMIZER, Layout
 from test_actor_layouts import ONE_UPDATE, RELATIVE
 
-from megatron_rl.layout import FAMILIES, critic_shape, read_shape
+from megatron_rl.models import FAMILIES, critic_shape, read_shape
 from megatron_rl.types import Mesh
 
 

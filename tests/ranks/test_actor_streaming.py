@@ -16,7 +16,7 @@ from test_actor_layouts import OVERLAP
 from megatron_rl.actor.checkpoint import read_manifest
 from megatron_rl.config.optimizer import IN_FLIGHT, AdamConfig
 from megatron_rl.config.policy import MegatronConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.types import Mesh
 

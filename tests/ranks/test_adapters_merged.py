@@ -33,8 +33,9 @@ from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.commands.merge import main as merge_folders
 from megatron_rl.config.policy import LoraConfig
-from megatron_rl.layout import Engines, read_shape, slices
-from megatron_rl.layout.peft import PREFIX, TENSORS
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape, slices
+from megatron_rl.models.peft import PREFIX, TENSORS
 from megatron_rl.types import Mesh
 
 IN_FP8 = LORA.model_copy(update={"base": "fp8"})

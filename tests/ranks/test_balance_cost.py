@@ -14,7 +14,7 @@ from shares import TrainSample
 from megatron_rl.balance import fit_cost, plan_microbatches, sample_costs
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.types import Group, Minibatches, Prompt, Rollout, StepBatch, Tokens
 
 STEPS = [[48], [32, 24, 48], [96] * 2, [256], [48] * 10, [768], [384] * 3, [96] * 16, [1536], [768] * 4]

@@ -36,8 +36,9 @@ from transformers_models import open_model
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_ranks
-from megatron_rl.layout import FAMILIES, Engines, read_shape, slices, vllm_shards
-from megatron_rl.layout.interleaving import are_zeros, described
+from megatron_rl.layout import Engines
+from megatron_rl.models import FAMILIES, read_shape, slices, vllm_shards
+from megatron_rl.models.interleaving import are_zeros, described
 from megatron_rl.types import Mesh, ModelShape, Prompt, Tokens
 
 SIZES = dict(

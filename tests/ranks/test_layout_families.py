@@ -17,7 +17,7 @@ import warm
 from patience import deadline
 from safetensors import safe_open
 
-from megatron_rl.layout import FAMILIES, check_parameters, megatron_shards, read_shape, scan, vllm_shards
+from megatron_rl.models import FAMILIES, check_parameters, megatron_shards, read_shape, scan, vllm_shards
 from megatron_rl.types import Mesh
 
 COMMON = dict(

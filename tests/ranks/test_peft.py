@@ -13,7 +13,7 @@ from test_actor_gradients import relative
 from transformers_models import open_model
 
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout.peft import PREFIX, TENSORS, read_adapters
+from megatron_rl.models.peft import PREFIX, TENSORS, read_adapters
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
 from megatron_rl.types import Mesh
 

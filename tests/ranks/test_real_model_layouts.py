@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_open, to_ranks
-from megatron_rl.layout import Engines, read_shape, slices
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape, slices
 from megatron_rl.recipes.smollm2.task import question
 from megatron_rl.types import Mesh, Tokens
 

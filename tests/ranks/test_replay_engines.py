@@ -21,7 +21,8 @@ from test_bridge_engines import SIZES as SMALL
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape
 from megatron_rl.types import Mesh, Metrics, Prompt
 
 SIZES = dict(

@@ -24,8 +24,9 @@ from vllm.v1.engine import llm_engine
 from megatron_rl.bridge.vllm_loaders import record_loading
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import Recording, read_shape
-from megatron_rl.layout.interleaving import are_zeros, described
+from megatron_rl.layout import Recording
+from megatron_rl.models import read_shape
+from megatron_rl.models.interleaving import are_zeros, described
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.types import ModelShape

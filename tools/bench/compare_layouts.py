@@ -38,7 +38,7 @@ from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.optimizer import AdamConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.data.journal import COLUMNS
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.types import Credit, Share, StepBatch, Tokens
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import FAMILIES, Engines, Recording, Shard, read_shape
+from megatron_rl.layout import Engines, Recording
+from megatron_rl.models import FAMILIES, Shard, read_shape
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.start import set_cpu_environment
 from megatron_rl.types import Mesh, ModelShape

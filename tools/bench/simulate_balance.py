@@ -38,7 +38,7 @@ from megatron_rl.balance import AssignmentLimits, assign, training_flops
 from megatron_rl.balance.karmarkar_karp import karmarkar_karp
 from megatron_rl.balance.metrics import imbalance, lockstep, lockstep_floor
 from megatron_rl.balance.packing import first_fit_decreasing, padded
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 
 SHAPE = read_shape(Path(__file__).parents[2] / "configs" / "model" / "Qwen3-32B.json")
 LONGEST, ALIGNMENT = 32768, 16

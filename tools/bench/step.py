@@ -39,7 +39,7 @@ import torch.distributed as dist
 from megatron_rl.bridge.join import host_store
 from megatron_rl.config.optimizer import AdamConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.tools.bench.compare_layouts import deal_rows, rows_of_lengths
 from megatron_rl.tools.bench.logprobs import memory

@@ -47,13 +47,15 @@ from megatron_rl.cluster.verifier import VerifierGroup
 from megatron_rl.cluster.waiting import gather
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.load import validate
+from megatron_rl.config.package_files import find_shipped
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
 from megatron_rl.loop.shares import deal
+from megatron_rl.models import read_shape
 from megatron_rl.recipes.tiny.task import write_task
 from megatron_rl.tools.bench.rollout import cpu_seconds
-from megatron_rl.types import GroupRequest, Minibatches, ModelShape, Prompt, Rollout, Share, StepBatch, Tokens
+from megatron_rl.types import GroupRequest, Minibatches, Prompt, Rollout, Share, StepBatch, Tokens
 
 SAMPLES, SHORT = 8, {"ground_truth": "1", "median": 20, "sigma": 0.0}
 """The number of answers to a prompt, and the columns of its row at a steady rate. Answers have a lognormal
@@ -64,7 +66,7 @@ STORE_BYTES = 4 * 2**30
 NUM_ENGINES, NUM_RANK_PROCESSES = 8, 16
 
 TENSOR, PIPELINE, ENGINE_TENSOR = 4, 4, 8
-SHAPE = ModelShape("qwen3", 64, 5120, 64, 8, 128, 25600, 151936, 1e6, 1e-6, 40960, False)
+SHAPE = read_shape(find_shipped(Path("configs", "model", "Qwen3-32B.json")))
 """Qwen3-32B and its layout."""
 MODES = ("rate", "step", "joining")
 

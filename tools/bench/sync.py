@@ -41,8 +41,9 @@ from typing import Any
 from megatron_rl.bridge.line import SLOTS
 from megatron_rl.bridge.push_simulation import Costs, StretchSize, all_stretches, replay
 from megatron_rl.bridge.setup import BUCKET_BYTES, BridgeSetup
-from megatron_rl.layout import Engines, Links, TransferPlan, read_shape
+from megatron_rl.layout import Engines, Links, TransferPlan
 from megatron_rl.layout.traffic import traffic
+from megatron_rl.models import read_shape
 from megatron_rl.tools.bench.namespaces import NetworkNode, make_switch, why_not
 from megatron_rl.tools.bench.sync_ranks import DEADLINE, RankProcess, ask, started
 from megatron_rl.types import Mesh

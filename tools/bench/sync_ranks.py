@@ -33,8 +33,9 @@ from megatron_rl.bridge.line import MessageGroup
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.package_files import PACKAGE
-from megatron_rl.layout import TransferPlan, megatron_shards, vllm_shards
-from megatron_rl.layout.shards import local_extents
+from megatron_rl.layout import TransferPlan
+from megatron_rl.models import megatron_shards, vllm_shards
+from megatron_rl.models.shards import local_extents
 
 DEADLINE = timedelta(seconds=600)
 ALIGNMENT = 32

@@ -41,7 +41,7 @@ from megatron_rl.actor.moe.replay import Replay
 from megatron_rl.actor.packing import RoutedRow
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.config.policy import PolicyConfig
-from megatron_rl.layout.multi_token import is_of_head
+from megatron_rl.models.multi_token import is_of_head
 
 
 class Router(TopKRouter):

@@ -16,7 +16,7 @@ from megatron_rl.actor.optimizer.streaming import StreamedAdam
 from megatron_rl.actor.state import named_parameters
 from megatron_rl.config.optimizer import MuonConfig
 from megatron_rl.config.policy import PolicyConfig
-from megatron_rl.layout import megatron_shards
+from megatron_rl.models import megatron_shards
 
 
 def build_optimizer(

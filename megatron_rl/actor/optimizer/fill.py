@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_rl.convert.pieces import interval_boxes, interval_view
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.tensor_files import Maps
-from megatron_rl.layout import Shard
-from megatron_rl.layout.shards import intersect, translate
+from megatron_rl.models import Shard
+from megatron_rl.models.shards import intersect, translate
 
 
 class Target(NamedTuple):

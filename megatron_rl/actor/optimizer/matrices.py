@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron_rl.actor.optimizer.intervals import Interval, intervals
 from megatron_rl.convert.forms import is_expert
-from megatron_rl.layout import FAMILIES, Box, Shard, is_matrix, megatron_shards, slices, volume
+from megatron_rl.models import FAMILIES, Box, Shard, is_matrix, megatron_shards, slices, volume
 from megatron_rl.types import Mesh, ModelShape
 
 

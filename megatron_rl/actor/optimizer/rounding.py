@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.selection import hash_key
-from megatron_rl.layout import Shard
+from megatron_rl.models import Shard
 
 BLOCK_ELEMENTS = 2**20
 """The number of elements whose draws are made at a time."""

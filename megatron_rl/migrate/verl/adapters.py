@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.layout.peft import read_adapters
 from megatron_rl.migrate.verl.settings import Meaning, Settings, implied, mapped, owner_of, refused
+from megatron_rl.models.peft import read_adapters
 
 FSDP = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets", "lora_adapter_path": "start"}
 MEGATRON = {

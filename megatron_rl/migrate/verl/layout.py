@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES
 from megatron_rl.migrate.verl.conversion import Converted, convert
 from megatron_rl.migrate.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
 from megatron_rl.migrate.verl.settings import Settings
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout, find_delimiter
 from megatron_rl.rollout.programs.catalogue import Catalogue, read_catalogue
 from megatron_rl.rollout.vocabulary import single_ids

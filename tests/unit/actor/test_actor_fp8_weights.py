@@ -14,8 +14,8 @@ from megatron_rl.actor.fp8_weights import Fp8Weight, load, writers
 from megatron_rl.convert import open_checkpoint
 from megatron_rl.convert.fp8 import rounded
 from megatron_rl.convert.tensor_files import Maps
-from megatron_rl.layout import FAMILIES, is_linear_weight, megatron_shards, read_shape, slices
-from megatron_rl.layout.shards import local_extents
+from megatron_rl.models import FAMILIES, is_linear_weight, megatron_shards, read_shape, slices
+from megatron_rl.models.shards import local_extents
 from megatron_rl.types import Adapters, Mesh
 
 CONFIG = {

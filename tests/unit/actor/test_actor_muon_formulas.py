@@ -16,7 +16,7 @@ from megatron_rl.actor.optimizer.matrices import Owner, deal
 from megatron_rl.actor.optimizer.muon import accumulate, orthogonalise, scale, scaled
 from megatron_rl.config.optimizer import AdamConfig, MuonConfig, moments
 from megatron_rl.config.policy import PolicyConfig
-from megatron_rl.layout import is_matrix
+from megatron_rl.models import is_matrix
 
 OF_3, OF_4 = 1.19326944, 0.97648192
 """One iteration on the singular values 3 and 4, which are 0.6 and 0.8 of the norm 5:

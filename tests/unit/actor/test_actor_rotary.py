@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from small_models import changed, model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.rotary import rotation
-from megatron_rl.types import LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import LatentAttention, Llama3Rope, Rope, YarnRope
 
 LLAMA = {
     "rope_type": "llama3",
@@ -72,26 +71,13 @@ def test_llama_scaling_keeps_short_waves_and_stretches_long_ones():
 @pytest.mark.parametrize("context", [None, ContextRank(None, 1, 2)], ids=["whole", "second of two ranks"])
 def test_latent_attention_rotates_alike_in_both_kinds_of_layers(context):
     """Megatron rotates the other models of Transformer Engine's layers, whose rows have no angles."""
-    latent = ModelShape(
-        family="deepseek_v3",
-        num_layers=1,
-        hidden_size=8,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=24,
-        ffn_size=8,
-        vocab_size=8,
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        max_positions=64,
-        tied_embeddings=False,
-        latent=LatentAttention(query_rank=8, kv_rank=8, nope_dim=16, rope_dim=8, value_dim=16),
-        rope_scaling=YarnRope(4.0, 16),
-    )
+    rope, sizes = Rope(1e4, YarnRope(4.0, 16)), dict(query_rank=8, kv_rank=8, nope_dim=16, rope_dim=8, value_dim=16)
+    llama = model("llama", 1, 8, 2, 2, 24, 8, 8)
+    latent = changed(llama, family="deepseek_v3", attention=LatentAttention(2, **sizes, rope=rope))
     lengths = torch.tensor([8, 12, 4])
     local, fused = (packed_sequences(lengths, latent, fused, context) for fused in (False, True))
     assert torch.equal(fused.full.cos_T, local.full.cos_T) and torch.equal(fused.full.sin_T, local.full.sin_T)
     assert len(fused.full.cos_T) == (24 if context is None else 12)
     # The lengths of the whole row, also with context parallelism: Transformer Engine divides them.
     assert fused.cu_seqlens_q.tolist() == [0, 8, 20, 24] and fused.max_seqlen_q == 12
-    assert packed_sequences(lengths, replace(latent, latent=None, family="llama"), True, context).full is None
+    assert packed_sequences(lengths, llama, True, context).full is None

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numbered import SHAPES
 
 from megatron_rl.actor.optimizer.rounding import Dither, round_up_above
-from megatron_rl.layout import megatron_shards, slices
-from megatron_rl.layout.shards import Shard, local_extents
+from megatron_rl.models import megatron_shards, slices
+from megatron_rl.models.shards import Shard, local_extents
 from megatron_rl.types import Adapters, Mesh
 
 MESHES = {
@@ -101,7 +101,7 @@ def test_every_layout_has_the_same_draws(name):
     expected = draws_by_element(shape, Mesh(), False)
     for mesh in MESHES.values():
         for fused in (False, True):
-            if (mesh.expert > 1 and shape.experts is None) or (mesh.tensor == 8 and name not in ("qwen3", "llama")):
+            if (mesh.expert > 1 and shape.mixture is None) or (mesh.tensor == 8 and name not in ("qwen3", "llama")):
                 continue
             found = draws_by_element(shape, mesh, fused)
             assert found.keys() == expected.keys()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from small_models import changed, model
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.actor import MegatronActor
@@ -13,12 +14,14 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms import SupervisedObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.planning.activations import has_fused_layers
-from megatron_rl.types import Adapters, DeltaNet, Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import Adapters, DeltaNet, LatentAttention, Llama3Rope, Mixture, ModelShape, Rope, YarnRope
 
-QWEN3 = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)
-MIXTRAL = replace(QWEN3, family="mixtral", experts=Experts(num_experts=4, num_active=2, ffn_size=48))
-SIGMOID = Experts(num_experts=8, num_active=4, ffn_size=48, score="sigmoid", num_groups=4, num_active_groups=2)
-DEEPSEEK = replace(QWEN3, family="deepseek_v3", experts=SIGMOID, latent=LatentAttention(0, 12, 6, 8, 10))
+QWEN3 = model("qwen3", 4, 32, 4, 2, 16, 48, 60, 128)
+LLAMA = model("llama", 4, 32, 4, 2, 16, 48, 60, 128)
+MIXTRAL = changed(LLAMA, family="mixtral", mlp=Mixture(num_experts=4, num_active=2, ffn_size=48))
+SIGMOID = Mixture(num_experts=8, num_active=4, ffn_size=48, score="sigmoid", num_groups=4, num_active_groups=2)
+PLAIN = Rope(1e4)
+DEEPSEEK = changed(LLAMA, family="deepseek_v3", mlp=SIGMOID, attention=LatentAttention(4, 0, 12, 6, 8, 10, PLAIN))
 
 
 REPLAY_AND = {"routing_replay": True}
@@ -61,11 +64,11 @@ def spec(shape: ModelShape, settings: dict | None = None, **parallel) -> ActorSp
         (MIXTRAL, dict(settings=dict(multi_token="keep")), "the family mixtral have no multi-token head"),
         (MIXTRAL, dict(settings=dict(multi_token="train")), "multi_token is train.*mixtral have no multi-token head"),
         (
-            replace(DEEPSEEK, experts=replace(SIGMOID, num_active_groups=1)),
+            changed(DEEPSEEK, mlp={"num_active_groups": 1}),
             {},
             "num_experts_per_tok is 4 and topk_group is 1.*quotient of 2",
         ),
-        (replace(DEEPSEEK, experts=replace(SIGMOID, normalised=False)), {}, "norm_topk_prob is False with 4 active"),
+        (changed(DEEPSEEK, mlp={"normalised": False}), {}, "norm_topk_prob is False with 4 active"),
     ],
 )
 def test_the_specification_refuses_what_cannot_be_trained(shape, parallel, message):
@@ -88,29 +91,35 @@ def test_sizes_that_do_not_fit_are_refused_before_any_rank_waits(shape, parallel
         MegatronActor(spec(shape, **parallel), rank=0, world_size=world_size, store=dist.HashStore())
 
 
-LLAMA = replace(QWEN3, family="llama")
-
-
 DELTA = DeltaNet(num_key_heads=2, num_value_heads=4, key_size=8, value_size=8, convolution=4, interleaved=True)
-MLA = LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+MLA = LatentAttention(4, query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, rope=PLAIN)
 """DeepSeek-V3's, whose head dims cuDNN's attention takes."""
-WINDOWS = replace(LLAMA, sliding_window=4, sliding_layers=(0,))
+WINDOWS = changed(LLAMA, (0,), attention={"window": 4})
+
+
+def turned(scaling: Llama3Rope | YarnRope | None, share: float = 1.0) -> ModelShape:
+    return changed(LLAMA, attention={"rope": Rope(1e4, scaling, share)})
+
+
+def latent(**sizes: int) -> ModelShape:
+    return changed(DEEPSEEK, attention=replace(MLA, **sizes))
+
+
 FUSED = [
-    *(LLAMA, WINDOWS, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))),
-    *(replace(LLAMA, rotary_share=0.5), replace(DEEPSEEK, latent=MLA)),
-    replace(DEEPSEEK, latent=MLA, rope_scaling=YarnRope(4.0, 64)),
-    replace(DEEPSEEK, family="glm4_moe_lite", latent=replace(MLA, nope_dim=192, value_dim=256)),
+    *(LLAMA, WINDOWS, turned(Llama3Rope(32.0, 1.0, 4.0, 8192)), turned(None, 0.5), latent()),
+    changed(DEEPSEEK, attention=replace(MLA, rope=Rope(1e4, YarnRope(4.0, 64)))),
+    changed(latent(nope_dim=192, value_dim=256), family="glm4_moe_lite"),
     replace(MIXTRAL, adapters=Adapters(8, 16.0)),
 ]
 NOT_FUSED = [
-    (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks"),
+    (changed(LLAMA, family="olmo2"), "olmo2 has norms after its blocks"),
     (DEEPSEEK, "no heads of 14 dims in query and key and 10 in value"),
-    (replace(DEEPSEEK, latent=replace(MLA, value_dim=160)), "no heads of 192 dims in query and key and 160 in value"),
-    (replace(DEEPSEEK, latent=replace(MLA, value_dim=512)), "no heads of 192 dims in query and key and 512 in value"),
-    (replace(LLAMA, family="gpt_oss"), "takes no sinks in packed rows"),
-    (replace(LLAMA, family="qwen3_next", delta=DELTA, linear_layers=(0,)), "linear attention takes no packed rows"),
-    (replace(LLAMA, rope_scaling=YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
-    (replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64)), "no other rotary scaling than Llama 3.1's"),
+    (latent(value_dim=160), "no heads of 192 dims in query and key and 160 in value"),
+    (latent(value_dim=512), "no heads of 192 dims in query and key and 512 in value"),
+    (changed(LLAMA, family="gpt_oss"), "takes no sinks in packed rows"),
+    (changed(LLAMA, (0,), family="qwen3_next", attention=DELTA), "linear attention takes no packed rows"),
+    (turned(YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
+    (turned(Llama3Rope(8.0, 1.0, 4.0, 64)), "no other rotary scaling than Llama 3.1's"),
 ]
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from small_models import model
 
 from megatron_rl.balance import fit_cost, sample_costs, training_flops
 from megatron_rl.config.balance import BalanceConfig, CostConfig
-from megatron_rl.types import ModelShape
 
-SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)
+SHAPE = model("qwen3", 2, 128, 4, 2, 32, 256, 64, 512)
 
 
 def cost(**given):

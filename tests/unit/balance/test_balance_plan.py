@@ -6,13 +6,14 @@ import pytest
 from batches import batch_without_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import model
 
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import Minibatches, ModelShape, StepBatch
+from megatron_rl.types import Minibatches, StepBatch
 
-SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)
+SHAPE = model("qwen3", 2, 128, 4, 2, 32, 256, 64, 512)
 
 
 def batch_of(lengths, group_of=None, num_actions=None) -> StepBatch:

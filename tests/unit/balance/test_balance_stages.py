@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_rl.balance.flops import flops_by_layer, forward_flops
 from megatron_rl.balance.stages import Load, distribute_layers
 from megatron_rl.config.package_files import find_shipped
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 
 loads = st.builds(Load, st.integers(1, 9).map(float), st.integers(1, 9).map(float))
 

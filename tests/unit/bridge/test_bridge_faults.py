@@ -17,7 +17,8 @@ from patience import deadline
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, megatron_shards, vllm_shards
+from megatron_rl.layout import Engines
+from megatron_rl.models import megatron_shards, vllm_shards
 from megatron_rl.types import Mesh, ModelShape
 
 SHAPE = SHAPES["qwen3"]

@@ -24,8 +24,9 @@ from megatron_rl.bridge.messages import (
     split_messages,
     stretches,
 )
-from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights, read_shape, volume
+from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights
 from megatron_rl.layout.route_order import NUM_BLOCKS, order_routes
+from megatron_rl.models import read_shape, volume
 from megatron_rl.types import Mesh
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])

@@ -27,7 +27,8 @@ from megatron_rl.bridge import join
 from megatron_rl.bridge.line import SLOTS
 from megatron_rl.bridge.push_simulation import StretchSize, all_stretches
 from megatron_rl.commands.size_run import read
-from megatron_rl.layout import Engines, TransferPlan, plan_weights, read_shape
+from megatron_rl.layout import Engines, TransferPlan, plan_weights
+from megatron_rl.models import read_shape
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import Mesh

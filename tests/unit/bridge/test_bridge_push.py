@@ -27,7 +27,8 @@ from megatron_rl.bridge.line import Deadline
 from megatron_rl.bridge.messages import ALIGNMENT_BYTES
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, megatron_shards, slices, vllm_shards
+from megatron_rl.layout import Engines
+from megatron_rl.models import megatron_shards, slices, vllm_shards
 from megatron_rl.types import Mesh
 
 SHAPE = SHAPES["qwen3"]
@@ -286,7 +287,7 @@ def test_no_group_is_made_if_no_line_needs_it(monkeypatch):
 @pytest.mark.parametrize("family", SHAPES)
 def test_every_family_and_mixed_dtypes(family):
     """bfloat16 engines of float32 trainers; DeepSeek's router bias stays float32."""
-    expert = 2 if SHAPES[family].experts else 1
+    expert = 2 if SHAPES[family].mixture else 1
     mesh = Mesh(tensor=2, data=1, expert=expert, expert_tensor=1 if expert == 2 else None)
     engines = Engines(1, 2, expert_parallel=expert == 2)
     with joined(mesh, engines, SHAPES[family], dtype="bfloat16") as ranks:

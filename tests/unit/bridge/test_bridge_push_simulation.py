@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.bridge.push_simulation import Costs, StretchSize, all_stretches, most_incomplete_bytes, replay
-from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights, read_shape
+from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights
 from megatron_rl.layout.traffic import traffic
+from megatron_rl.models import read_shape
 from megatron_rl.types import Mesh
 
 MODELS = Path(__file__).parents[3] / "configs" / "model"

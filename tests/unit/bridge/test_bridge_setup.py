@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_models import changed, model
 
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.bridge.vllm_loaders import CopyRecorder
 from megatron_rl.layout import Engines
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.types import Mesh
 
-SHAPE = ModelShape("qwen3", 2, 32, 4, 2, 16, 64, 40, 1e4, 1e-6, 128, False)
+SHAPE = model("qwen3", 2, 32, 4, 2, 16, 64, 40, 128)
 SETUP = BridgeSetup(SHAPE, Mesh(tensor=2, data=2), False, Engines(2, 2), "float32", "127.0.0.1", 1)
 
 
@@ -28,7 +29,7 @@ def test_trainers_come_before_engines():
 
 def test_agreement_tells_models_meshes_and_formats_apart():
     others = [
-        replace(SETUP, shape=replace(SHAPE, ffn_size=128)),
+        replace(SETUP, shape=changed(SHAPE, mlp={"size": 128})),
         replace(SETUP, mesh=Mesh(tensor=1, data=4)),
         replace(SETUP, fused_norms=True),
         replace(SETUP, engines=Engines(4, 1)),

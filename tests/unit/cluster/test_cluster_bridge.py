@@ -9,6 +9,7 @@ import pytest
 import ray
 from patience import deadline
 from ray.exceptions import RayActorError, RayTaskError
+from small_models import model
 
 from megatron_rl.cluster.bridge import RayBridge, who_goes_on
 from megatron_rl.cluster.process import Process, locate
@@ -18,7 +19,7 @@ from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Mesh, ModelShape
+from megatron_rl.types import Mesh
 
 SENT = [{"bytes": 1.0}, {"bytes": 1.0}]
 SAME = [{"model.norm": "12"}, {"model.norm": "34"}]
@@ -124,7 +125,7 @@ def test_an_engine_that_is_lost_in_a_joining_is_replaced_and_all_join_once_more(
             "balance": {"max_tokens_per_microbatch": 16},
         },
     )
-    spec = SimpleNamespace(shape=ModelShape("qwen3", 2, 32, 4, 2, 16, 64, 40, 1e4, 1e-6, 128, False))
+    spec = SimpleNamespace(shape=model("qwen3", 2, 32, 4, 2, 16, 64, 40, 128))
     with ray_session(ClusterConfig(), num_trainers=1, logs=tmp_path):
         policy, engines = Group("trainer rank 0", tmp_path), Group("engine 0", tmp_path, dies_in=(1, 3, 4))
         bridge = RayBridge(config, spec, policy, engines, tmp_path)

@@ -9,30 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from small_models import model
 
 from megatron_rl.commands.dry_run import describe_placement, describe_policy, describe_rollout
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES
+from megatron_rl.models import FAMILIES
 from megatron_rl.planning.parameters import checkpoint_bytes, expert_data_ways, optimizer_ways, rank_parameters
 from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.types import Experts, Mesh, ModelShape
+from megatron_rl.types import Mesh, Mixture
 
-MIXTURE = ModelShape(
-    family="qwen3_moe",
-    num_layers=2,
-    hidden_size=4,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=2,
-    ffn_size=8,
-    vocab_size=64,
-    rope_theta=1e4,
-    norm_eps=1e-6,
-    max_positions=64,
-    tied_embeddings=False,
-    experts=Experts(num_experts=4, num_active=2, ffn_size=6),
-)
+MIXTURE = model("qwen3_moe", 2, 4, 4, 2, 2, 8, 64, mlp=Mixture(num_experts=4, num_active=2, ffn_size=6))
 
 
 def test_a_mixture_by_hand():

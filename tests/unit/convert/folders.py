@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.convert import Conversion, Options, Outcome, carry_out, open_checkpoint, to_hub
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 
 _COMMON = {
     "num_hidden_layers": 4,

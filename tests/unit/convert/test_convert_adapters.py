@@ -16,8 +16,8 @@ from megatron_rl.commands import export_checkpoint, merge
 from megatron_rl.convert import adapters, manifest
 from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.tensor_files import read_safetensors
-from megatron_rl.layout import critic_shape
-from megatron_rl.layout.peft import BASE, CONFIG, TENSORS, base_digest, read_adapters, require_base
+from megatron_rl.models import critic_shape
+from megatron_rl.models.peft import BASE, CONFIG, TENSORS, base_digest, read_adapters, require_base
 from megatron_rl.planning.trainer import MERGED_BYTES
 from megatron_rl.types import Adapters
 

@@ -16,7 +16,7 @@ from test_convert_int4 import INT4, write_int4
 
 from megatron_rl.commands import hf_to_megatron, megatron_to_hf
 from megatron_rl.convert import Options, Verification, open_checkpoint, to_open, to_ranks
-from megatron_rl.layout import check_model, read_shape
+from megatron_rl.models import check_model, read_shape
 from megatron_rl.types import Mesh
 
 TEXT = dict(

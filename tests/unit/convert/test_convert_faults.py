@@ -21,7 +21,7 @@ from megatron_rl.commands import hf_to_megatron, megatron_to_hf, verify_checkpoi
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks, work
 from megatron_rl.convert.manifest import saved_shape
 from megatron_rl.convert.work import require_new
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.types import ModelShape
 
 SMALL = dict(num_hidden_layers=2, hidden_size=8, vocab_size=40)
@@ -303,15 +303,18 @@ def test_a_fault_is_one_line_and_an_exit_code(forms, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "olmo3", "gpt_oss"])
-def test_a_manifest_of_an_earlier_version_lacks_newer_fields(tmp_path, name):
+def test_a_manifest_of_an_earlier_version_lacks_the_layers_and_newer_fields(tmp_path, name):
     folder = write_folder(tmp_path / "hub", name)
     write(to_open(open_checkpoint(folder), Options()), tmp_path / "open")
     fields = json.loads((tmp_path / "open" / "manifest.json").read_text())
     whole = dict(fields["shape"])
-    assert saved_shape(fields) == read_shape(folder)
+    assert saved_shape(tmp_path / "open", fields) == read_shape(folder)
     for field in dataclasses.fields(ModelShape):
-        if whole[field.name] == (list(field.default) if field.default == () else field.default):
+        if whole[field.name] == field.default:
             del fields["shape"][field.name]
-    if whole["experts"] and whole["experts"]["clamp"] is None:
-        del fields["shape"]["experts"]["clamp"]
-    assert len(fields["shape"]) < len(whole) and saved_shape(fields) == read_shape(folder)
+    for _, layer in fields["shape"]["layers"]:
+        assert layer.pop("zero_centred") is False
+    assert len(fields["shape"]) < len(whole) and saved_shape(tmp_path / "open", fields) == read_shape(folder)
+    del fields["shape"]["layers"]
+    fields["shape"] |= {"num_heads": 4, "rope_theta": 1e4, "latent": None}
+    assert saved_shape(tmp_path / "open", fields) == read_shape(folder)

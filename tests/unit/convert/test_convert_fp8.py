@@ -24,8 +24,8 @@ from megatron_rl.convert.fp8 import rounded as rounded_to_fp8
 from megatron_rl.convert.target import BLOCK_BYTES, blocks
 from megatron_rl.convert.tensor_files import Maps, dequantised
 from megatron_rl.convert.work import _identity
-from megatron_rl.layout import check_model, read_shape
-from megatron_rl.layout.quantisation import Blocks
+from megatron_rl.models import check_model, read_shape
+from megatron_rl.models.quantisation import Blocks
 from megatron_rl.types import Mesh
 
 PLAIN = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")

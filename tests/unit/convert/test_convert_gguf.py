@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.commands import gguf_to_hf
 from megatron_rl.convert import gguf, open_checkpoint
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 
 
 def test_a_missing_package_and_an_existing_target_are_one_line(tmp_path, monkeypatch, capsys):

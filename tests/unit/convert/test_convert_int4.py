@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.convert import Options, open_checkpoint, to_open, to_ranks
 from megatron_rl.convert.tensor_files import unpacked_words
-from megatron_rl.layout import check_model, read_shape
+from megatron_rl.models import check_model, read_shape
 from megatron_rl.types import Mesh
 
 GROUP = 16

@@ -17,8 +17,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
 from megatron_rl.convert.tensor_files import unpacked
-from megatron_rl.layout import check_model, read_shape
-from megatron_rl.layout.view import InFile
+from megatron_rl.models import check_model, read_shape
+from megatron_rl.models.view import InFile
 from megatron_rl.types import Mesh
 
 SIZES = dict(hidden_size=64, intermediate_size=32, num_hidden_layers=2, vocab_size=70)

@@ -9,11 +9,12 @@ from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_layouts import meshes, shapes
+from small_models import model
 
 from megatron_rl.convert.forms import is_expert, open_chunks
 from megatron_rl.convert.pieces import Piece, clip, interval_boxes, interval_view, pieces_of, written_shards
-from megatron_rl.layout import slices
-from megatron_rl.layout.shards import extents, local_extents, volume
+from megatron_rl.models import slices
+from megatron_rl.models.shards import extents, local_extents, volume
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -55,7 +56,7 @@ def test_every_element_is_written_once(data, fused, cuts):
 
 def test_heads_of_a_query_group_and_gate_and_up_are_whole_pieces():
     """4 query groups on 2 ranks: the rows of a rank follow each other in the open form. Gate and up do not."""
-    shape = ModelShape("qwen3", 1, 8, 8, 4, 2, 12, 16, 1e4, 1e-6, 64, False)
+    shape = model("qwen3", 1, 8, 8, 4, 2, 12, 16)
     pieces = pieces_of(written_shards(shape, Mesh(tensor=2), 1, False), open_chunks(shape))
     prefix = "decoder.layers.0."
     (qkv,) = pieces[prefix + "self_attention.linear_qkv.weight"]

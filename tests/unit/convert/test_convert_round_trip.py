@@ -17,7 +17,7 @@ from megatron_rl.convert import Options, open_checkpoint, smallest_mesh, to_hub,
 from megatron_rl.convert.forms import rank_tensors
 from megatron_rl.convert.target import blocks
 from megatron_rl.convert.tensor_files import Maps
-from megatron_rl.layout import megatron_shards, padded_vocabulary, read_shape, slices
+from megatron_rl.models import megatron_shards, padded_vocabulary, read_shape, slices
 
 PIPELINES = [
     dict(pipeline=1),
@@ -50,7 +50,7 @@ def test_the_ranks_of_every_mesh_hold_what_their_shards_say(hubs, name):
     """The test makes the tensors in memory. Each element comes from where the family's table says; padding is zero."""
     source, hf = open_checkpoint(hubs[name]), read_plain(hubs[name])
     shape = source.shape
-    experts = EXPERTS if shape.experts else EXPERTS[:1]
+    experts = EXPERTS if shape.mixture else EXPERTS[:1]
     for tensor, pipeline, (expert, expert_tensor), fused in cover.cases((1, 2, 4), PIPELINES, experts, (False, True)):
         mesh = smallest_mesh(tensor, expert, expert_tensor, **pipeline)
         found = tensors_of(to_ranks(source, mesh, fused))
@@ -85,7 +85,7 @@ def test_round_trips_are_bitwise(hubs, name, tmp_path):
     hf = read(hubs[name])
     write(to_open(open_checkpoint(hubs[name]), Options(max_file_bytes=4000)), tmp_path / "open")
     assert_same(read(back(tmp_path / "open", tmp_path / "hub")), hf)
-    has_experts = read_shape(hubs[name]).experts is not None
+    has_experts = read_shape(hubs[name]).mixture is not None
     for i, (ways, stages) in enumerate(MESHES):
         ways = ways if has_experts else dict(tensor=ways["tensor"], expert=1, expert_tensor=None)
         source = open_checkpoint(tmp_path / "open" if i else hubs[name])

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.layout import Copy, slices
+from megatron_rl.layout import Copy
 from megatron_rl.layout.copies import WIDTHS
+from megatron_rl.models import slices
 
 
 @st.composite

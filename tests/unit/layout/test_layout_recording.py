@@ -16,7 +16,8 @@ from numbered import SHAPES, carry_out, cut, numbered
 from random_layouts import engines as any_engines
 from random_layouts import served
 
-from megatron_rl.layout import FAMILIES, Recording, Shard, box_of_view, plan_weights, slices, vllm_shards
+from megatron_rl.layout import Recording, box_of_view, plan_weights
+from megatron_rl.models import FAMILIES, Shard, slices, vllm_shards
 from megatron_rl.types import Mesh
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.layout import Engines, plan_weights, read_shape
+from megatron_rl.layout import Engines, plan_weights
 from megatron_rl.layout.route_order import NUM_BLOCKS, WINDOW, order_routes
+from megatron_rl.models import read_shape
 from megatron_rl.types import Mesh
 
 MODELS = Path(__file__).parents[3] / "configs" / "model"

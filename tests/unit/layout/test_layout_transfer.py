@@ -19,19 +19,10 @@ from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered, plan_shards
 from random_layouts import engines, enlarged, links, meshes, served
 
-from megatron_rl.layout import (
-    FAMILIES,
-    Copy,
-    Engines,
-    Links,
-    Shard,
-    megatron_shards,
-    plan_weights,
-    vllm_shards,
-    volume,
-)
+from megatron_rl.layout import Copy, Engines, Links, plan_weights
 from megatron_rl.layout.replicas import fill_up
-from megatron_rl.layout.shards import Box, intersect, translate
+from megatron_rl.models import FAMILIES, Shard, megatron_shards, vllm_shards, volume
+from megatron_rl.models.shards import Box, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -265,7 +256,7 @@ def test_the_routers_bias_stays_float32():
     assert {copy.dtype for copy in copies if not copy.source_name.endswith("expert_bias")} == {"bfloat16"}
     wide = plan_weights(shape, Mesh(), Engines(), dtype="float32").sent_bytes.sum()
     narrow = plan_weights(shape, Mesh(), Engines()).sent_bytes.sum()
-    biases = 4 * shape.experts.num_experts  # 4 of the 6 layers have experts
+    biases = 4 * shape.mixture.num_experts  # 4 of the 6 layers have experts
     assert wide - narrow == (wide - 4 * biases) / 2
 
 
@@ -291,7 +282,7 @@ def test_the_digest_tells_plans_apart():
         plan_weights(shape, mesh, Engines(2, 2, expert_parallel=True)),
         plan_weights(shape, mesh, Engines(2, 2), links=Links(2, colocated=True)),
         plan_weights(shape, Mesh(tensor=2, data=2, expert=2), Engines(2, 2)),
-        plan_weights(replace(shape, num_layers=7), mesh, Engines(2, 2)),
+        plan_weights(replace(shape, layers=shape.layers[:1] * 7), mesh, Engines(2, 2)),
     ]
     digests = [plan.digest for plan in plans]
     assert len(set(digests)) == len(plans)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from small_models import model
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
@@ -19,9 +20,9 @@ from megatron_rl.loop.source import Prompts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import train
 from megatron_rl.ports import Collected, Ports, StopRequested, TooManyRestarts
-from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Rollout, Tokens, Verdict
+from megatron_rl.types import Group, Mesh, Prompt, Rollout, Tokens, Verdict
 
-SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
+SHAPE = model("qwen3", 1, 8, 2, 2, 4, 8, 32)
 PROMPTS = [Prompt(f"row {i}", (5, 6 + i), "") for i in range(10)]
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import SftRunConfig
-from megatron_rl.layout import read_shape
 from megatron_rl.loop.heldout import heldout_loss
+from megatron_rl.models import read_shape
 from megatron_rl.types import Tokens
 
 

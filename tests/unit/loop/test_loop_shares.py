@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from small_models import model
 
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.loop.shares import deal
-from megatron_rl.types import Credit, Group, Minibatches, ModelShape, Prompt, Rollout, StepBatch, TokenRewards
+from megatron_rl.types import Credit, Group, Minibatches, Prompt, Rollout, StepBatch, TokenRewards
 
-SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
+SHAPE = model("qwen3", 1, 8, 2, 2, 4, 8, 32)
 
 
 def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():

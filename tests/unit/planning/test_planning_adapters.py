@@ -12,8 +12,9 @@ from test_planning_memory import config
 
 from megatron_rl.balance import training_flops
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, Engines, padded_vocabulary, read_shape, vllm_shards, volume
-from megatron_rl.layout.adapters import A, B
+from megatron_rl.layout import Engines
+from megatron_rl.models import FAMILIES, padded_vocabulary, read_shape, vllm_shards, volume
+from megatron_rl.models.adapters import A, B
 from megatron_rl.planning.activations import activations, layer_bytes
 from megatron_rl.planning.adapters import served_adapters, slot_bytes
 from megatron_rl.planning.estimates import Work, training_seconds
@@ -178,10 +179,12 @@ def test_a_critic_has_adapters_of_its_own():
 def test_a_layer_keeps_a_x_for_each_fused_weight():
     """q, k, v of all tokens, and o of the rank's tokens."""
     parallel = ParallelConfig(tensor=4)
-    more = layer_bytes(SHAPE, parallel, 0, 2, fused=False) - layer_bytes(BASE, parallel, 0, 2, fused=False)
+    layer = SHAPE.layers[0]
+    more = layer_bytes(SHAPE, parallel, layer, 2, fused=False) - layer_bytes(BASE, parallel, layer, 2, fused=False)
     assert more == 2 * 20 * (3 + 1 / 4)
-    of_experts = layer_bytes(MIXTURE, ParallelConfig(), 0, 2, fused=False)
-    assert of_experts - layer_bytes(MIXTURE.base, ParallelConfig(), 0, 2, fused=False) == 2 * 8 * (3 + 1 + 8 * 3)
+    one = ParallelConfig(), MIXTURE.layers[0], 2
+    of_experts = layer_bytes(MIXTURE, *one, fused=False)
+    assert of_experts - layer_bytes(MIXTURE.base, *one, fused=False) == 2 * 8 * (3 + 1 + 8 * 3)
 
 
 def test_a_frozen_output_layer_has_no_gradient():

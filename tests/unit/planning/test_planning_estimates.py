@@ -13,7 +13,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.optimizer import AdamConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.planning.estimates import (
     Work,
     largest_work,

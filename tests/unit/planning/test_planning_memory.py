@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from small_models import changed
 
 from megatron_rl.config.load import load_config, validate
 from megatron_rl.config.optimizer import AdamConfig, MuonConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.planning.activations import activations, layer_bytes, mask_bytes
 from megatron_rl.planning.engine import ENGINE_WORK_BYTES, activation_bytes, sequence_bytes
 from megatron_rl.planning.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes
@@ -36,19 +37,19 @@ def test_a_fused_layer_by_hand():
     """Inputs of two norms and two blocks and the residual: 5 x 5120; q, k, v: 8192 + 2 x 1024; q and k before and after
     their norm's rotation: 2 x 9216; attention's output: 8192; gate, up and their product: 3 x 25600."""
     elements = 25_600 + 10_240 + 18_432 + 8_192 + 76_800
-    assert layer_bytes(SHAPE, PARALLEL, 0, 2, fused=True) == elements * 2 / 4 == 69_632
+    assert layer_bytes(SHAPE, PARALLEL, SHAPE.layers[0], 2, fused=True) == elements * 2 / 4 == 69_632
 
 
 def test_without_sequence_parallelism_norms_are_whole():
     parallel = ParallelConfig(tensor=4, sequence=False)
-    assert layer_bytes(SHAPE, parallel, 0, 2, fused=True) == 69_632 + 25_600 * 2 * 3 / 4
+    assert layer_bytes(SHAPE, parallel, SHAPE.layers[0], 2, fused=True) == 69_632 + 25_600 * 2 * 3 / 4
 
 
 def test_a_fused_mixture_keeps_the_tokens_that_its_experts_get():
     """Eight active experts: each gets a copy of the token, and keeps gate, up and their product. The router's 128
     scores are kept twice in fp32, and four numbers for each active expert."""
     elements = 5 * 2048 + (4096 + 2 * 512) + 2 * 4608 + 4096 + 8 * (2048 + 3 * 768)
-    assert layer_bytes(MIXTURE, ParallelConfig(), 0, 2, fused=True) == 2 * elements + 4 * (2 * 128 + 4 * 8)
+    assert layer_bytes(MIXTURE, ParallelConfig(), MIXTURE.layers[0], 2, fused=True) == 2 * elements + 4 * (256 + 32)
 
 
 def test_fused_latent_attention_by_hand():
@@ -57,7 +58,7 @@ def test_fused_latent_attention_by_hand():
     rotated dims; gate, up and their product: 3 x 18432. Each rank has the down projections whole."""
     shape, parallel = read_shape(CONFIGS / "DeepSeek-V3.json"), ParallelConfig(tensor=8)
     elements = 5 * 7168 + 128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64 + 3 * 18_432
-    assert layer_bytes(shape, parallel, 0, 2, fused=True) == elements * 2 / 8
+    assert layer_bytes(shape, parallel, shape.layers[0], 2, fused=True) == elements * 2 / 8
     whole, split = (rank_parameters(shape, parallel.mesh, 0, fused) for fused in (True, False))
     assert whole.dense - split.dense == 61 * 7168 * (1536 + 512 + 64) * 7 / 8
     assert whole.expert == split.expert and whole.matrices - split.matrices == whole.dense - split.dense
@@ -66,11 +67,11 @@ def test_fused_latent_attention_by_hand():
 def test_masks_of_local_layers_count_in_fp32():
     """gpt-oss has a window of 128 tokens in every second layer, and sinks in all; OLMo 3 has windows of 4,096."""
     gpt, olmo = (read_shape(CONFIGS / f"{name}.json") for name in ("gpt-oss-120b", "Olmo-3-32B-Think-DPO"))
-    assert [mask_bytes(gpt, layer, 8192) for layer in (0, 1)] == [4 * 128 * 255, 4 * 8192 * 8193]
-    assert [mask_bytes(olmo, layer, 8192) for layer in (0, 3)] == [4 * 4096 * 8191, 0]
-    assert mask_bytes(olmo, 0, 4096) == 0, "no token is outside of the window"
+    assert [mask_bytes(layer, 8192) for layer in gpt.layers[:2]] == [4 * 128 * 255, 4 * 8192 * 8193]
+    assert [mask_bytes(olmo.layers[n], 8192) for n in (0, 3)] == [4 * 4096 * 8191, 0]
+    assert mask_bytes(olmo.layers[0], 4096) == 0, "no token is outside of the window"
     sizes = {width: activations(olmo, PARALLEL, 0, 8192, width=width, recomputed=(), fused=False) for width in (2, 4)}
-    own = {width: layer_bytes(olmo, PARALLEL, 0, width, fused=False) * 8192 for width in (2, 4)}
+    own = {width: layer_bytes(olmo, PARALLEL, olmo.layers[0], width, fused=False) * 8192 for width in (2, 4)}
     assert sizes[4].layer - own[4] == 4 * 4096 * 8191 and sizes[2].layer == own[2]
 
 
@@ -120,11 +121,11 @@ def test_the_interleaved_schedule_has_more_chunks_in_flight():
 def test_the_buffers_of_the_distributed_optimizer_are_padded():
     """Every parameter begins at a multiple of 64, and the buffer ends at a multiple of 128 and of the ranks. With TP8
     the norms of q and k have 128, all others many times 64; so only the end is padded: for three ranks to 384."""
-    shape = replace(SHAPE, num_layers=2)
+    shape = replace(SHAPE, layers=SHAPE.layers[:2])
     alone, shared = (rank_parameters(shape, Mesh(tensor=8, data=data), 0) for data in (1, 3))
     assert alone.padding == 0 and alone.total == shared.total
     assert (shared.total + shared.padding) % 384 == 0 and 0 <= shared.padding < 384
-    odd = rank_parameters(replace(shape, head_dim=100), Mesh(tensor=8, data=2), 0)
+    odd = rank_parameters(changed(shape, attention={"head_dim": 100}), Mesh(tensor=8, data=2), 0)
     # Two norms of 100 in each of two layers begin 28 elements later than without padding.
     assert odd.padding >= 4 * 28 and odd.gradient_bytes() == 4 * (odd.total + odd.padding)
     assert odd.weight_bytes("bfloat16") == 2 * (odd.total + odd.padding)
@@ -155,7 +156,7 @@ def test_the_state_of_muon_by_hand():
     """A layer of Qwen3-32B has matrices of 5120 x (2 x 8192 + 2 x 1024) and 3 x 5120 x 25600, and norms of 2 x 5120 and
     2 x 128; embedding and output layer have 151936 x 5120 each."""
     matrices, norms = 5120 * (2 * 8192 + 2 * 1024) + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
-    shape = replace(SHAPE, num_layers=2)
+    shape = replace(SHAPE, layers=SHAPE.layers[:2])
     others = 2 * norms + 2 * 151_936 * 5120 + 5120
     muon, mesh = MuonConfig(), Mesh(data=4)
     held = rank_parameters(shape, mesh, 0)
@@ -267,7 +268,7 @@ def test_the_phases_of_a_run_by_hand():
 
 
 def test_a_window_and_shared_heads_bound_the_cache():
-    windowed = replace(SHAPE, sliding_window=1000, sliding_layers=tuple(range(48)))
+    windowed = changed(SHAPE, range(48), attention={"window": 1000})
     every = range(64)
     assert sequence_bytes(windowed, 8, 4000, 2, every) == (16 * 4000 + 48 * 1000) * 2 * 128 * 2
     assert sequence_bytes(windowed, 16, 4000, 2, every) == sequence_bytes(windowed, 8, 4000, 2, every)  # one head each
@@ -278,8 +279,9 @@ def test_states_of_linear_attention_do_not_grow_with_the_answer():
     """Qwen3-Next's sizes: 36 of 48 layers have 32 states of 128 x 128 and 3 x 8192 inputs of the convolution, 12 have
     2 KV heads of 256."""
     delta = DeltaNet(16, 32, 128, 128, convolution=4, interleaved=True)
-    linear = tuple(layer for layer in range(48) if (layer + 1) % 4)
-    shape = replace(SHAPE, num_layers=48, num_kv_heads=2, head_dim=256, delta=delta, linear_layers=linear)
+    linear = [layer for layer in range(48) if (layer + 1) % 4]
+    shape = changed(replace(SHAPE, layers=SHAPE.layers[:48]), attention={"num_kv_heads": 2, "head_dim": 256})
+    shape = changed(shape, linear, attention=delta)
     states = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
     assert sequence_bytes(shape, 1, 9216, 2, range(48)) == states + 12 * 9216 * 2 * 2 * 256 * 2
     assert sequence_bytes(shape, 2, 100, 2, range(48)) == states / 2 + 12 * 100 * 2 * 256 * 2
@@ -354,7 +356,7 @@ def test_the_activations_of_an_engines_step_by_hand():
     larger of an expert's sizes and the hidden size, 2048."""
     rollout = config().rollout
     assert activation_bytes(MIXTURE, rollout, 1000, 2) == 1000 * 2 * 2048 * (3 + 8 * 2 + 1)
-    wide = replace(MIXTURE, experts=replace(MIXTURE.experts, ffn_size=1536))
+    wide = changed(MIXTURE, mlp={"ffn_size": 1536})
     whole = config(rollout={"parallel": {"tensor": 4, "expert": 4}}).rollout
     assert activation_bytes(wide, whole, 1000, 2) == 1000 * 2 * (3 * 2048 + 8 * (2048 + 3072) + 2048)
     run = config(rollout={"vllm": {"max_num_batched_tokens": 1_000_000}})
@@ -406,7 +408,7 @@ def test_ranks_that_share_a_gpu_share_its_memory():
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
 def test_all_ways_to_split_a_model_divide_it_and_have_its_ranks(shape):
     run = config(
-        {"tensor": 4, "data": 4}, model={"path": "models/Qwen3-30B-A3B" if shape.experts else "models/Qwen3-32B"}
+        {"tensor": 4, "data": 4}, model={"path": "models/Qwen3-30B-A3B" if shape.mixture else "models/Qwen3-32B"}
     )
     found = list(parallel_sizes(run, shape, 8))
     keys = {tuple(parallel.model_dump().items()) for parallel in found}
@@ -415,7 +417,7 @@ def test_all_ways_to_split_a_model_divide_it_and_have_its_ranks(shape):
         assert parallel.mesh.world_size == 16 and parallel.tensor <= 8
         FAMILIES[shape.family].check_mesh(shape, parallel.mesh)
     assert ParallelConfig(tensor=4, data=4) in found
-    if shape.experts:
+    if shape.mixture:
         assert ParallelConfig(tensor=2, data=8, expert=8, expert_tensor=1) in found
 
 

@@ -42,8 +42,9 @@ from megatron_rl.balance.hardware import BANDWIDTH, PEAK_FLOPS
 from megatron_rl.config.optimizer import AdamConfig
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.rollout import ExpectedTokens, RolloutConfig
-from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
+from megatron_rl.layout import Engines, Links, plan_weights
 from megatron_rl.layout.traffic import traffic
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.planning.estimates import Work, training_seconds
 from megatron_rl.planning.generation import Decoding, answer_lengths, generation_seconds
 from megatron_rl.planning.gpu import GpuMemory

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from megatron_rl.config.load import validate
 from megatron_rl.config.rollout import ExpectedTokens, RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.planning.engine import sequence_bytes
 from megatron_rl.planning.generation import Decoding, answer_lengths, generation_seconds
 from megatron_rl.planning.memory import run_memory
@@ -63,7 +63,7 @@ def test_a_token_reads_what_its_rank_keeps_of_the_tokens_before_it(model, tensor
     states = sequence_bytes(shape, tensor, 0, 2, layers)
     kept = sum(sequence_bytes(shape, tensor, tokens, 2, layers) + states for tokens in range(10, 13))
     costs = decoding(shape, {"tensor": tensor})
-    rate = OF_MIXTURES if shape.experts else BANDWIDTH
+    rate = OF_MIXTURES if shape.mixture else BANDWIDTH
     assert costs.reading_s[13] - costs.reading_s[10] == pytest.approx(kept / rate)
     stages = decoding(shape, {"tensor": tensor, "pipeline": 2})
     assert stages.reading_s[-1] == pytest.approx(costs.reading_s[-1] / 2), "both stages read at the same time"

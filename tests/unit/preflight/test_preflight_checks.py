@@ -9,20 +9,21 @@ import shutil
 import struct
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from small_models import changed
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from megatron_rl.commands.size_run import read
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.data import ItemSource, ShuffledStream
-from megatron_rl.layout import FAMILIES, read_shape
-from megatron_rl.layout.peft import base_digest, require_fitting
+from megatron_rl.models import FAMILIES, read_shape
+from megatron_rl.models.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.preflight import checks as module
@@ -31,7 +32,7 @@ from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
 from megatron_rl.rollout import plugins
-from megatron_rl.types import Adapters, ModelShape
+from megatron_rl.types import Adapters, DeltaNet, ModelShape
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 CONFIG = {
@@ -559,7 +560,9 @@ def test_weights_of_megatrons_form_are_checked_by_their_manifest(home):
     weights.mkdir()
     assert "open has no manifest.json; give a folder" in faults(config)[0]
     (weights / "a.distcp").write_bytes(bytes(10))
-    manifest = {"shape": asdict(read_shape(home / "model")), "files": {"a.distcp": {"bytes": 10}}}
+    shape = read_shape(home / "model")
+    saved = {"family": shape.family, "num_layers": 2, "hidden_size": shape.hidden_size, "vocab_size": shape.vocab_size}
+    manifest = {"shape": saved, "files": {"a.distcp": {"bytes": 10}}}
     (weights / "manifest.json").write_text(json.dumps(manifest))
     assert faults(config) == []
     quantise(home)
@@ -960,7 +963,8 @@ def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     [fault] = faults(grpo())
     assert fault.startswith("vLLM is not installed") and "tools/setup.sh" in fault
     assert faults(grpo(), planning=True) == []
-    linear = replace(read_shape(home / "model"), linear_layers=(0,))
+    delta = DeltaNet(2, 2, 4, 4, convolution=4, interleaved=True)
+    linear = changed(read_shape(home / "model"), (0,), attention=delta)
     on_gpus = grpo(cluster__gpus_per_trainer=1, cluster__gpus_per_engine_rank=1)
     [kernels, _] = module._packages(on_gpus, linear, planning=False)
     assert "has linear attention" in kernels and "install fla-core" in kernels

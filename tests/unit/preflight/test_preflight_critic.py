@@ -12,7 +12,7 @@ from test_preflight_checks import CONFIG, VOCABULARY, faults, grpo, home, safete
 from megatron_rl.commands.ppo import main
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import PpoRunConfig
-from megatron_rl.layout import FAMILIES, critic_config, critic_shape, read_shape
+from megatron_rl.models import FAMILIES, critic_config, critic_shape, read_shape
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 

@@ -18,9 +18,10 @@ from tiny_trainers import TinyTrainers, write_model
 from megatron_rl.bridge import join
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape
 from megatron_rl.rollout.programs.episodes import Samples
-from megatron_rl.types import Adapters, Mesh
+from megatron_rl.types import Adapters, LatentAttention, Mesh
 
 CACHE_TOKENS = 2**17
 """The size of the KV cache. vLLM's smallest one on a CPU has a GiB, which costs more to fill with zeros than a test."""
@@ -56,7 +57,7 @@ class Stage:
         from megatron_rl.rollout.vllm_sampler import VllmSampler
 
         assert not self.living, "another engine lives"
-        block = 128 if read_shape(folder).latent else 32
+        block = 128 if isinstance(read_shape(folder).attention, LatentAttention) else 32
         options = {"num_gpu_blocks_override": CACHE_TOKENS // block} | (vllm or {})
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, vllm=options, **rollout)
         parallel = self.config.parallel

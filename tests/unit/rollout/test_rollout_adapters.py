@@ -19,9 +19,9 @@ from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 from vllm_workers import called_in_workers
 
-from megatron_rl.layout import read_shape
-from megatron_rl.layout.adapters import SERVED_ID
-from megatron_rl.layout.peft import tensors_of
+from megatron_rl.models import read_shape
+from megatron_rl.models.adapters import SERVED_ID
+from megatron_rl.models.peft import tensors_of
 from megatron_rl.types import Adapters, GroupRequest, Mesh
 
 pytestmark = pytest.mark.deep

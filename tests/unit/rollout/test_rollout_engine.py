@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from small_models import changed
 from tiny_references import reference_logp
 from tiny_trainers import NUM_TOKENS, SPECIAL
 from transformers import AutoModelForCausalLM
@@ -66,16 +67,17 @@ def test_an_engine_without_weights_answers_nothing(stage):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("num_layers", "ffn_size", "message"),
     [
-        ({"num_layers": 3}, "expects a parameter model.layers.2.input_layernorm.weight"),
-        ({"num_layers": 1}, r"engine 0, rank 0: parameter model.layers.1.\S+ .* is covered by no rule"),
-        ({"ffn_size": 80}, r"parameter model.layers.0.mlp.gate_up_proj.weight is \(192, 64\)"),
+        (3, 96, "expects a parameter model.layers.2.input_layernorm.weight"),
+        (1, 96, r"engine 0, rank 0: parameter model.layers.1.\S+ .* is covered by no rule"),
+        (2, 80, r"parameter model.layers.0.mlp.gate_up_proj.weight is \(192, 64\)"),
     ],
 )
-def test_a_parameter_that_the_plan_does_not_write_is_named(stage, changes, message):
+def test_a_parameter_that_the_plan_does_not_write_is_named(stage, num_layers, ffn_size, message):
     setup = stage.trainers.setup
-    other = replace(setup, shape=replace(setup.shape, **changes))
+    shape = changed(replace(setup.shape, layers=setup.shape.layers[:1] * num_layers), mlp={"size": ffn_size})
+    other = replace(setup, shape=shape)
     with pytest.raises(ValueError, match=message):
         stage.run(stage.engine.weights.init_transfer({"setup": other.as_dict(), "engine": 0}))
 

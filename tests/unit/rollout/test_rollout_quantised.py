@@ -20,9 +20,9 @@ from tiny_trainers import write_model
 from vllm_workers import called_in_workers
 
 from megatron_rl.bridge.verification import PUSHES, is_sampled
-from megatron_rl.layout import read_shape, vllm_shards
 from megatron_rl.layout.route_order import WINDOW
-from megatron_rl.layout.shards import volume
+from megatron_rl.models import read_shape, vllm_shards
+from megatron_rl.models.shards import volume
 from megatron_rl.types import Mesh
 
 QUANTISED = dict(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from small_models import model
 
 from megatron_rl.actor.packing import pack
 from megatron_rl.algorithms.outcomes import grpo
@@ -18,9 +19,9 @@ from megatron_rl.loop.rollouts import describe
 from megatron_rl.loop.shares import batch_of, plan_step
 from megatron_rl.rollout.program import Completion, Transcript
 from megatron_rl.rollout.programs.beams import Beam, as_rollouts
-from megatron_rl.types import Group, ModelShape, Prompt, Rollouts, Verdict
+from megatron_rl.types import Group, Prompt, Rollouts, Verdict
 
-SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 64, 1e4, 1e-6, 64, False)
+SHAPE = model("qwen3", 1, 8, 2, 2, 4, 8, 64)
 DELIMITER, PREFIX = (3,), (4,)
 PROMPT = [11, 12]
 

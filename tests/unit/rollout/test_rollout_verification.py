@@ -9,7 +9,7 @@ from tiny_trainers import write_model
 
 from megatron_rl.bridge import model_parameters, verification
 from megatron_rl.bridge.verification import PUSHES, disagreement, element_sums, is_sampled, read
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.types import Mesh
 
 

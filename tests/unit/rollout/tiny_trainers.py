@@ -11,8 +11,9 @@ from patience import deadline
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, Recording, read_shape, slices
-from megatron_rl.layout.shards import local_extents
+from megatron_rl.layout import Engines, Recording
+from megatron_rl.models import read_shape, slices
+from megatron_rl.models.shards import local_extents
 from megatron_rl.types import Adapters, Mesh, Metrics
 
 CHARACTERS = "0123456789+=,? ."

@@ -3,7 +3,7 @@
     megatron-rl family models/New-30B [--json]
 
 It reads config.json and the headers of the weights, and prints the nearest family, the tensors that rows describe, the
-ones that no row describes, the keys of config.json that nothing reads, and the text of a file for layout/families/.
+ones that no row describes, the keys of config.json that nothing reads, and the text of a file for models/families/.
 Then it makes a tiny random model of the same config.json with transformers' own class and checks the proposal with it:
 the table has each tensor once; converted for TP2 x PP2 and back the weights have the same bits; the log-probs of
 Megatron on one process equal transformers'. A key that nothing reads and log-probs that differ belong together:
@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, read_shape
-from megatron_rl.layout.composite import COMPOSITES
-from megatron_rl.layout.hub import read_header, weight_files
+from megatron_rl.models import FAMILIES, read_shape
+from megatron_rl.models.composite import COMPOSITES
+from megatron_rl.models.hub import read_header, weight_files
 from megatron_rl.processes import piped
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
 from megatron_rl.tools.bench.family.proposal import Proposal, propose

@@ -3,7 +3,7 @@
 The nearest family is the one that leaves the fewest tensors over. Where it has rows that the model lacks they go, and
 where another family has rows for what is left over they come. What no row of any family has is told, and so is every
 key of config.json that nothing read: there a model may differ without a tensor that shows it, such as in a rotation.
-Invariant (tests/unit/layout): without the family of a known model the proposal has that family's rows.
+Invariant (tests/unit/models): without the family of a known model the proposal has that family's rows.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_rl.layout.config import shape_of
-from megatron_rl.layout.families import FAMILIES, module_of
-from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts
-from megatron_rl.layout.families.rows import first_name, rows_of, rows_without
-from megatron_rl.layout.family import Family
-from megatron_rl.layout.rule import HfTensor, Rule
+from megatron_rl.models.config import shape_of
+from megatron_rl.models.families import FAMILIES, module_of
+from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts
+from megatron_rl.models.families.rows import first_name, rows_of, rows_without
+from megatron_rl.models.family import Family
+from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.types import ModelShape
 
 Extents = tuple[int, ...]
@@ -79,7 +79,7 @@ class Proposal:
     """
 
     def source(self) -> str:
-        """The text of the file `layout/families/<model_type>.py`."""
+        """The text of the file `models/families/<model_type>.py`."""
         name, begin = self.family.name, FAMILIES[self.nearest]
         base, biased = self.nearest.upper(), self.family.read_config is read_experts
         imported = {self.nearest, *(family for _, family, _ in self.taken)}
@@ -101,18 +101,18 @@ class Proposal:
                 changes.append(f"{kind}={rows}")
         if self.family.read_config is not begin.read_config:
             changes.append(f"read_config={'read_experts' if biased else 'QWEN3_MOE.read_config'}")
-        if self.shape.rotary_share != 1.0 and begin.rotary_share is None:
-            changes.append(f"rotary_share={self.shape.rotary_share}")
+        if (share := self.shape.attention.rope.share) != 1.0 and begin.rotary_share is None:
+            changes.append(f"rotary_share={share}")
         if self.family.known != begin.known:
             differing = [f"{key!r}: {value!r}" for key, value in self.family.known.items() if value != begin.known[key]]
             changes.append(f"known={{**{base}.known, {', '.join(differing)}}}")
         text = "\n".join(f"    {change}," for change in changes)
         modules = {family: module_of(family) for family in imported}
-        lines = [f"from megatron_rl.layout.families.{modules[one]} import {one.upper()}" for one in imported]
+        lines = [f"from megatron_rl.models.families.{modules[one]} import {one.upper()}" for one in imported]
         if biased:
-            lines.append("from megatron_rl.layout.families.biased_mixture import BIASED_MIXTURE, read_experts")
+            lines.append("from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts")
         if "rows_" in text:
-            lines.append("from megatron_rl.layout.families.rows import rows_of, rows_without")
+            lines.append("from megatron_rl.models.families.rows import rows_of, rows_without")
         return (
             f'"""{name}: like {self.nearest}. Name the paper here, and what differs."""\n\n'
             "from __future__ import annotations\n\nfrom dataclasses import replace\n\n"
@@ -188,6 +188,7 @@ def _complete(
     of_vllm = (config.get("architectures") or [family.published_model or family.vllm_model])[0]
     known = {key: config.get(key, value) for key, value in family.known.items()}  # where they differ, rows show it
     whole = replace(replace(family, **rows), name=name, vllm_model=of_vllm, published_model=None, known=known)
+    layers = tuple(whole.layer(layer.attention, layer.mlp) for layer in shape.layers)
     described = {key: tensor.extents for key, tensor in whole.file_tensors(shape).items()}
     understood = [key for key, extents in described.items() if tensors.get(key) == extents]
     ignored = {
@@ -195,7 +196,7 @@ def _complete(
     }
     return Proposal(
         family=whole,
-        shape=replace(shape, family=name),
+        shape=replace(shape, family=name, layers=layers),
         nearest=nearest,
         taken=taken,
         dropped=dropped,
@@ -232,17 +233,18 @@ def _taken(
         over: the extents of the tensors that are left over, by pattern.
     """
     known = {first_name(rule) for rule in rows_without(family.rules, dropped)}
+    sizes = {name: size for layer in set(shape.layers) for name, size in shape.sizes(layer).items()}
     for other in FAMILIES.values():
         for kind in KINDS:
             for rule in getattr(other, kind):
-                if first_name(rule) not in known and _fits(rule, shape, over) and rule.when(shape):
+                if first_name(rule) not in known and rule.when is None and _fits(rule, sizes, over):
                     known.add(first_name(rule))
                     yield kind, other.name, first_name(rule)
 
 
-def _fits(rule: Rule, shape: ModelShape, over: Mapping[str, set[Extents]]) -> bool:
+def _fits(rule: Rule, sizes: Mapping[str, int], over: Mapping[str, set[Extents]]) -> bool:
     try:
-        extents = rule.extents(shape)
+        extents = rule.extents(sizes)
     except KeyError:  # of a dim that this model does not have
         return False
     return all(

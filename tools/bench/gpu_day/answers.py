@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape
 from megatron_rl.rollout.program import Samples
 from megatron_rl.tools.bench.gpu_day.sizes import Found, Number, all_at_once
 from megatron_rl.tools.bench.own_trainer import table_of

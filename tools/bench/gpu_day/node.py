@@ -18,7 +18,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.layout import Engines, read_shape
+from megatron_rl.layout import Engines
+from megatron_rl.models import read_shape
 from megatron_rl.tools.bench.compare_layouts import compare, random_rows, too_far
 from megatron_rl.tools.bench.gpu_day.parts import push_between
 from megatron_rl.tools.bench.gpu_day.sizes import QWEN3_30B_A3B, QWEN3_32B, SIZES, Found, Number, write_model
@@ -74,7 +75,7 @@ def train(overrides: Sequence[str], device: str, model: Path) -> Found:
 
     folder = Path(tempfile.mkdtemp())
     write_rows(folder / "task", seed=0)
-    axis = "data" if read_shape(model).num_kv_heads % 2 else "tensor"
+    axis = "data" if read_shape(model).attention.num_kv_heads % 2 else "tensor"
     on_device = ["cluster.device=gpu", "model.dtype=bfloat16"]
     command = [
         *(sys.executable, "-m", "megatron_rl.commands.grpo", "configs/run/smollm2_sums.yaml"),

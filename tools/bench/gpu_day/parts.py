@@ -24,8 +24,9 @@ from torch import Tensor
 from megatron_rl.commands.doctor import look
 from megatron_rl.commands.gpus import driver
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import Engines, Shard, megatron_shards, slices, vllm_shards
-from megatron_rl.layout.shards import local_extents
+from megatron_rl.layout import Engines
+from megatron_rl.models import Shard, megatron_shards, slices, vllm_shards
+from megatron_rl.models.shards import local_extents
 from megatron_rl.planning.transfer import COMMUNICATOR_BYTES
 from megatron_rl.tools.bench.compare_layouts import (
     Difference,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.config.package_files import find_shipped
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.types import ModelShape
 
 Number = int | float | str

@@ -20,7 +20,7 @@ from megatron_rl.balance import training_flops
 from megatron_rl.balance.hardware import PEAK_FLOPS
 from megatron_rl.config.optimizer import AdamConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.models import read_shape
 from megatron_rl.planning.activations import layer_bytes
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.planning.trainer import trainer_memory
@@ -89,7 +89,7 @@ def layers(recompute: str, device: str) -> Found:
     # The first layer's input is there before the layers, and the last layer's output after them: one for the other.
     kept = (marks["last norm"].held_bytes - marks["first layer"].held_bytes) / num_parts
     kept_predicted = {
-        "none": layer_bytes(shape, ParallelConfig(), 0, 2, fused=False),
+        "none": layer_bytes(shape, ParallelConfig(), shape.layers[0], 2, fused=False),
         "full": 2.0 * shape.hidden_size,  # the layer's input
     }[recompute]
     peak = marks["optimizer"].peak_bytes

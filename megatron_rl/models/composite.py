@@ -1,0 +1,159 @@
+"""Folders that hold a model for text together with other parts, as Kimi-K2.5 and Qwen3.5 are published.
+
+config.json has the text model's own configuration under `text_config`, and the names of the text model's tensors begin
+with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
+that a folder of its own has. All other tensors are counted and told by the beginnings of their names.
+
+No run begins with such a folder. vLLM's classes for it (KimiK25ForConditionalGeneration,
+Qwen3_5ForConditionalGeneration) also build the tower, which nothing here trains, and name the parameters differently.
+Its classes for text (DeepseekV3ForCausalLM, Qwen3_5ForCausalLM) and transformers' read the folder that the converter
+makes.
+
+Sources of the names: transformers, conversion_mapping.py (`kimi_k25`), modeling_qwen3_5.py and modeling_qwen3_5_moe.py
+(Qwen3_5MoeExperts); vLLM, kimi_k25.py and qwen3_5.py (`hf_to_vllm_mapper`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.models.families import FAMILIES
+from megatron_rl.models.family import Family
+from megatron_rl.models.rule import Rule
+from megatron_rl.models.view import InFile
+
+_DTYPE, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
+_INHERITED = (
+    *_DTYPE,
+    _TIED,
+    "quantization_config",
+    "compression_config",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+"""What `text_config` may leave to the whole config.json, which then says it for all parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composite:
+    models: tuple[str, ...]
+    """The class, under each of its names, that the whole config.json names in `architectures`."""
+    texts: tuple[str, ...]
+    """The values of `model_type` that `text_config` may have."""
+    prefixes: tuple[tuple[str, str], ...]
+    """(the beginning of a name in the folder's files, what stands there in a folder of the text model alone)."""
+
+    def own_name(self, name: str) -> str | None:
+        """The name that a tensor has in a folder of the text model alone; None if it belongs to another part."""
+        for theirs, own in self.prefixes:
+            if name.startswith(theirs):
+                return own + name.removeprefix(theirs)
+        return None
+
+    def part(self, name: str) -> str:
+        """The beginning of the name of a tensor that belongs to another part, such as `model.visual.`"""
+        known = [theirs.split(".") for theirs, _ in self.prefixes]
+        pieces = name.split(".")
+        depth = 0
+        while depth + 1 < len(pieces) and any(pieces[: depth + 1] == one[: depth + 1] for one in known):
+            depth += 1
+        return ".".join(pieces[: depth + 1]) + "."
+
+
+_KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")  # vLLM's and transformers' name
+_QWEN3_5 = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("mtp.", "mtp."))
+COMPOSITES = {
+    "kimi_k25": Composite(_KIMI, ("kimi_k2", "deepseek_v3"), (("language_model.", ""),)),
+    "qwen3_5": Composite(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), _QWEN3_5),
+    "qwen3_5_moe": Composite(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), _QWEN3_5),
+}
+"""The supported ones, by the `model_type` of the whole config.json."""
+
+
+def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of the text model alone; the same one if it describes no other part.
+
+    Raises:
+        ValueError: `text_config` describes none of the supported text models, or contradicts the whole config.json.
+    """
+    composite = COMPOSITES.get(str(config.get("model_type")))
+    if composite is None:
+        return dict(config)
+    if config.get("architectures") not in (None, *([model] for model in composite.models)):
+        raise ValueError(
+            f"architectures is {json.dumps(config['architectures'])}; for a {config['model_type']} only "
+            f"{' or '.join(composite.models)} is supported"
+        )
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type") not in composite.texts:
+        found = repr(text.get("model_type")) if isinstance(text, Mapping) else "missing"
+        raise ValueError(
+            f"the model_type of text_config is {found}, but in a {config['model_type']} only "
+            f"{' or '.join(composite.texts)} is supported"
+        )
+    if _TIED in text and config.get(_TIED, text[_TIED]) != text[_TIED]:  # transformers obeys the first, vLLM the second
+        raise ValueError(
+            f"{_TIED} is {json.dumps(config[_TIED])}, but {json.dumps(text[_TIED])} in text_config; make them equal"
+        )
+    left = set(_INHERITED) - (set(_DTYPE) if text.keys() & set(_DTYPE) else set())
+    whole = {key: config[key] for key in config if key in left}
+    # `auto_map` names code of the whole model, which is not written.
+    own = {key: value for key, value in text.items() if key != "auto_map"}
+    return whole | own | {"architectures": [FAMILIES[text["model_type"]].vllm_model]}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a folder's text model.
+
+    Raises:
+        ValueError: see `text_of`; the error names the file.
+    """
+    path = folder / "config.json"
+    try:
+        return text_of(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def composite_of(folder: Path) -> Composite | None:
+    """None if the folder holds a text model alone."""
+    return COMPOSITES.get(str(json.loads((folder / "config.json").read_text()).get("model_type")))
+
+
+def with_stacked_experts(family: Family) -> Family:
+    """The same table for files that hold a layer's experts in two tensors, as transformers 5 writes Qwen3.5's
+    composite: `experts.gate_up_proj` [experts, 2 ffn, hidden], gate above up, and `experts.down_proj`
+    [experts, hidden, ffn]."""
+    return replace(family, mixture=tuple(_stacked(rule) if rule.per_expert else rule for rule in family.mixture))
+
+
+def _stacked(rule: Rule) -> Rule:
+    block = rule.hf[0].name.partition(".{}")[0]
+    joined = "gate_up_proj" if len(rule.hf) == 2 else "down_proj"
+    return replace(
+        rule,
+        hf=tuple(
+            replace(tensor, file=InFile(f"{block}.{joined}", part, len(rule.hf))) for part, tensor in enumerate(rule.hf)
+        ),
+    )
+
+
+def check_text_alone(folder: Path) -> None:
+    """Check that a run can begin with a Hugging Face folder, as far as its parts matter.
+
+    Raises:
+        ValueError: the folder holds other parts than a text model; the error says what to do.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") in COMPOSITES:
+        raise ValueError(
+            f"model.path: {folder} holds a {config['model_type']}, a text model with a vision tower, and no run can "
+            f"begin with it. Please take the text model out once with "
+            f"`megatron-rl convert to-megatron {folder} TARGET`, and then set model.weights=TARGET and "
+            f"model.path=TARGET/hf"
+        )
