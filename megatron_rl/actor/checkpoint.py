@@ -89,10 +89,8 @@ class State(NamedTuple):
     num_updates: int
     random: dict[str, Any] | None
     """The states of this rank's random generators; None if another mesh wrote the checkpoint."""
-    extra: dict[str, Any]
-    """JSON's types; of rank 0."""
-    loss_scale: Mapping[str, float] | None = None
-    """`LossScale.state`, of a model in float16."""
+    extra: dict[str, Any]  # JSON's types; of rank 0
+    loss_scale: Mapping[str, float] | None = None  # `LossScale.state`, of a model in float16
 
 
 class FromHub(NamedTuple):

@@ -83,6 +83,11 @@ class TrainerRank(ProfiledRank, MegatronRank):
         log.info("%s, %.2f s", describe_update(metrics, minibatch, epoch), seconds)
         return metrics | {PEAK: float(peak_memory_bytes())}, product_s
 
+    def require_finite_weights(self) -> None:
+        from megatron_rl.actor.overflow import require_finite_weights
+
+        require_finite_weights(self.actor)
+
     def token_numbers(self, coefficients: Mapping[str, float]) -> dict[int, dict[str, np.ndarray]]:
         from megatron_rl.actor.inspection import token_numbers
 

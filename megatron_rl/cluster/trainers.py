@@ -171,11 +171,6 @@ class MegatronRank(TracedProcess, ABC):
         extra: dict[str, Any] = self.actor.load(Path(folder))
         return extra
 
-    def require_finite_weights(self) -> None:
-        from megatron_rl.actor.overflow import require_finite_weights
-
-        require_finite_weights(self.actor)
-
     def mirror(self, step: int, holders: Mapping[str, Any]) -> tuple[Metrics, list[str]]:
         """Copy the state to the holders; returns metrics, and the names of the holders that are lost."""
         start = time.perf_counter()
