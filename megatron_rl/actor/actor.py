@@ -82,7 +82,7 @@ class MegatronActor(MegatronTrainer):
             ValueError: see `take`, or a log-prob or value that advantages are computed from is not finite.
         """
         self.take(share)
-        self._is_changed, self._at_start = False, []
+        self._at_start = []
         needs, metrics = self.spec.objective.needs, self._describe_untrained()
         for one in needs.passes(len(share.minibatches) * share.epochs):
             if one.leaves == "logp_ref":

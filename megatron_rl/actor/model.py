@@ -79,10 +79,7 @@ def uses_fused_layers(model: ModelConfig, shape: ModelShape, context: int) -> bo
 def transformer_config(
     shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, switches: Mapping[str, Any]
 ) -> TransformerConfig:
-    """
-    Args:
-        switches: `policy.megatron.transformer`.
-    """
+    """Megatron's configuration of a model; `switches` is `policy.megatron.transformer`."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     mesh, fused = parallel.mesh, uses_fused_layers(model, shape, parallel.context)
     ours = dict(

@@ -92,11 +92,9 @@ class MegatronTrainer:
         """One rank of each data-parallel replica reports its metrics."""
         self.rows: EpochRows
         """What `take` was given."""
-        self._is_changed = False
-        """Whether an update has changed the weights since the step began."""
-        self._at_start: list[list[FirstPass]] = []
-        """The results of the pass for logp_old, `[mini-batch][micro-batch]`; empty if there was none. Only the last
-        pipeline stage has results."""
+        self._at_start: list[list[FirstPass]] | None = None
+        """The results of the pass for logp_old, `[mini-batch][micro-batch]`; empty if there was none, and None if an
+        update has changed the weights since. Only the last pipeline stage has results."""
         self._saving: Saving | None = None
         """The checkpoint that is being written; None if there is none."""
 
@@ -190,14 +188,10 @@ class MegatronTrainer:
 
         Returns:
             The objective's metrics, `loss`, `grad_norm` (before clipping), the metrics of `Optimizer.update`, and `lr`.
-            For a mixture of experts also the metrics of `describe_load`, `describe_replay` and
-            `describe_auxiliary_losses` in router.py that apply; for a trained multi-token head also the metrics of
-            `HeadLoss`; the norms are without it.
-
-            If the objective stops the step before this update, no weight has changed, and STOPPED stands in the place
-            of the norms and `lr`. For a model in float16 there are `loss_scale`, the scale of this update, and SKIPPED:
-            1 if the gradients have overflowed, so that nothing but the loss scale has changed, and the norms and `lr`
-            are missing.
+            For MoE models also the metrics of `describe_load`, `describe_replay` and `describe_auxiliary_losses` that
+            apply; for a trained multi-token head also those of `HeadLoss`; the norms are without it. If the objective
+            stops the step before this update, STOPPED stands in the place of the norms and `lr`. In float16 there are
+            `loss_scale` and SKIPPED, which is 1 if the gradients have overflowed: only the loss scale has changed then.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
@@ -239,7 +233,7 @@ class MegatronTrainer:
             if has_auxiliary_losses:
                 reports = [*reports, describe_auxiliary_losses(self.chunks)]
             metrics = reduce_or_locate(self, reports, problems, microbatches)
-            bound = None if self._is_changed else coefficients.get("max_mismatch")
+            bound = None if self._at_start is None else coefficients.get("max_mismatch")
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             if epoch and self.spec.objective.stops(metrics):
                 return metrics | {STOPPED: 1.0}
@@ -255,7 +249,7 @@ class MegatronTrainer:
                     self.agreement.require_none([describe_gradients(self, norm, microbatches)])
             # The last stage's head needs the whole embedding after every update.
             is_last = minibatch == len(self.rows.minibatches) - 1 or head_loss is not None
-            self._is_changed = True
+            self._at_start = None
             norms = self.optimizer.update(grad_norm, is_last, head_norm)
             if head_loss:
                 copy_embedding(self.chunks)
@@ -345,9 +339,7 @@ class MegatronTrainer:
         microbatches, objective = self.rows.minibatches[minibatch], self.spec.objective
         first_pass = None
         if "logp" in objective.needs.statistics:
-            # Until an update the weights are those of logp_old, so the pass of `begin` is still valid.
-            known = bool(self._at_start) and not self._is_changed
-            first_pass = self._at_start[minibatch] if known else self._forward(microbatches)
+            first_pass = self._at_start[minibatch] if self._at_start else self._forward(microbatches)
         columns = [batch.columns for batch in microbatches]
         if not self.is_last_stage:
             return columns

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
@@ -22,13 +22,13 @@ from megatron_rl.models.placement import Placed, Placement, engine_layers, linea
 from megatron_rl.models.rule import VALUE_HEAD, Ignored, Rule
 from megatron_rl.models.shards import Shard
 from megatron_rl.models.splits import Sizes, part
+from megatron_rl.models.traits import Traits
 from megatron_rl.models.view import FileTensor, View
 from megatron_rl.types import Attention, DeltaNet, GatedMlp, Layer, Mesh, Mixture, Mlp, ModelShape
 
 End = Literal["embedding", "norm", "output"]
 ALL_ENDS: tuple[End, ...] = ("embedding", "norm", "output")
 MEGATRON_LAYER, VLLM_LAYER = "decoder.layers.{}.", "model.layers.{}."
-ROUTER_BIAS = "mlp.router.expert_bias"
 DESCRIBED: dict[str, Any] = {
     **{"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
     "is_causal": True,  # transformers' masks and vLLM's classes read it
@@ -41,7 +41,7 @@ gives every layer of any model the window that config.json names, if there is no
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class Family(Traits):
     name: str
     """`model_type` of the HF config.json."""
     vllm_model: str
@@ -80,56 +80,6 @@ class Family:
     def multi_token(self) -> MultiTokenHead | None:
         """None: models of this family have no such head."""
         return next((one for one in self.ignored if isinstance(one, MultiTokenHead)), None)
-
-    def is_float32(self, hf_name: str) -> bool:
-        """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
-        return any(rule.float32 for rule in self._rules_of(hf_name))
-
-    def is_sent_as_float32(self, hf_name: str) -> bool:
-        """Whether the engine holds an HF tensor in float32 for every dtype of the model."""
-        return any(rule.is_sent_as_float32 for rule in self._rules_of(hf_name))
-
-    def _rules_of(self, hf_name: str) -> list[Rule]:
-        return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rows of all kinds of layers."""
-        return (*self.attention, *self.linear, *self.dense, *self.mixture)
-
-    def is_router_bias(self, hf_name: str) -> bool:
-        """Whether an HF tensor is the bias of a router: it has no gradient, and float32 in every form."""
-        names = [tensor.name for rule in self.rules if rule.megatron == ROUTER_BIAS for tensor in rule.hf]
-        return any(hf_name.endswith(f".{name}") for name in names)
-
-    def layer(self, attention: Attention, mlp: Mlp) -> Layer:
-        """A layer of these blocks, with what the table's rows say of them. A row is recognised by its parameter of
-        Megatron, which has one name in all families; the names of checkpoints differ. Where a row has a condition, the
-        block says it already."""
-        dims = {rule.megatron: rule.hf[0].dims for rule in self.rules}
-        chosen = {rule.megatron for rule in self.rules if rule.when is not None}
-        of = "self_attention."
-        traits: dict[tuple[str, str], dict[tuple[str, ...], Any]] = {
-            ("norms", f"{of}q_layernorm.weight"): {("head",): "head", ("q",): "full"},
-            ("qkv_bias", f"{of}linear_qkv.bias"): {("q",): True},
-            ("output_bias", f"{of}linear_proj.bias"): {("hidden",): True},
-            ("gated", f"{of}linear_qkv.weight"): {("q_and_gate", "hidden"): True},
-            ("sinks", f"{of}core_attention.softmax_offset"): {("heads",): True},
-            ("router_bias", ROUTER_BIAS): {("experts",): True},
-            ("linear_bias", "mlp.router.bias"): {("experts",): True},
-        }
-
-        def complete(block: Any) -> Any:
-            known = {field.name: field.default for field in fields(block)}
-            found = {
-                trait: values.get(dims.get(row, ()), known[trait])
-                for (trait, row), values in traits.items()
-                if trait in known and row not in chosen
-            }
-            return replace(block, **found)
-
-        zero_centred = any(rule.zero_centred for rule in self.rules)
-        return Layer(complete(attention), complete(mlp), "post_mlp_layernorm.weight" in dims, zero_centred)
 
     def last_rules(self, shape: ModelShape) -> list[Rule]:
         """The rows after the final norm; none if the output layer is the embedding."""

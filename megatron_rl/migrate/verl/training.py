@@ -128,7 +128,7 @@ def dtype(settings: Settings, key: str, value: Any) -> Meaning:
     ours, theirs = DTYPES.get(value), trained_in(settings)
     if ours is None:
         return refused("weights are bfloat16, float16 or float32 here; choose one of them")
-    if ours != theirs and theirs in DTYPES:  # another one is refused by its own key
+    if ours != theirs and theirs in DTYPES and key in settings.given:  # otherwise the trainer's key is refused
         why = f"trainer and engine have one type here, and verl's trainer computes in {theirs}; give both the same"
         return refused(why)
     return used({"model.dtype": ours})

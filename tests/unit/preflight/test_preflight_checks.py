@@ -986,7 +986,7 @@ def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused(
     [fault] = devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), glm)
     assert fault.startswith("model.dtype is float16, in which vLLM") and "routed_scaling_factor 2.5" in fault
     assert devices.faults_of_engine(grpo(model__dtype="bfloat16", **on_gpus), glm) == []
-    plain = replace(glm, experts=replace(glm.experts, scaling_factor=1.0))
+    plain = replace(glm, layers=(replace(glm.layers[-1], mlp=replace(glm.mixture, scaling_factor=1.0)),))
     assert devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), plain) == []
     for dtype in ("float16", "float32"):
         [fault] = devices.faults_of_engine(grpo(model__dtype=dtype), linear)
