@@ -206,8 +206,8 @@ def test_in_float16_its_gradient_has_the_loss_scale_too(numbers, expected, name,
     loss, _, gradient = expected(name)
     (metrics, found), *_ = numbers(name, layout, "train", dtype="float16")
     assert metrics["multi_token/loss"] == pytest.approx(loss, rel=1e-3)
-    for one, tensor in gradient.items():
-        assert relative(found[one], tensor) < 0.3, one  # a token may choose another expert; without the scale it is 1
+    whole = [np.concatenate([one[name].ravel() for name in gradient]) for one in (found, gradient)]
+    assert relative(*whole) < 0.1  # a token may choose another expert; without the scale it is 1
 
 
 POLICY = (Layout(Mesh(tensor=2), num_microbatches=2), Layout(Mesh(pipeline=2, data=2, expert=2), num_microbatches=2))
