@@ -11,6 +11,8 @@ import torch
 from scenarios import OPTIMIZER
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.optimizer.intervals import COPY
+from megatron_rl.actor.optimizer.rounding import Dither
 from megatron_rl.actor.state import named_parameters
 from megatron_rl.models import slices
 
@@ -19,6 +21,35 @@ def gradient_of(name: str, extents: tuple[int, ...]) -> np.ndarray:
     """float32 [extents]: the same for all that hold the tensor, with magnitudes of 1e-6 to 1e2."""
     random = np.random.default_rng(zlib.crc32(name.encode()))
     return (random.standard_normal(extents) * 10.0 ** random.uniform(-6, 2, extents)).astype(np.float32)
+
+
+def give_gradients(trainer, extents) -> None:
+    """Set every gradient to `gradient_of`."""
+    gradients = {name: parameter.main_grad.zero_() for name, parameter in named_parameters(trainer.chunks)}
+    for shard in trainer.shards:
+        if shard.local_name in gradients:  # the bias of a router has no gradient
+            part = gradients[shard.local_name][slices(shard.local_box)]
+            values = gradient_of(shard.hf_name, extents[shard.hf_name])[slices(shard.hf_box)]
+            part.copy_(torch.from_numpy(values).view(part.shape))
+
+
+def rounded_weights(rank, world_size, url, *, folder, layout, extents, settings):
+    """The numbers of weights, of those that are not their copies with the dither, and of those that are not their
+    copies to the nearest number, after an update of this rank's part."""
+    optimizer = OPTIMIZER.model_copy(update=settings)
+    trainer = scenarios.build(rank, world_size, url, folder, layout, optimizer=optimizer)
+    give_gradients(trainer, extents)
+    live = dict(named_parameters(trainer.chunks))
+    dither = Dither(trainer.shards, {name: tuple(one.shape) for name, one in live.items()})
+    with platform.running():
+        trainer.optimizer.update(trainer.optimizer.gradient_norm(), is_last=True)
+        counted = np.zeros(3, np.int64)
+        for state in trainer.optimizer.states():
+            weights, copies = live[state.name].data.view(-1)[state.start : state.stop], state.tensors[COPY]
+            others = dither.rounded(copies, state.name, state.start), copies.bfloat16()
+            counted += [len(copies), *(int((weights != one).sum()) for one in others)]
+    trainer.close()
+    return counted.tolist()
 
 
 def clipped_norm(rank, world_size, url, *, folder, layout, extents, trains_critic=False, settings=None, **others):
@@ -38,12 +69,7 @@ def clipped_norm(rank, world_size, url, *, folder, layout, extents, trains_criti
     else:
         optimizer = OPTIMIZER.model_copy(update=settings or {})
         trainer = scenarios.build(rank, world_size, url, folder, layout, optimizer=optimizer, **others)
-    gradients = {name: parameter.main_grad.zero_() for name, parameter in named_parameters(trainer.chunks)}
-    for shard in trainer.shards:
-        if shard.local_name in gradients:  # the bias of a router has no gradient
-            part = gradients[shard.local_name][slices(shard.local_box)]
-            values = gradient_of(shard.hf_name, extents[shard.hf_name])[slices(shard.hf_box)]
-            part.copy_(torch.from_numpy(values).view(part.shape))
+    give_gradients(trainer, extents)
     optimizer = trainer.optimizer
     with platform.running():
         norm = optimizer.gradient_norm()

@@ -99,6 +99,32 @@ def test_experts_are_counted_once(trainers, folders, samples, mesh):
             assert metrics[key] == pytest.approx(expected[key], rel=10 * RELATIVE)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    cover.essential(
+        [
+            (Mesh(data=2), {}),
+            (Mesh(tensor=2), {"offload": True}),
+            (Mesh(pipeline=2), {"moments": "bfloat16"}),
+            (Mesh(data=2), {"rounding": "nearest"}),
+        ],
+        (Mesh(data=2), {}),
+    ),
+    ids=str,
+)
+def test_weights_are_their_copies_with_the_dither_or_to_the_nearest_number(trainers, model_folder, mesh, settings):
+    shape = read_shape(model_folder)
+    arguments = dict(folder=model_folder, layout=Layout(mesh, dtype="bfloat16"), settings=settings)
+    extents = FAMILIES[shape.family].hf_tensors(shape)
+    for total, from_dither, from_nearest in trainers.run(
+        "norm_scenarios.rounded_weights", mesh.world_size, extents=extents, **arguments
+    ):
+        if settings.get("rounding") == "nearest":
+            assert from_nearest == 0 < from_dither
+        else:
+            assert from_dither == 0 and total / 20 < from_nearest < total
+
+
 @pytest.mark.deep
 def test_norms_of_a_bf16_model_are_those_of_its_fp32_copies(trainers, model_folder, samples, whole):
     """bf16 has 8 bits, so gradients are off by 1 %; Adam's steps are of nearly the same size."""
