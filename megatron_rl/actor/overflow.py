@@ -124,7 +124,7 @@ def _hub_names(trainer: MegatronTrainer) -> Mapping[str, list[str]]:
 
 
 def _depth(hub_name: str) -> float:
-    """Where a tensor is between the embedding and the output layer."""
+    """The place of a tensor between the embedding and the output layer, as a number that rises with the depth."""
     if layer := re.search(r"layers\.(\d+)\.", hub_name):
         return float(layer[1])
     return -1.0 if "embed_tokens" in hub_name else 1e9 if "lm_head" in hub_name else 1e6

@@ -73,7 +73,7 @@ def flops_by_layer(length: int, shape: ModelShape) -> list[float]:
 
 
 def _multiplications(layer: Layer, shape: ModelShape) -> int:
-    """Of one token in the weight matrices of a layer."""
+    """The multiplications of one token in the weight matrices of a layer."""
     return layer.attention.multiplications(shape.hidden_size) + layer.mlp.multiplications(shape.hidden_size)
 
 
