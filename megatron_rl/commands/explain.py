@@ -165,10 +165,11 @@ def look(config: GrpoRunConfig, asked: ExplainRequest) -> ExplainedStep:
     shares, _ = plan_step(config, shape, batch_of(config, rollouts, asked.step))
     return ExplainedStep(
         number=asked.step,
-        answers=answers_of(rollouts, shares.policy[0], {}),
+        answers=answers_of(rollouts, shares.policy, {}),
         records={int(record["step"]): record for record in read_metrics(asked.run)},
         labels=[reward.label for reward in config.rewards],
         max_lag=config.rollout.max_lag,
+        num_updates=shares.num_updates,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.types import Prompt, Rollout, Rollouts, Share, Tokens
+from megatron_rl.types import Epochs, Prompt, Rollout, Rollouts, Tokens
 
 METRICS = ("grad_norm", "loss", "mismatch", "reward", "entropy", "length")
 """What can be explained."""
@@ -45,6 +45,8 @@ class ExplainedAnswer:
     """The index of the engine that gave it; None if it was not recorded."""
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)
     """See `actor.inspection.token_numbers`; empty if it is not trained on."""
+    updates: Sequence[int] = ()
+    """The updates of the step that train on it, one in each epoch, counted from 0."""
 
     def with_numbers(self, numbers: Mapping[str, np.ndarray]) -> ExplainedAnswer:
         """The answer with what the trainers have computed."""
@@ -104,6 +106,8 @@ class ExplainedStep:
     records: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     labels: Sequence[str] = ()
     """The names of the rewards."""
+    num_updates: int = 1
+    """The number of updates that were planned for the step."""
     max_lag: int = 0
     untrained: Sequence[int] = ()
     """The tokens whose embeddings no training has moved."""
@@ -132,10 +136,11 @@ class ExplainedStep:
 
 
 def answers_of(
-    rollouts: Rollouts, shares: Sequence[Share], numbers: Mapping[int, Mapping[str, np.ndarray]]
+    rollouts: Rollouts, epochs: Epochs, numbers: Mapping[int, Mapping[str, np.ndarray]]
 ) -> list[ExplainedAnswer]:
     """The answers of a step whose payloads are tokens, in the order of their groups."""
-    advantages = {int(i): float(a) for share in shares for i, a in zip(share.index, share.advantages, strict=True)}
+    advantages = {int(i): float(a) for share in epochs[0] for i, a in zip(share.index, share.advantages, strict=True)}
+    updates = updates_of(epochs)
     found: list[ExplainedAnswer] = []
     for group in rollouts.groups:
         payload: Sequence[Any] = group.payload
@@ -150,6 +155,21 @@ def answers_of(
                     tokens=tokens,
                     advantage=advantages.get(index, float("nan")),
                     engine=group.engines[number] if group.engines else None,
+                    updates=updates.get(index, ()),
                 ).with_numbers(numbers.get(index, {}))
             )
+    return found
+
+
+def updates_of(epochs: Epochs) -> dict[int, list[int]]:
+    """The updates that train on each sample, by the sample's index in the step. They are counted from 0 over all
+    epochs."""
+    found: dict[int, list[int]] = {}
+    first = 0
+    for shares in epochs:
+        for share in shares:
+            for number, minibatch in enumerate(share.minibatches):
+                for place in (place for micro in minibatch for place in micro):
+                    found.setdefault(int(share.index[place]), []).append(first + number)
+        first += len(shares[0].minibatches)
     return found

@@ -84,16 +84,24 @@ def _show_gradient(told: Explanation, tokenizer: Tokenizer, say: Any) -> None:
         say(f"  {one.gradient.norm:10.4g}  {describe_token(answer, place, tokenizer)}")
     samples = [one for one in told.found if len(one.part.samples) == 1 and one.part.start == 0]
     for one in samples[:NUM_ANSWERS]:
-        say(f"  {one.gradient.norm:10.4g}  the whole of {describe_answer(answers[one.part.samples[0]])}")
+        answer = answers[one.part.samples[0]]
+        say(f"  {one.gradient.norm:10.4g}  the whole of {describe_answer(answer, told.step.num_updates)}")
 
 
-def describe_answer(answer: ExplainedAnswer) -> str:
+def describe_answer(answer: ExplainedAnswer, num_updates: int = 1) -> str:
+    """
+    Args:
+        num_updates: the number of the step's updates. If it is 1, the answer's update is not named.
+    """
     verdict = answer.rollout.verdict
     reward = "no score" if verdict.reward is None else f"reward {verdict.reward:g}"
     reason = f" ({verdict.reason})" if verdict.reason else ""
     size = f"{answer.rollout.num_response_tokens} tokens"
     kind = "advantage" if "advantage" not in answer.numbers else "mean advantage"
     trained = f"{kind} {answer.advantage:.4g}" if np.isfinite(answer.advantage) else "not trained"
+    if answer.updates and num_updates > 1:
+        numbers = " and ".join(str(update + 1) for update in answer.updates)
+        trained += f", in update{'s' * (len(answer.updates) > 1)} {numbers} of {num_updates}"
     return f"{answer.name}: {size}, {reward}{reason}, {trained}"
 
 
@@ -119,7 +127,7 @@ def _show_answers(told: Explanation, console: Console) -> None:
     known = sorted((pair for pair in valued if np.isfinite(pair[0])), key=lambda pair: -pair[0])
     shown = known[:NUM_ANSWERS] + known[NUM_ANSWERS:][-NUM_ANSWERS:]
     for value, answer in shown:
-        table.add_row(f"{value:.4g}", Text(describe_answer(answer)))
+        table.add_row(f"{value:.4g}", Text(describe_answer(answer, told.step.num_updates)))
     console.print(table)
 
 
@@ -161,6 +169,7 @@ def _sample(answer: ExplainedAnswer) -> dict[str, Any]:
         "uid": answer.prompt.uid,
         "index": answer.number,
         "advantage": answer.advantage if np.isfinite(answer.advantage) else None,
+        "updates": list(answer.updates),
         "tokens": {name: np.round(x[response], 6).tolist() for name, x in answer.numbers.items()},
     }
 
