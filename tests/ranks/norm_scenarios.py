@@ -40,13 +40,14 @@ def rounded_weights(rank, world_size, url, *, folder, layout, extents, settings)
     trainer = scenarios.build(rank, world_size, url, folder, layout, optimizer=optimizer)
     give_gradients(trainer, extents)
     live = dict(named_parameters(trainer.chunks))
-    dither = Dither(trainer.shards, {name: tuple(one.shape) for name, one in live.items()})
+    extents, dtype = {name: tuple(one.shape) for name, one in live.items()}, trainer.chunks[0].config.params_dtype
+    dither = Dither(trainer.shards, extents, dtype=dtype)
     with platform.running():
         trainer.optimizer.update(trainer.optimizer.gradient_norm(), is_last=True)
         counted = np.zeros(3, np.int64)
         for state in trainer.optimizer.states():
             weights, copies = live[state.name].data.view(-1)[state.start : state.stop], state.tensors[COPY]
-            others = dither.rounded(copies, state.name, state.start), copies.bfloat16()
+            others = dither.rounded(copies, state.name, state.start), copies.to(dtype)
             counted += [len(copies), *(int((weights != one).sum()) for one in others)]
     trainer.close()
     return counted.tolist()

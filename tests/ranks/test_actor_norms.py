@@ -100,21 +100,25 @@ def test_experts_are_counted_once(trainers, folders, samples, mesh):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "settings"),
+    ("mesh", "dtype", "settings"),
     cover.essential(
         [
-            (Mesh(data=2), {}),
-            (Mesh(tensor=2), {"offload": True}),
-            (Mesh(pipeline=2), {"moments": "bfloat16"}),
-            (Mesh(data=2), {"rounding": "nearest"}),
+            (Mesh(data=2), "bfloat16", {}),
+            (Mesh(data=2), "float16", {}),
+            (Mesh(tensor=2), "bfloat16", {"offload": True}),
+            (Mesh(pipeline=2), "bfloat16", {"moments": "bfloat16"}),
+            (Mesh(data=2), "bfloat16", {"rounding": "nearest"}),
+            (Mesh(data=2), "float16", {"rounding": "nearest"}),
         ],
-        (Mesh(data=2), {}),
+        (Mesh(data=2), "bfloat16", {}),
     ),
     ids=str,
 )
-def test_weights_are_their_copies_with_the_dither_or_to_the_nearest_number(trainers, model_folder, mesh, settings):
+def test_weights_are_their_copies_with_the_dither_or_to_the_nearest_number(
+    trainers, model_folder, mesh, dtype, settings
+):
     shape = read_shape(model_folder)
-    arguments = dict(folder=model_folder, layout=Layout(mesh, dtype="bfloat16"), settings=settings)
+    arguments = dict(folder=model_folder, layout=Layout(mesh, dtype=dtype), settings=settings)
     extents = FAMILIES[shape.family].hf_tensors(shape)
     for total, from_dither, from_nearest in trainers.run(
         "norm_scenarios.rounded_weights", mesh.world_size, extents=extents, **arguments

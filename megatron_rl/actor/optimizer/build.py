@@ -33,9 +33,10 @@ def build_optimizer(
         ValueError: a setting of `policy.megatron.optimizer` is unknown or refused.
     """
     dither = None
-    if chunks[0].config.bf16 and policy.optimizer.rounding == "dithered":
+    config = chunks[0].config
+    if (config.bf16 or config.fp16) and policy.optimizer.rounding == "dithered":
         live = {name: tuple(parameter.shape) for name, parameter in named_parameters(chunks)}
-        dither = Dither(megatron_shards(*place), live, platform.device())
+        dither = Dither(megatron_shards(*place), live, platform.device(), config.params_dtype)
     if isinstance(policy.optimizer, MuonConfig):
         return MuonOptimizer(chunks, policy, total_steps, place, dither)
     kind = StreamedAdam if policy.optimizer.is_streamed else AdamOptimizer

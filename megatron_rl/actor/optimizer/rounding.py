@@ -1,4 +1,4 @@
-"""How the fp32 copies of bfloat16 weights become the weights again after an update.
+"""How the fp32 copies of weights in two bytes become the weights again after an update.
 
 An update of reinforcement learning is small: with a learning rate of 2e-5 Adam moves a weight of 0.05 by a twelfth of
 the distance between two numbers of bfloat16. Rounded to the nearest one, most weights keep their bits for many updates,
@@ -27,25 +27,34 @@ from megatron_rl.models import Shard
 
 BLOCK_ELEMENTS = 2**20
 """The number of elements whose draws are made at a time."""
+SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 COLUMN, FIRST, SECOND = -0x61C88647, -0x7A143595, -0x3D4D51CB
 """Odd constants as int32: 2^32 / golden ratio, and the two factors of murmur3's finaliser."""
 
 
-def round_up_above(copy_N: Tensor, draws_N: Tensor) -> Tensor:
-    """bfloat16 [N]: of the two numbers next to each copy the one with the smaller magnitude, or the other one where the
-    part of the way to it is above 1 - draw / 2^16. Numbers of bfloat16 stay.
+def round_up_above(copy_N: Tensor, draws_N: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N]: of the two numbers of `dtype` next to each copy the one with the smaller magnitude, or the other one where
+    the part of the way to it is above 1 - draw / 2^16. Numbers of `dtype` stay.
 
     Args:
         copy_N: float32, finite.
         draws_N: int32 in [0, 2^16).
+        dtype: bfloat16 or float16.
 
     Example:
-        1 + 2^-9 is a quarter of the way from 1 to the next number, 1 + 2^-7. The draws 0, 20,000, 49,152 and 60,000
-        give 1, 1, 1 + 2^-7 and 1 + 2^-7.
+        1 + 2^-9 is a quarter of the way from 1 to the next number of bfloat16, 1 + 2^-7. The draws 0, 20,000, 49,152
+        and 60,000 give 1, 1, 1 + 2^-7 and 1 + 2^-7.
     """
-    # A number of bfloat16 is the upper half of the same number's bits in float32.
-    bits_N = copy_N.contiguous().view(torch.int32) + draws_N
-    return (bits_N & -0x10000).view(torch.float32).bfloat16()
+    if dtype == torch.bfloat16:
+        # A number of bfloat16 is the upper half of the same number's bits in float32.
+        bits_N = copy_N.contiguous().view(torch.int32) + draws_N
+        return (bits_N & -0x10000).view(torch.float32).bfloat16()
+    # A number of float16 lacks the lowest 13 bits. Below SMALLEST_NORMAL its numbers are as far apart as just above.
+    shift_N = torch.where(
+        copy_N.abs() < SMALLEST_NORMAL, torch.full_like(copy_N, SMALLEST_NORMAL).copysign(copy_N), 0.0
+    )
+    bits_N = (copy_N + shift_N).view(torch.int32) + (draws_N >> 3)
+    return ((bits_N & -0x2000).view(torch.float32) - shift_N).half()
 
 
 class Dither:
@@ -54,12 +63,18 @@ class Dither:
     Args:
         shards: of all parameters of the rank.
         live: the extents of its trained parameters, by local name; a vocabulary may have more rows than its shards.
+        dtype: of the weights, bfloat16 or float16.
         device: where the weights are.
     """
 
     def __init__(
-        self, shards: Iterable[Shard], live: Mapping[str, tuple[int, ...]], device: torch.device | str = "cpu"
+        self,
+        shards: Iterable[Shard],
+        live: Mapping[str, tuple[int, ...]],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        self._dtype = dtype
         self._widths = {name: prod(extents[1:]) for name, extents in live.items()}
         rows = {name: torch.zeros(extents[0], dtype=torch.int64) for name, extents in live.items()}
         for shard in (shard for shard in shards if shard.local_name in rows):  # there are buffers, too
@@ -83,9 +98,9 @@ class Dither:
         return x_N >> 16 & 0xFFFF
 
     def rounded(self, copy_N: Tensor, name: str, start: int) -> Tensor:
-        """bfloat16 [N]: the weights of the flat interval of a parameter that begins at `start` (`round_up_above`)."""
+        """[N]: the weights of the flat interval of a parameter that begins at `start` (`round_up_above`)."""
         blocks, place = [], start
         for block_B in torch.split(copy_N, BLOCK_ELEMENTS):
-            blocks.append(round_up_above(block_B, self.draws(name, place, len(block_B))))
+            blocks.append(round_up_above(block_B, self.draws(name, place, len(block_B)), self._dtype))
             place += len(block_B)
-        return torch.cat(blocks) if blocks else copy_N.bfloat16()
+        return torch.cat(blocks) if blocks else copy_N.to(self._dtype)

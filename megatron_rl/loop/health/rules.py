@@ -48,8 +48,7 @@ class Health:
                 del self._rules["no_calls"]
             if config.algorithm.is_around_engine:  # its ratio is the one to the engine's policy
                 del self._rules["ratio"]
-            dithers = config.policy.optimizer.rounding == "dithered" and config.model.dtype != "float16"
-            if dithers:  # even the smallest update moves the mean of the weights
+            if config.policy.optimizer.rounding == "dithered":  # even the smallest update moves the mean of the weights
                 del self._rules["still_weights"]
         longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)
         self._history: deque[Metrics] = deque(sink.recorded(longest), maxlen=longest)

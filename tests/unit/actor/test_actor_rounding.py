@@ -29,25 +29,40 @@ MESHES = {
 """With tp8 two ranks share a KV head, and models without experts have no ep."""
 
 
-def rounded(numbers, draws):
-    return round_up_above(torch.tensor(numbers), torch.tensor(draws, dtype=torch.int32)).float().tolist()
+def rounded(numbers, draws, dtype=torch.bfloat16):
+    return round_up_above(torch.tensor(numbers), torch.tensor(draws, dtype=torch.int32), dtype).float().tolist()
 
 
-def test_golden_quarter_of_the_way():
-    quarter, above = 1 + 2**-9, 1 + 2**-7
+@pytest.mark.parametrize(
+    ("base", "distance", "dtype"),
+    [(1, 2**-7, torch.bfloat16), (1, 2**-10, torch.float16), (3 * 2**-24, 2**-24, torch.float16)],
+    ids=str,
+)
+def test_golden_quarter_of_the_way(base, distance, dtype):
+    quarter, above = base + distance / 4, base + distance
     draws = [0, 20_000, 49_151, 49_152, 60_000]
-    assert rounded([quarter] * 5, draws) == [1, 1, 1, above, above]
-    assert rounded([-quarter] * 5, draws) == [-1, -1, -1, -above, -above]
+    assert rounded([quarter] * 5, draws, dtype) == [base, base, base, above, above]
+    assert rounded([-quarter] * 5, draws, dtype) == [-base, -base, -base, -above, -above]
 
 
-@given(st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False), st.integers(0, 2**16 - 1))
+@pytest.mark.parametrize(
+    ("dtype", "largest", "relative", "absolute"),
+    [(torch.bfloat16, 2.0**99, 2**-7, 2**-133), (torch.float16, 65_504.0, 2**-10, 2**-24)],
+    ids=str,
+)
+@given(data=st.data(), draw=st.integers(0, 2**16 - 1))
 @settings(deadline=None)
-def test_a_number_becomes_one_of_its_two_neighbours_and_numbers_of_bfloat16_stay(number, draw):
-    (got,) = rounded([number], [draw])
-    assert abs(got - number) < max(abs(number) * 2**-7, 2**-133)
-    assert rounded([got], [draw]) == [got]
-    below, above = rounded([number] * 2, [0, 2**16 - 1])
-    assert got in (below, above) and abs(below) <= abs(number) <= abs(above)
+def test_a_number_becomes_one_of_its_two_neighbours_and_numbers_of_the_type_stay(
+    dtype, largest, relative, absolute, data, draw
+):
+    exponent = data.draw(st.integers(-40, 0)) if data.draw(st.booleans()) else 0
+    number = data.draw(st.floats(-largest, largest, width=32, allow_subnormal=False)) * 2.0**exponent
+    number = float(np.float32(number))
+    (got,) = rounded([number], [draw], dtype)
+    assert abs(got - number) < max(abs(number) * relative, absolute)
+    assert rounded([got], [draw], dtype) == [got]
+    below, above = rounded([number] * 2, [0, 2**16 - 1], dtype)
+    assert got in (below, above) and abs(below) <= abs(number) <= abs(above) + (absolute * 2**-12)
 
 
 def dither_of(shards: list[Shard]) -> Dither:
