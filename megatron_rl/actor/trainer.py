@@ -50,11 +50,11 @@ from megatron_rl.actor.packing import Microbatch, check_alignment, check_microba
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.actor.step import Schedule
+from megatron_rl.actor.step import MicrobatchLoss, Schedule
 from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
-from megatron_rl.algorithms.passes import SKIPPED, STOPPED, Column
+from megatron_rl.algorithms.passes import REPEATED, STOPPED, Column
 from megatron_rl.models import check_parameters, megatron_shards
 from megatron_rl.models.peft import base_digest
 from megatron_rl.types import Metrics, Phase, Share
@@ -191,7 +191,7 @@ class MegatronTrainer:
             For MoE models also the metrics of `describe_load`, `describe_replay` and `describe_auxiliary_losses` that
             apply; for a trained multi-token head also those of `HeadLoss`; the norms are without it. If the objective
             stops the step before this update, STOPPED stands in the place of the norms and `lr`. In float16 there are
-            `loss_scale` and SKIPPED, which is 1 if the gradients have overflowed: only the loss scale has changed then.
+            `loss_scale` and REPEATED: a gradient that overflows is computed again with half of the loss scale.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
@@ -217,45 +217,61 @@ class MegatronTrainer:
             return logp_T.sum() * 0.0, {}
 
         has_auxiliary_losses = self._prepare_auxiliary_losses(microbatches)
+        scale, num_repeats = self.optimizer.loss_scale, 0
         with platform.running():
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.megatron.zero_grad()
-            start_counting(self.chunks)
-            head_loss = HeadLoss.of(microbatches) if self.spec.shape.multi_token else None
-            results = self.schedule.run(microbatches, loss, head_loss=head_loss)
-            reports = results if self.reports_metrics else []
-            if head_loss and self.reports_metrics:
-                reports = [*reports, *head_loss.reports]
-            load_RE = total_load(self.chunks)
-            if load_RE is not None:
-                reports = [*reports, *self._describe_experts(load_RE)]
-            if has_auxiliary_losses:
-                reports = [*reports, describe_auxiliary_losses(self.chunks)]
-            metrics = reduce_or_locate(self, reports, problems, microbatches)
-            bound = None if self._at_start is None else coefficients.get("max_mismatch")
-            metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
-            if epoch and self.spec.objective.stops(metrics):
-                return metrics | {STOPPED: 1.0}
-            grad_norm = self.optimizer.gradient_norm()
-            head_norm = self.optimizer.head_gradient_norm() if head_loss else 0.0
-            scale = self.optimizer.loss_scale
-            in_force = {"loss_scale": scale.value, SKIPPED: 0.0} if scale else {}
-            for norm in (grad_norm, head_norm):
-                if not norm <= LARGEST_NORM:  # or NaN; it is equal on all ranks, so all of them enter the collective
-                    if scale and not scale.is_lowest and math.isfinite(metrics["loss"]):
-                        self.optimizer.skip()
-                        return {**metrics, **in_force, SKIPPED: 1.0}
-                    self.agreement.require_none([describe_gradients(self, norm, microbatches)])
+            while True:
+                metrics, load_RE, head_loss = self._differentiate(microbatches, loss, problems, has_auxiliary_losses)
+                bound = None if self._at_start is None else coefficients.get("max_mismatch")
+                metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
+                if epoch and self.spec.objective.stops(metrics):
+                    return metrics | {STOPPED: 1.0}
+                grad_norm = self.optimizer.gradient_norm()
+                head_norm = self.optimizer.head_gradient_norm() if head_loss else 0.0
+                # A norm is equal on all ranks, so all of them go the same way.
+                if (largest := max(grad_norm, head_norm)) <= LARGEST_NORM:
+                    break
+                if not scale or scale.is_lowest or not math.isfinite(metrics["loss"]):
+                    self.agreement.require_none([describe_gradients(self, largest, microbatches)])
+                self.optimizer.lower_loss_scale()
+                num_repeats += 1
             # The last stage's head needs the whole embedding after every update.
             is_last = minibatch == len(self.rows.minibatches) - 1 or head_loss is not None
             self._at_start = None
+            in_force = {"loss_scale": scale.value, REPEATED: float(num_repeats)} if scale else {}
             norms = self.optimizer.update(grad_norm, is_last, head_norm)
             if head_loss:
                 copy_embedding(self.chunks)
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
         return {**metrics, "grad_norm": grad_norm, **norms, "lr": self.optimizer.lr, **in_force}
+
+    def _differentiate(
+        self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, problems: list[str], has_auxiliary_losses: bool
+    ) -> tuple[Metrics, Tensor | None, HeadLoss | None]:
+        """Compute the gradient of a mini-batch. Returns its metrics, the load of the experts, if there are any, and the
+        loss of a multi-token head, if one is trained.
+
+        Args:
+            problems: what `loss` has found; it is empty.
+
+        Raises:
+            ValueError: see `update`.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.megatron.zero_grad()
+        start_counting(self.chunks)
+        head_loss = HeadLoss.of(microbatches) if self.spec.shape.multi_token else None
+        results = self.schedule.run(microbatches, loss, head_loss=head_loss)
+        reports = results if self.reports_metrics else []
+        if head_loss and self.reports_metrics:
+            reports = [*reports, *head_loss.reports]
+        load_RE = total_load(self.chunks)
+        if load_RE is not None:
+            reports = [*reports, *self._describe_experts(load_RE)]
+        if has_auxiliary_losses:
+            reports = [*reports, describe_auxiliary_losses(self.chunks)]
+        return reduce_or_locate(self, reports, problems, microbatches), load_RE, head_loss
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is

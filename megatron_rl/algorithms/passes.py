@@ -28,8 +28,9 @@ under the weights at the step's start, `logp_ref` under the reference policy's."
 
 STOPPED = "stopped"
 """The metric of an update that was not made, because `Objective.stops` was true."""
-SKIPPED = "update_skipped"
-"""The metric of a model in float16 that is 1 for an update that was not made, because its gradients overflowed."""
+REPEATED = "update_repeated"
+"""The metric of a model in float16 that says how often the gradient of an update was computed again, because it
+overflowed."""
 
 
 class Pass(NamedTuple):

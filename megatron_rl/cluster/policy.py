@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_rl import spans
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.algorithms.passes import SKIPPED, STOPPED, Column, Needs
+from megatron_rl.algorithms.passes import STOPPED, Column, Needs
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.nodes import RayPlacement
@@ -188,7 +188,7 @@ class PolicyGroup(RankGroup):
         calls = [rank.update.remote(minibatch, coefficients, epoch) for rank in self.ranks]
         answers: list[tuple[Metrics, float]] = self._gather_all(calls, "to update")
         self.num_changes += STOPPED not in answers[0][0]
-        if SKIPPED in answers[0][0]:  # a model in float16
+        if "loss_scale" in answers[0][0]:  # a model in float16
             self._all("require_finite_weights", "to look at its weights")
         number, ratio = slowest([seconds for _, seconds in answers])
         peak = max(metrics[PEAK] for metrics, _ in answers)
@@ -204,8 +204,6 @@ def describe_update(metrics: Metrics, minibatch: int, epoch: int) -> str:
     where = f"epoch {epoch + 1}, update {minibatch}: loss {metrics['loss']:.6g}"
     if STOPPED in metrics:
         return f"{where}, not made: algorithm.stop_epochs, KL {metrics['ppo_kl']:.6g}"
-    if metrics.get(SKIPPED):
-        return f"{where}, skipped: its gradients overflow float16 at the loss scale {metrics['loss_scale']:.6g}"
     return f"{where}, gradient norm {metrics['grad_norm']:.6g}"
 
 

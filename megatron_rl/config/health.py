@@ -20,7 +20,6 @@ HealthRule = Literal[
     "mismatch",
     "ratio",
     "still_weights",
-    "skipped_updates",
     "untrained_tokens",
     "lag",
     "idle_engines",
@@ -44,10 +43,8 @@ MEANINGS: Mapping[HealthRule, str] = {
     "no_calls": "no answer has called a tool in five steps in a row of a run with tools",
     "mismatch": "trainer and engine differ five times as much as 50 steps ago, and by 1e-4 nats or more",
     "ratio": "the ratio differs from 1 by more than 1 % although the weights are the ones that gave logp_old",
-    "still_weights": "an update changes less than 2 % of the weights in float16, or in bfloat16 with "
-    "`policy.optimizer.rounding: nearest`, and the reward has not risen within the last 50 steps",
-    "skipped_updates": "half of the updates of the last ten steps or more were skipped, because gradients overflowed "
-    "float16",
+    "still_weights": "with `policy.optimizer.rounding: nearest` an update changes less than 2 % of the weights, and "
+    "the reward has not risen within the last 50 steps",
     "untrained_tokens": "tokens were sampled whose embeddings no training has moved",
     "lag": "the answers are as old as `rollout.max_lag` allows in five steps in a row",
     "idle_engines": "the engines have no request for 80 % of the time in five steps in a row of an asynchronous run",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from megatron_rl.algorithms import Coefficients, disagreement
-from megatron_rl.algorithms.passes import SKIPPED, STOPPED
+from megatron_rl.algorithms.passes import STOPPED
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.health.answers import UntrainedSteps
 from megatron_rl.loop.health.stragglers import Stragglers
@@ -43,7 +43,7 @@ class Updates:
         start = time.perf_counter()
         with self._sink.phase("update"):
             updates, of_critic = self._policy.update(coefficients.values)
-        metrics |= of_critic | self._lag_without_skipped(rollouts, step)
+        metrics |= of_critic
         made = [update for update in updates if STOPPED not in update]
         if made:  # a critic may learn alone at first
             seconds = (time.perf_counter() - start) * shares.num_updates / len(made)
@@ -52,22 +52,10 @@ class Updates:
             metrics |= describe_updates(made, coefficients)
             if len(shares.policy) > 1:
                 metrics |= self._describe_epochs(made, len(shares.policy[0][0].minibatches))
-            if any(not update.get(SKIPPED) for update in made):  # otherwise the policy is still the same
-                coefficients.adapt(metrics, int(planned["samples/active"]))
-        if shares.num_updates > 1 and (lag := metrics.get("lag/mean", rollouts.metrics.get("lag/mean"))):
+            coefficients.adapt(metrics, int(planned["samples/active"]))
+        if shares.num_updates > 1 and (lag := rollouts.metrics.get("lag/mean")):
             metrics["lag/updates"] = lag * shares.num_updates
         return metrics
-
-    def _lag_without_skipped(self, rollouts: Rollouts, step: int) -> Metrics:
-        """The lag of the answers without the steps whose updates were all skipped (float16), because the weights are
-        the same after them."""
-        if self._config.model.dtype != "float16" or "lag/mean" not in rollouts.metrics:
-            return {}
-        recorded = self._sink.recorded(self._config.rollout.max_lag)
-        skipped = [record["step"] for record in recorded if record.get(SKIPPED) == 1]
-        samples = [sample for group in rollouts.groups for sample in group.rollouts if sample.num_actions]
-        lags = [step - s.oldest_version - sum(s.oldest_version <= one < step for one in skipped) for s in samples]
-        return {"lag/mean": sum(lags) / max(1, len(lags)), "lag/max": float(max(lags, default=0))}
 
     def _describe_epochs(self, updates: Sequence[Metrics], per_epoch: int) -> Metrics:
         """The metrics of each epoch.
@@ -94,8 +82,7 @@ OF_EPOCHS = ("ratio/mean", "ratio/max", "ratio/min", "pg_clipfrac", "ppo_kl", "m
 
 
 def together(updates: Sequence[Metrics]) -> Metrics:
-    """The largest of the metrics whose names end in `/max`, the smallest for `/min`, and the means of all others, over
-    the updates that have them: one that was skipped has no norms."""
+    """The largest of the metrics whose names end in `/max`, the smallest for `/min`, and the means of all others."""
     reduce = {"max": max, "min": min}
     return {
         name: reduce.get(name.rpartition("/")[2], fmean)([update[name] for update in updates if name in update])

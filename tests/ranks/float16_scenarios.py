@@ -31,7 +31,7 @@ def updates(
 
     Args:
         steps: the number of updates of each step.
-        spoilt: the updates whose gradient of layer 1's output is infinite.
+        spoilt: the updates whose gradient of layer 1's output is infinite with the loss scale that they begin with.
         checkpoint: with `resumed`, what the first step continues; otherwise it is written after the first step. Then
             the mirror of that time is restored after one more update.
 
@@ -65,12 +65,15 @@ def updates(
 
 
 def _spoilt(actor) -> ExitStack:
-    """Inside the block the gradient of the output of layer 1 is infinite."""
+    """Inside the block the gradient of the output of layer 1 is infinite with the present loss scale."""
+    scale = actor.optimizer.loss_scale
+    spoilt = scale.value
 
     def hook(module, arguments, output):
         hidden = output[0]
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: gradient * float("inf"))
+            factor = float("inf") if scale.value == spoilt else 1.0
+            hidden.register_hook(lambda gradient: gradient * factor)
 
     hooks = ExitStack()
     for chunk in actor.chunks:

@@ -81,7 +81,7 @@ def test_float16_is_nearer_to_float64_than_bfloat16(numbers):
 
 
 def scaled(layout: Layout, initial: float, **settings) -> Layout:
-    settings = {"initial_loss_scale": initial, "hysteresis": 1, **settings}
+    settings = {"initial_loss_scale": initial, **settings}
     return replace(layout, dtype="float16", megatron=MegatronConfig(optimizer=settings))
 
 
@@ -96,35 +96,33 @@ FIRST = 2.0**12
 
 
 @pytest.mark.parametrize("name", cover.essential(LAYOUTS, "dp2"))
-def test_a_skipped_update_is_none(trainers, model_folder, samples, tmp_path, name):
-    """The updates 0 and 3 are skipped. The others are, to the bit, those of a run without them that has their scale. A
-    run that is resumed, or that continues a mirror, between the skipped ones continues to the bit."""
+def test_an_update_that_overflows_is_computed_again_with_half_the_scale(
+    trainers, model_folder, samples, tmp_path, name
+):
+    """Update 0 overflows, and halves the scale. All updates are, to the bit, those of a run that begins with half the
+    scale. A run that is resumed, or that continues a mirror, between two overflows continues to the bit."""
     arguments = dict(folder=model_folder, samples=samples)
     layout, half, size = (
         scaled(LAYOUTS[name], FIRST, loss_scale_window=2),
-        scaled(LAYOUTS[name], FIRST / 2),
+        scaled(LAYOUTS[name], FIRST / 2, loss_scale_window=2),
         LAYOUTS[name].mesh.world_size,
     )
-    saved = dict(arguments, layout=layout, checkpoint=tmp_path / "after 2")
-    skipping = trainers.run("float16_scenarios.updates", size, steps=(2, 4), spoilt=(0, 3), **saved)
-    plain = trainers.run("float16_scenarios.updates", size, layout=half, steps=(1, 3), **arguments)
-    assert len({str(metrics) for metrics, *_ in skipping}) == 1, "all ranks report the same"
-    for (metrics, changed, state, made), (expected, _, expected_state, _) in zip(skipping, plain, strict=True):
-        assert [update["update_skipped"] for update in metrics] == [1, 0, 0, 1, 0, 0]
-        scales = [FIRST * factor for factor in (1, 0.5, 0.5, 1, 0.5, 0.5)]  # two in a row double it
-        assert [update["loss_scale"] for update in metrics] == scales
-        assert changed == [False, True, True, False, True, True] and made == 4
-        assert not {"grad_norm", "lr", "param_norm"} & metrics[0].keys() and {"loss", "ratio/mean"} <= metrics[0].keys()
-        whole = [update for update in metrics if not update["update_skipped"]]
-        for one, other in zip(whole, expected, strict=True):
-            compared = {key for key in other if key != "loss_scale" and not key.startswith("mismatch/")}
-            assert {key: one[key] for key in compared} == {key: other[key] for key in compared}
+    repeated = trainers.run("float16_scenarios.updates", size, layout=layout, steps=(2, 1), spoilt=(0,), **arguments)
+    plain = trainers.run("float16_scenarios.updates", size, layout=half, steps=(2, 1), **arguments)
+    assert len({str(metrics) for metrics, *_ in repeated}) == 1, "all ranks report the same"
+    for (metrics, changed, state, made), (expected, _, expected_state, _) in zip(repeated, plain, strict=True):
+        assert [update["update_repeated"] for update in metrics] == [1, 0, 0] and made == 3 and all(changed)
+        assert [update["loss_scale"] for update in metrics] == [FIRST / 2, FIRST / 2, FIRST], "two in a row double it"
+        for one, other in zip(metrics, expected, strict=True):
+            assert one | {"update_repeated": 0} == other
         assert state.keys() == expected_state.keys()
         assert all(np.array_equal(state[key], expected_state[key]) for key in state)
+    saved = dict(arguments, layout=layout, checkpoint=tmp_path / "after 2")
+    whole = trainers.run("float16_scenarios.updates", size, steps=(2, 4), spoilt=(0, 3), **saved)
     resumed = trainers.run("float16_scenarios.updates", size, steps=(4,), spoilt=(1,), resumed=True, **saved)
-    for (metrics, _, state, _), (again, _, same, _) in zip(skipping, resumed, strict=True):
-        assert [update["loss_scale"] for update in again] == [update["loss_scale"] for update in metrics[2:]]
-        assert [update.get("grad_norm") for update in again] == [update.get("grad_norm") for update in metrics[2:]]
+    for (metrics, _, state, _), (again, _, same, _) in zip(whole, resumed, strict=True):
+        for key in ("loss_scale", "grad_norm", "update_repeated"):
+            assert [update[key] for update in again] == [update[key] for update in metrics[2:]]
         assert all(np.array_equal(state[key], same[key]) for key in state) and state.keys() == same.keys()
 
 
@@ -142,17 +140,15 @@ def test_an_overflow_at_the_lowest_scale_names_the_layer(trainers, model_folder,
 
 
 @pytest.mark.deep
-def test_the_scale_falls_from_2_to_the_40_until_the_gradients_fit(trainers, model_folder, samples):
-    """With Megatron-Core's hysteresis of 2 the first overflow costs nothing."""
-    layout = scaled(LAYOUTS["tp2"], 2.0**40, hysteresis=2)
+def test_the_scale_falls_from_2_to_the_40_within_one_update(trainers, model_folder, samples):
+    layout = scaled(LAYOUTS["tp2"], 2.0**40)
     found = trainers.run(
-        "float16_scenarios.updates", 2, folder=model_folder, samples=samples, layout=layout, steps=(40,)
+        "float16_scenarios.updates", 2, folder=model_folder, samples=samples, layout=layout, steps=(4,)
     )
     for metrics, _, _, made in found:
-        skipped = [update["update_skipped"] for update in metrics]
-        assert skipped == sorted(skipped, reverse=True) and 10 < sum(skipped) < 40 and made == 40 - sum(skipped)
-        assert metrics[0]["loss_scale"] == metrics[1]["loss_scale"] == 2.0**40 == 2 * metrics[2]["loss_scale"]
-        assert metrics[-1]["loss"] < metrics[0]["loss"]
+        repeats = [update["update_repeated"] for update in metrics]
+        assert 10 < repeats[0] < 40 and made == 4 and repeats[-1] == 0
+        assert metrics[-1]["loss_scale"] == 2.0 ** (40 - sum(repeats)) and metrics[-1]["loss"] < metrics[0]["loss"]
 
 
 def changed_model(folder: Path, target: Path, name: str, factor: float) -> Path:
@@ -200,7 +196,7 @@ KINDS = {
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_training_skips_and_resumes(trainers, model_folder, samples, tmp_path, kind):
+def test_every_kind_of_training_repeats_and_resumes(trainers, model_folder, samples, tmp_path, kind):
     layout = scaled(Layout(Mesh(tensor=2, data=2), num_microbatches=2), FIRST)
     layout = replace(layout, recompute="full" if kind == "recompute" else "none")
     arguments = dict(
@@ -209,7 +205,7 @@ def test_every_kind_of_training_skips_and_resumes(trainers, model_folder, sample
     whole = trainers.run("float16_scenarios.updates", 4, steps=(2, 3), spoilt=(0, 3), **arguments)
     resumed = trainers.run("float16_scenarios.updates", 4, steps=(3,), spoilt=(1,), resumed=True, **arguments)
     for (metrics, changed, state, made), (again, _, same, _) in zip(whole, resumed, strict=True):
-        assert changed == [False, True, True, False, True] and made == 3
+        assert all(changed) and made == 5 and [update["update_repeated"] for update in metrics] == [1, 0, 0, 1, 0]
         assert metrics[2:] == again and state.keys() == same.keys()
         assert all(np.array_equal(state[key], same[key]) for key in state)
         assert metrics[-1]["loss"] < metrics[1]["loss"]

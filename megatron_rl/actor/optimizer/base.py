@@ -65,6 +65,7 @@ class Optimizer(ABC):
             clip_grad=cfg.clip_grad,
             bf16=chunks[0].config.bf16,
             fp16=chunks[0].config.fp16,
+            hysteresis=1,  # each overflow halves the loss scale (LossScale)
             params_dtype=chunks[0].config.params_dtype,
             use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         )
@@ -132,11 +133,10 @@ class Optimizer(ABC):
         # Under expert parallelism Megatron has a separate optimizer for the experts.
         return (interval for inner in self.megatron.chained_optimizers for interval in intervals(inner))
 
-    def skip(self) -> None:
-        """Do no update, because gradients of a model in float16 have overflowed. Weights, moments and the number of
-        updates stay, and the loss scale falls."""
+    def lower_loss_scale(self) -> None:
+        """Forget the gradients of a model in float16, which have overflowed, and halve the loss scale."""
         assert self.loss_scale is not None
-        self.loss_scale.count(overflows=True)
+        self.loss_scale.halve()
         for interval in self._intervals():
             interval.main.grad = None
 
@@ -169,7 +169,7 @@ class Optimizer(ABC):
         self.num_updates += 1
         self._set_rate()
         if self.loss_scale is not None:
-            self.loss_scale.count(overflows=False)
+            self.loss_scale.count()
         clip, every = self.megatron.config.clip_grad, list(self._intervals())
         for of_head, norm in ((False, grad_norm), (True, head_norm)):
             clipped = [interval.main for interval in every if belongs_to_head(interval.parameter) == of_head]

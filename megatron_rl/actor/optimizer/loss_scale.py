@@ -2,11 +2,12 @@
 
 A number of float16 is at most 65,504, and one below 6e-8 is 0, so small gradients of activations would be lost. The
 backward pass begins with the loss times the scale, and the summed gradients, which are float32, are divided by it. The
-scale is a power of two, so neither rounds. If a gradient overflows all the same, the update is skipped, which halves
-the scale. Megatron-Core has a scale for each of its optimizers, and the scales of experts and other layers may drift
-apart; a rank has one here. The norm of the gradient is equal on all ranks, so the scales are, too.
+scale is a power of two, so neither rounds. If a gradient overflows all the same, it is computed again with half of the
+scale: Megatron-Core skips such an update, but the answers of a step cost far more than another pass. It also has a
+scale for each of its optimizers, and the scales of experts and other layers may drift apart; a rank has one here. The
+norm of the gradient is equal on all ranks, so the scales are, too.
 
-Invariants (tests/unit/actor): the scale equals Megatron-Core's after every sequence of updates; its state continues it.
+Invariants (tests/unit/actor): the scale equals Megatron-Core's after every sequence of passes; its state continues it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 INITIAL = 2.0**16
-"""The first scale. Megatron-Core's, 2^32, overflows in the first updates of every run, and each of these would lose the
-answers of a step."""
+"""The first scale. Megatron-Core's, 2^32, overflows in the first 10 to 20 passes of every run."""
 
 
 @dataclass(slots=True)
@@ -31,13 +31,9 @@ class LossScale:
     value: float
     lowest: float
     window: int
-    """After this number of updates in a row without an overflow the scale is doubled."""
-    hysteresis: int
-    """The number of overflows since the scale was doubled last from which on each halves the scale."""
+    """After this number of updates without an overflow the scale is doubled."""
     num_finite: int = 0
     """The number of updates since the last overflow, or since the scale was doubled."""
-    num_overflows: int = 0
-    """The number of overflows since the scale was doubled last."""
 
     @classmethod
     def of(cls, config: MegatronOptimizerConfig) -> LossScale:
@@ -56,11 +52,10 @@ class LossScale:
             raise ValueError(
                 f"policy.megatron.optimizer.initial_loss_scale is {first:g}, below min_loss_scale {lowest:g}; raise it"
             )
-        window, hysteresis = int(config.loss_scale_window), int(config.hysteresis)
-        for name, number in (("loss_scale_window", window), ("hysteresis", hysteresis)):
-            if number < 1:
-                raise ValueError(f"policy.megatron.optimizer.{name} is {number}; it must be 1 or more")
-        return cls(first, lowest, window, hysteresis)
+        window = int(config.loss_scale_window)
+        if window < 1:
+            raise ValueError(f"policy.megatron.optimizer.loss_scale_window is {window}; it must be 1 or more")
+        return cls(first, lowest, window)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Megatron-Core's schedules call it with the loss of a micro-batch before its backward pass, and with 1 for the
@@ -71,26 +66,21 @@ class LossScale:
     def is_lowest(self) -> bool:
         return self.value <= self.lowest
 
-    def count(self, overflows: bool) -> None:
-        """Set the scale of the next update.
+    def halve(self) -> None:
+        """A gradient has overflowed."""
+        self.num_finite = 0
+        self.value = max(self.value / 2, self.lowest)
 
-        Args:
-            overflows: whether a gradient of this one has overflowed.
-        """
-        if overflows:
-            self.num_finite, self.num_overflows = 0, self.num_overflows + 1
-            if self.num_overflows >= self.hysteresis:
-                self.value = max(self.value / 2, self.lowest)
-            return
+    def count(self) -> None:
+        """An update is made."""
         self.num_finite += 1
         if self.num_finite >= self.window:
-            self.num_finite = self.num_overflows = 0
+            self.num_finite = 0
             self.value *= 2
 
     def state(self) -> dict[str, float]:
         """What the scale of later updates depends on, apart from the settings."""
-        return {"value": self.value, "num_finite": self.num_finite, "num_overflows": self.num_overflows}
+        return {"value": self.value, "num_finite": self.num_finite}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        self.value = state["value"]
-        self.num_finite, self.num_overflows = int(state["num_finite"]), int(state["num_overflows"])
+        self.value, self.num_finite = state["value"], int(state["num_finite"])

@@ -240,18 +240,6 @@ def still_weights(history: History) -> str:
     )
 
 
-def skipped_updates(history: History) -> str:
-    values = [metrics.get("update_skipped", 0.0) for metrics in list(history)[-2 * SETTLED :]]
-    if sum(values) < SETTLED:
-        return ""
-    return (
-        f"{fmean(values):.0%} of the updates of the last {len(values)} steps were skipped, because gradients overflow "
-        f"float16; the loss scale is {history[-1].get('loss_scale', 0.0):g}. Begin with a lower one "
-        "(policy.megatron.optimizer.initial_loss_scale), look for answers of extreme reward, or set model.dtype to "
-        "bfloat16"
-    )
-
-
 def untrained_tokens(history: History) -> str:
     share = history[-1].get("tokens/untrained", 0.0)
     if not share:
@@ -326,7 +314,6 @@ RULES: Mapping[HealthRule, Callable[[History], str]] = {
     "mismatch": mismatch,
     "ratio": ratio,
     "still_weights": still_weights,
-    "skipped_updates": skipped_updates,
     "untrained_tokens": untrained_tokens,
     "idle_engines": idle_engines,
     "memory": memory,

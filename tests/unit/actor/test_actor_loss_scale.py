@@ -14,54 +14,47 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.optimizer.loss_scale import INITIAL, LossScale
 
 
-def settings(initial=INITIAL, lowest=1.0, window=1000, hysteresis=2):
-    return SimpleNamespace(
-        initial_loss_scale=initial, min_loss_scale=lowest, loss_scale_window=window, hysteresis=hysteresis
-    )
+def settings(initial=INITIAL, lowest=1.0, window=1000):
+    return SimpleNamespace(initial_loss_scale=initial, min_loss_scale=lowest, loss_scale_window=window)
 
 
 def values(overflows, **given) -> list[float]:
-    """The scale before each update."""
+    """The scale before each pass, and after the last one."""
     scale, found = LossScale.of(settings(**given)), []
     for overflow in overflows:
         found.append(scale.value)
-        scale.count(overflow)
+        scale.halve() if overflow else scale.count()
     return [*found, scale.value]
 
 
 def test_each_overflow_halves_it_and_a_window_without_one_doubles_it():
-    found = values([True, False, True, False, False, False, False], initial=8.0, hysteresis=1, window=2)
+    found = values([True, False, True, False, False, False, False], initial=8.0, window=2)
     assert found == [8, 4, 4, 2, 2, 4, 4, 8]
 
 
-def test_the_first_overflow_after_a_doubling_costs_nothing_with_a_hysteresis_of_2():
-    found = values([True, True, True, False, False, True, True], initial=8.0, window=2)
-    assert found == [8, 8, 4, 2, 2, 4, 4, 2]
-
-
 def test_it_does_not_fall_below_its_lowest_value():
-    scale = LossScale.of(settings(initial=4.0, lowest=2.0, hysteresis=1))
+    scale = LossScale.of(settings(initial=4.0, lowest=2.0))
     assert not scale.is_lowest
-    scale.count(True)
+    scale.halve()
     assert scale.is_lowest and scale.value == 2
-    scale.count(True)
+    scale.halve()
     assert scale.value == 2
 
 
-@given(st.lists(st.booleans(), max_size=60), st.integers(1, 3), st.integers(1, 4), st.integers(0, 60))
-def test_it_is_megatrons_and_its_state_continues_it(overflows, hysteresis, window, cut):
+@given(st.lists(st.booleans(), max_size=60), st.integers(1, 4), st.integers(0, 60))
+def test_it_is_megatrons_and_its_state_continues_it(overflows, window, cut):
     with platform.running():
         from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
-        theirs = DynamicGradScaler(2.0**8, 2.0, 2.0, 0.5, window, hysteresis)
-        ours = LossScale.of(settings(2.0**8, 2.0, window, hysteresis))
+        theirs = DynamicGradScaler(2.0**8, 2.0, 2.0, 0.5, window, hysteresis=1)
+        ours = LossScale.of(settings(2.0**8, 2.0, window))
         for i, overflow in enumerate(overflows):
             if i == cut:
-                saved, ours = json.loads(json.dumps(ours.state())), LossScale.of(settings(1.0, 1.0, window, hysteresis))
+                saved, ours = json.loads(json.dumps(ours.state())), LossScale.of(settings(1.0, 1.0, window))
                 ours.lowest = 2.0
                 ours.restore(saved)
             theirs.update(overflow)
-            ours.count(overflow)
+            ours.halve() if overflow else ours.count()
             assert ours.value == theirs.scale.item()
 
 
@@ -77,7 +70,6 @@ def test_a_power_of_two_rounds_no_loss():
         ({"lowest": 0.0}, "min_loss_scale is 0; take a power of two"),
         ({"initial": 1.0, "lowest": 2.0}, "initial_loss_scale is 1, below min_loss_scale 2"),
         ({"window": 0}, "loss_scale_window is 0"),
-        ({"hysteresis": 0}, "hysteresis is 0"),
     ],
 )
 def test_settings_that_make_no_scale_are_refused_by_their_keys(wrong, told):

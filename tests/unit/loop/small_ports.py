@@ -29,9 +29,7 @@ PROMPTS = [Prompt(f"row {i}", (5, 6 + i), "") for i in range(10)]
 class World:
     """All ports in one: a policy that counts its updates, a stream whose groups end in any order, and a log."""
 
-    def __init__(
-        self, score=lambda group, i: float(i % 2), stops_at=sys.maxsize, masked_from=sys.maxsize, skipped=None
-    ):
+    def __init__(self, score=lambda group, i: float(i % 2), stops_at=sys.maxsize, masked_from=sys.maxsize):
         self.calls: list[str] = []
         self.logged: list[tuple[int, dict]] = []
         self.warnings: list[str] = []
@@ -40,8 +38,6 @@ class World:
         self.mesh = Mesh()
         self.stops_at, self.masked_from = stops_at, masked_from
         """The update of a step before which the objective stops it, and the first one without unmasked tokens."""
-        self.skipped = skipped
-        """The updates of the run, from 1, that a model in float16 skips; None: it is in another type."""
         self.coefficients: list[dict[str, float]] = []
         self.restarts_left, self.keeps_mirrors = 0, False
         self.mirrors: dict[int, int] = {}
@@ -76,10 +72,7 @@ class World:
         self.coefficients.append(coefficients)
         told = {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
         told |= {"kl": 0.02, "entropy": 0.5, "masked": float(minibatch >= self.masked_from)}
-        if self.skipped is None:
-            return told
-        is_skipped = self.updates in self.skipped
-        return told | {"update_skipped": float(is_skipped)} | ({} if is_skipped else {"grad_norm": float(self.updates)})
+        return told
 
     def save(self, folder: Path, extra):
         self.calls.append(f"save {folder.name}")

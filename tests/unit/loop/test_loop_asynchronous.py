@@ -66,18 +66,6 @@ def test_engines_are_ahead_by_no_more_than_the_lag(tmp_path, max_lag):
     assert first["reward/exact_answer/failed"] == pytest.approx(0.5), "a share, however many scorings there were"
 
 
-def test_a_step_whose_updates_are_skipped_adds_no_lag(tmp_path):
-    plain, skipping, none = Recording(), Recording(skipped={3, 4}), Recording(skipped=set(range(99)))
-    for number, world in enumerate((plain, skipping, none)):
-        cfg = asynchronous(2)
-        in_float16 = cfg.model_copy(update={"model": cfg.model.model_copy(update={"dtype": "float16"})})
-        run(world, tmp_path / str(number), in_float16)
-    lags = [[metrics["lag/mean"] for _, metrics in world.logged[:-1]] for world in (plain, skipping, none)]
-    assert max(lags[0]) > 0 and max(lags[2]) == 0
-    assert lags[1][:3] == lags[0][:3] and all(less <= lag for less, lag in zip(lags[1], lags[0], strict=True))
-    assert lags[1] != lags[0] and max(lags[1]) > 0
-
-
 def test_a_resumed_run_asks_again_for_what_was_under_way(tmp_path):
     broken, resumed, cfg = Recording(), Recording(), asynchronous(2)
     assert run(broken, tmp_path / "c", cfg, stopping=StopAfter(broken, 3)) == 3

@@ -89,7 +89,6 @@ def test_a_healthy_run_is_told_nothing():
         ("mismatch", {"mismatch/mean_abs": 3e-3}, 1, "trainer and engine differ by 3.0e-03 nats"),
         ("ratio", {"on_policy/ratio_error": 0.2}, 1, "the ratio of the policy to itself differs from 1 by 0.2"),
         ("untrained_tokens", {"tokens/untrained": 0.001}, 1, "0.001 of the sampled tokens have embeddings that no"),
-        ("skipped_updates", {"update_skipped": 1.0}, 5, "50% of the updates of the last 10 steps were skipped"),
         ("lag", {"lag/mean": 2.0}, 5, "the answers are as old as rollout.max_lag = 2 allows"),
         ("no_calls", {"environment/tool_calls": 0.0}, 5, "no answer of the last 5 steps has called a tool"),
         ("idle_engines", {"rollout/idle": 0.9}, 5, "the engines have nothing to do for 90% of the time"),

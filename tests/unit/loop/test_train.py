@@ -94,19 +94,6 @@ def test_a_step_that_is_stopped_describes_the_updates_that_were_made(tmp_path):
     assert first["epoch_2/ratio/max"] == 3
 
 
-def test_a_skipped_update_has_no_norm_and_adapts_no_coefficient(tmp_path):
-    """Of six updates, two a step, the first and both of the second step are skipped."""
-    kl = {"coefficient": {"kind": "adaptive", "target": 0.01, "horizon": 10}}
-    world = World(skipped={1, 3, 4})
-    run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "kl": kl}))
-    first, second, third = (metrics for _, metrics in world.logged[:3])
-    assert [one["update_skipped"] for one in (first, second, third)] == [0.5, 1, 0]
-    assert [one.get("grad_norm") for one in (first, second, third)] == [2, None, 5.5]
-    assert [one["loss"] for one in (first, second, third)] == [1.5, 3.5, 5.5]
-    of_updates = [one["kl"] for one in world.coefficients]
-    assert of_updates[0] == of_updates[1] < of_updates[2] == of_updates[3] == of_updates[4]
-
-
 def test_an_epoch_whose_tokens_are_all_masked_is_told(tmp_path):
     world = World(masked_from=2)
     run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "epochs": 2}))
