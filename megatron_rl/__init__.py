@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_rl.api import Run, RunPlan, grpo, plan, ppo, sft
+    from megatron_rl.api import Run, RunPlan, dpo, grpo, plan, ppo, sft
 
-__all__ = ["Run", "RunPlan", "grpo", "plan", "ppo", "sft"]
+__all__ = ["Run", "RunPlan", "dpo", "grpo", "plan", "ppo", "sft"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "grpo": ("commands.grpo", "train by reinforcement: Megatron trains, vLLM answers"),
         "ppo": ("commands.ppo", "the same with a critic"),
         "sft": ("commands.sft", "train on rows with completions"),
+        "dpo": ("commands.dpo", "train on preferences: pairs of answers (DPO, IPO, SimPO, ORPO, KTO)"),
     },
     "Plan": {
         "init": ("commands.init", "write a YAML file to begin with, in which each key has its meaning"),
@@ -33,6 +34,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "commands.filter_difficulty",
             "keep prompts that a model neither always nor never answers",
         ),
+        "pairs": ("commands.pairs", "write pairs for `dpo` from the answers of runs or of two models"),
         "generate": ("commands.generate", "answer the prompts of a run's first steps, for rollout.replay"),
     },
     "Inspect": {

@@ -29,7 +29,14 @@ from megatron_rl.config.function import VALUES
 from megatron_rl.config.function_copies import Functions
 from megatron_rl.config.given_rows import GivenRows, Rows
 from megatron_rl.config.load import merge, read_yaml, validate
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, PpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import (
+    BaseConfig,
+    DpoRunConfig,
+    GrpoRunConfig,
+    OfflineRunConfig,
+    PpoRunConfig,
+    SftRunConfig,
+)
 from megatron_rl.observe.records import METRICS, read_metrics
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.shapes import planned_shape
@@ -49,7 +56,12 @@ OF_STEPS = {"loss", "rollout/num_samples"}
 """Each step has at least one of these metrics, also if it trained nothing."""
 COLOURS = {"FORCE_COLOR", "CLICOLOR_FORCE"}
 """The variables by which a notebook's kernel makes programs believe that they have a terminal."""
-KINDS: Mapping[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
+KINDS: Mapping[str, type[BaseConfig]] = {
+    "grpo": GrpoRunConfig,
+    "ppo": PpoRunConfig,
+    "sft": SftRunConfig,
+    "dpo": DpoRunConfig,
+}
 
 
 def grpo(
@@ -117,6 +129,19 @@ def sft(
 ) -> Run:
     """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`."""
     return start("sft", Inputs(model, data), name, files, _with_steps(sections, steps))
+
+
+def dpo(
+    model: Model,
+    data: Rows,
+    steps: int | None = None,
+    *,
+    name: str | None = None,
+    files: Sequence[str | os.PathLike[str]] = (),
+    **sections: Any,
+) -> Run:
+    """Train on rows with `prompt`, `chosen` and `rejected`, by the loss `dpo={"loss": {"kind": ...}}`; see `grpo`."""
+    return start("dpo", Inputs(model, data), name, files, _with_steps(sections, steps))
 
 
 @dataclass(frozen=True)
@@ -275,8 +300,8 @@ def start(
         raise ValueError("data is a mapping without `train`, which has the rows")
     rows, rewards = GivenRows(data.pop("train"), written / "train"), inputs.rewards
     heldout = None if inputs.eval_data is None else GivenRows(inputs.eval_data, written / "eval")
-    if kind == "sft":
-        merge(given, {"sft": {"rows": rows.path}})
+    if issubclass(KINDS[kind], OfflineRunConfig):
+        merge(given, {kind: {"rows": rows.path}})
     else:
         merge(given, {"data": data | {"train": rows.path} | ({} if heldout is None else {"eval": heldout.path})})
     entries = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]

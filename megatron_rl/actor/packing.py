@@ -140,9 +140,9 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         lag_T[predicting] = np.where(action_T, share.version - mine.version[skipped + 1 :], 0)
         token_T[start : start + padded[i]] = (int(share.index[sample]) << 32) + skipped + np.arange(1, padded[i] + 1)
 
-    def spread(values: np.ndarray) -> Tensor:
+    def spread(values: np.ndarray, dtype: type = np.float32) -> Tensor:
         of_samples = values[list(samples)] if samples else np.zeros(1)
-        return torch.from_numpy(np.repeat(of_samples.astype(np.float32), padded))
+        return torch.from_numpy(np.repeat(of_samples.astype(dtype), padded))
 
     return Microbatch(
         names=tuple(names),
@@ -159,6 +159,7 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
             logp_rollout_T=torch.from_numpy(logp_rollout_T),
             lag_T=torch.from_numpy(lag_T),
             reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
+            logp_reference_T=None if share.logp_reference is None else spread(share.logp_reference, np.float64),
         ),
         routes=_pack_routes(tokens, padded, [skipped for _, skipped in holders]),
         shared=_shared(starts, holders),

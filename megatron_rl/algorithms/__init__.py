@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         PolicyObjective,
         disagreement,
     )
+    from megatron_rl.algorithms.preference_objective import PreferenceObjective
     from megatron_rl.algorithms.supervised_objective import SupervisedObjective
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Objective",
     "PackedColumns",
     "PolicyObjective",
+    "PreferenceObjective",
     "SupervisedObjective",
     "disagreement",
     "estimate_advantages",
@@ -42,6 +44,7 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
         "Objective": "objective",
         "PackedColumns": "columns",
         "PolicyObjective": "objective",
+        "PreferenceObjective": "preference_objective",
         "SupervisedObjective": "supervised_objective",
         "disagreement": "objective",
         "estimate_advantages": "advantages",

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined
 
-from megatron_rl.config import advantages, algorithm, correction, losses
+from megatron_rl.config import advantages, algorithm, correction, losses, preferences
 from megatron_rl.config.section import Method
 from megatron_rl.config.value_loss import ValueLossConfig
 
@@ -58,6 +58,7 @@ def tables() -> list[Table]:
             (_entry(algorithm.AdaptiveKlCoefficient, "KL"), _entry(algorithm.AdaptiveEntropyCoefficient, "entropy")),
         ),
         Table("Value loss", "", (_entry(ValueLossConfig, "squared, huber"),)),
+        Table("Losses of preferences", "dpo.loss", _union(preferences.PreferenceLoss)),
     ]
 
 

@@ -38,6 +38,11 @@ class PackedColumns:
     """The critic's values at the step's start, of the states before the tokens; None if there is no critic."""
     return_T: Tensor | None = None
     """What the critic learns; None if there is no critic."""
+    logp_reference_T: Tensor | None = None
+    """float64: the log-prob of all actions of the sample together under the reference model; None if nothing needs it.
+    """
+    partner_T: Tensor | None = None
+    """float64: what a loss of preferences compares the sample with (preferences.py); None for other losses."""
     logp_old_T: Tensor | None = None
     """Log-probs under the weights at the step's start. None if the loss does not need them, or if the step's only
     update computes them itself: see `Needs.passes`."""

@@ -12,7 +12,7 @@ from megatron_rl.commands.row_counts import num_training_rows
 from megatron_rl.config.load import merge_arguments, validate
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.rewards import FormatReward
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.data.rows import counted
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
@@ -20,7 +20,7 @@ from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 Config = TypeVar("Config", bound=BaseConfig)
 Grpo = TypeVar("Grpo", bound=GrpoRunConfig)
-Sft = TypeVar("Sft", bound=SftRunConfig)
+Offline = TypeVar("Offline", bound=OfflineRunConfig)
 
 
 def read_config(
@@ -71,9 +71,9 @@ def _with_steps(kind: type[Config], given: Mapping[str, Any], tell: Callable[[st
     with_one = {**given, "run": {**given["run"], "steps": 1}}
     config = with_defaults(validate(kind, with_one, lambda: False))
     assert config.run.epochs is not None, "the caller has looked"
-    assert isinstance(config, SftRunConfig | GrpoRunConfig), "each kind of run trains on rows"
+    assert isinstance(config, OfflineRunConfig | GrpoRunConfig), "each kind of run trains on rows"
     num_rows = num_training_rows(config)
-    per_step = config.sft.rows_per_step if isinstance(config, SftRunConfig) else config.rollout.prompts_per_step
+    per_step = config.offline.rows_per_step if isinstance(config, OfflineRunConfig) else config.rollout.prompts_per_step
     steps = max(1, ceil(Fraction(str(config.run.epochs)) * num_rows / per_step))
     epochs = f"{config.run.epochs:g} epoch{'s' * (config.run.epochs != 1)}"
     tell(f"run.steps is {steps:,}: {epochs} of {counted(num_rows, 'row')}, {per_step} in a step")
@@ -99,22 +99,22 @@ def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: Non
     if "dtype" not in config.model.model_fields_set and config.model.dtype == "float32":
         tell("model.dtype is float32, because trainers run on the CPU, which has no units for bfloat16")
     config = with_layers(config)
-    if isinstance(config, SftRunConfig):
+    if isinstance(config, OfflineRunConfig):
         return _with_length(config, tell)
     if not isinstance(config, GrpoRunConfig):
         return config
     return _with_delimiter(_with_room(_with_anchor(config, tell), tell), tell)
 
 
-def _with_length(config: Sft, tell: Callable[[str], None]) -> Sft:
-    sft = config.sft
-    if "max_tokens" in sft.model_fields_set:
+def _with_length(config: Offline, tell: Callable[[str], None]) -> Offline:
+    section, offline = config.section, config.offline
+    if "max_tokens" in offline.model_fields_set:
         return config
     positions = _positions(config)
-    if positions is None or positions >= sft.max_tokens:
+    if positions is None or positions >= offline.max_tokens:
         return config
-    tell(f"sft.max_tokens is {positions}, the positions of {config.model.path}")
-    return config.model_copy(update={"sft": sft.model_copy(update={"max_tokens": positions})})
+    tell(f"{section}.max_tokens is {positions}, the positions of {config.model.path}")
+    return config.model_copy(update={section: offline.model_copy(update={"max_tokens": positions})})
 
 
 def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:

@@ -54,6 +54,10 @@ STARTERS: dict[str, dict[str, Any]] = {
         "policy": SFT_POLICY,
         "sft": {"rows": "demonstrations.jsonl", "rows_per_step": 64, "max_tokens": 4096},
     },
+    "dpo": {
+        **COMMON,
+        "dpo": {"rows": "pairs.jsonl", "rows_per_step": 64, "max_tokens": 4096, "loss": {"kind": "dpo", "beta": 0.1}},
+    },
 }
 """The file of each kind of run."""
 

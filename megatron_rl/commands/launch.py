@@ -31,7 +31,7 @@ from megatron_rl.commands.defaults import read_config
 from megatron_rl.commands.interrupt import Interrupt, early
 from megatron_rl.commands.screen import CLOSED, console, never_wait
 from megatron_rl.commands.slurm import read_job, render, submit
-from megatron_rl.config.schema import BaseConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, OfflineRunConfig
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
@@ -114,7 +114,7 @@ def launch(
 
 def _parser(kind: type[BaseConfig], program: str) -> argparse.ArgumentParser:
     shown = f"megatron-rl {program}"
-    rows = "sft.rows" if kind is SftRunConfig else "data.train"
+    rows = f"{kind.section}.rows" if issubclass(kind, OfflineRunConfig) else "data.train"
     example = f"{shown} model.path=models/mine {rows}=rows.jsonl run.name=first run.steps=100"
     parser = argparse.ArgumentParser(shown, description=f"Example: {example}")
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
 
 
-def num_training_rows(config: SftRunConfig | GrpoRunConfig) -> int:
+def num_training_rows(config: OfflineRunConfig | GrpoRunConfig) -> int:
     """The number of rows that one epoch trains.
 
     Where rows may be skipped or removed, all are tokenized for that, as when the run starts.
@@ -16,8 +16,11 @@ def num_training_rows(config: SftRunConfig | GrpoRunConfig) -> int:
     Raises:
         ValueError: the rows cannot be read, or the steps of the run take different numbers of rows.
     """
-    if isinstance(config, SftRunConfig):
-        key, rows, is_as_read = "sft.rows", config.sft.rows, config.sft.on_bad_row == "fail"
+    if isinstance(config, OfflineRunConfig):
+        offline = config.offline
+        key, rows = f"{config.section}.rows", offline.rows
+        # For KTO a pair is two rows.
+        is_as_read = offline.on_bad_row == "fail" and isinstance(config, SftRunConfig)
     else:
         data = config.data
         if isinstance(data.train, tuple):
@@ -36,14 +39,14 @@ def num_training_rows(config: SftRunConfig | GrpoRunConfig) -> int:
     return sum(1 for _ in read_rows(rows)) if is_as_read else _num_kept(config)
 
 
-def _num_kept(config: SftRunConfig | GrpoRunConfig) -> int:
+def _num_kept(config: OfflineRunConfig | GrpoRunConfig) -> int:
     from megatron_rl.data.tokenizer import open_tokenizer  # transformers takes seconds
 
     tokenizer = open_tokenizer(config.model.path)
-    if isinstance(config, SftRunConfig):
-        from megatron_rl.data.supervised import load_demonstrations
+    if isinstance(config, OfflineRunConfig):
+        from megatron_rl.data.supervised import load_training_rows
 
-        return len(load_demonstrations(config, config.sft.rows, tokenizer)[0])
+        return len(load_training_rows(config, config.offline.rows, tokenizer)[0])
     from megatron_rl.data import load_prompts
     from megatron_rl.preflight.row_sources import prompt_rules, training_sources
 

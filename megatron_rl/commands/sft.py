@@ -1,4 +1,5 @@
-"""Supervised training on rows with completions, with the same Megatron actor as reinforcement learning.
+"""Training on rows without engines, with the same Megatron actor as reinforcement learning: supervised training on
+completions, and training on preferences (commands/dpo.py).
 
 megatron-rl sft FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """
@@ -27,18 +28,19 @@ from megatron_rl.commands.dry_run import (  # noqa: E402
 )
 from megatron_rl.commands.screen import waiting  # noqa: E402
 from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
-from megatron_rl.config.schema import SftRunConfig  # noqa: E402
+from megatron_rl.config.schema import DpoRunConfig, OfflineRunConfig, SftRunConfig  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.models import check_model, read_shape  # noqa: E402
-from megatron_rl.types import Tokenizer, Tokens  # noqa: E402
+from megatron_rl.types import Tokenizer, TrainingRow  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_rl.algorithms import Objective
     from megatron_rl.data import ShuffledStream
 
 
-def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
+def run(config: OfflineRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
     """Connect the packages and train; returns the number of steps that are done."""
     shape = read_shape(config.model.path)
     if config.model.weights is None:
@@ -46,7 +48,6 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from megatron_rl.actor.spec import ActorSpec
-    from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.cluster.models import Models
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
@@ -55,6 +56,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.cluster.watchers import observe_run
     from megatron_rl.data.tokenizer import open_tokenizer
+    from megatron_rl.loop.reference import with_reference
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
 
@@ -64,7 +66,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         shape=config.policy.adapted(shape),
         model=config.model,
         policy=config.policy,
-        objective=SupervisedObjective(),
+        objective=_objective(config),
         temperature=1.0,
         total_steps=config.run.steps,
         seed=config.run.seed,
@@ -88,12 +90,22 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
             # While the ranks import their libraries, the driver imports its own and reads the rows.
             tell("the driver reads tokenizer and rows")
             tokenizer = open_tokenizer(config.model.path)
-            stream, heldout = read_rows(config, tokenizer)
+            rows, heldout = read_rows(config, tokenizer)
             decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
             sink = RunSink(folder, config.run, console, decoder, "", checkpoints.resume_at)
             sink.feed(open_trackers(config, checkpoints.resume_at))
             tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
-            models.start(is_resumed=checkpoints.first_step > 0)
+            is_resumed = checkpoints.first_step > 0
+            models.start(is_resumed=is_resumed)
+            if isinstance(config, DpoRunConfig) and config.dpo.loss.has_reference:
+
+                def told(progress: str) -> None:
+                    interrupt.check()
+                    tell(progress)
+
+                given = rows, heldout
+                rows, heldout = (with_reference(config, spec.shape, models, one, is_resumed, told) for one in given)
+            stream = _stream(config, rows)
             observe_run(config, sink, models.groups)
         with sink, interrupt.training():
             done = train_supervised(config, spec.shape, models, stream, heldout, (sink, checkpoints), interrupt)
@@ -104,18 +116,23 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     return done
 
 
+def _objective(config: OfflineRunConfig) -> Objective:
+    from megatron_rl.algorithms import PreferenceObjective, SupervisedObjective
+
+    return PreferenceObjective(config.dpo.loss) if isinstance(config, DpoRunConfig) else SupervisedObjective()
+
+
 def read_rows(
-    config: SftRunConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[ShuffledStream[tuple[str, Tokens]], list[tuple[str, Tokens]]]:
-    """The rows as a stream, and the held-out rows. Prints how many rows of each source there are."""
-    from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream
+    config: OfflineRunConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[TrainingRow], list[TrainingRow]]:
+    """The rows, and the held-out rows. Prints how many rows of each source there are."""
     from megatron_rl.data.rows import counted
-    from megatron_rl.data.supervised import load_demonstrations
+    from megatron_rl.data.supervised import load_training_rows
 
-    sft = config.sft
+    section, offline = config.section, config.offline
 
-    def load(key: str, source: Path | str) -> list[tuple[str, Tokens]]:
-        rows, skipped = load_demonstrations(config, source, tokenizer)
+    def load(key: str, source: Path | str) -> list[TrainingRow]:
+        rows, skipped = load_training_rows(config, source, tokenizer)
         if skipped:
             note(f"{key}: {source}: {skipped:,} of {counted(skipped + len(rows), 'row')} skipped")
         else:
@@ -123,15 +140,22 @@ def read_rows(
             console.print(told, markup=False, highlight=False, soft_wrap=True)
         return rows
 
-    rows, heldout = load("sft.rows", sft.rows), load("sft.eval", sft.eval) if sft.eval is not None else []
+    rows = load(f"{section}.rows", offline.rows)
+    return rows, [] if offline.eval is None else load(f"{section}.eval", offline.eval)
+
+
+def _stream(config: OfflineRunConfig, rows: Sequence[TrainingRow]) -> ShuffledStream[TrainingRow]:
+    from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream
+
     digest = RowsDigest()
-    for uid, tokens in rows:
-        digest.add(uid, tokens.ids)
+    for row in rows:
+        for tokens in row.samples:
+            digest.add(row.name, tokens.ids)
     source = ItemSource(rows, str(digest))
-    return ShuffledStream({"sft.rows": source}, sft.rows_per_step, config.run.seed), heldout
+    return ShuffledStream({f"{config.section}.rows": source}, config.offline.rows_per_step, config.run.seed)
 
 
-def describe(config: SftRunConfig, console: Console) -> None:
+def describe(config: OfflineRunConfig, console: Console) -> None:
     shape = describe_policy(config, console)
     describe_placement(config, console)
     if config.cluster.gpus_per_trainer:

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.key_hints import hint
 from megatron_rl.config.losses import PolicyLoss
-from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import DpoRunConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.config.section import Method, Section
 
 HEAD = """# Configuration
@@ -29,8 +29,8 @@ HEAD = """# Configuration
 Every key of a run, with its type, its default and its meaning. A key is written in a YAML file, below its section, or
 on the command line as `section.key=value`; later arguments win. A section with several kinds is chosen by its key
 `kind`, and has a heading for each kind, such as `algorithm.loss[dual_clip]`. `megatron-rl sft` has the sections `run`,
-`model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; the other recipes have all but
-`sft`.
+`model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; `megatron-rl dpo` has `dpo` in its
+place, and the other recipes have all but these two.
 """
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >="}
 NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
@@ -92,7 +92,11 @@ class Heading:
 @cache
 def parts() -> list[Heading]:
     """All sections, each followed by the sections inside."""
-    fields = {**GrpoRunConfig.model_fields, "sft": SftRunConfig.model_fields["sft"]}
+    fields = {
+        **GrpoRunConfig.model_fields,
+        "sft": SftRunConfig.model_fields["sft"],
+        "dpo": DpoRunConfig.model_fields["dpo"],
+    }
     return [part for part in _parts("", "", fields, {}) if part.path]
 
 

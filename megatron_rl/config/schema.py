@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -27,6 +27,7 @@ from megatron_rl.config.data import DataConfig, Rows
 from megatron_rl.config.health import HealthRule
 from megatron_rl.config.observe import ObserverConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
+from megatron_rl.config.preferences import DpoLoss, PreferenceLoss
 from megatron_rl.config.rewards import (
     ExactAnswerReward,
     GroundTruthReward,
@@ -38,42 +39,56 @@ from megatron_rl.config.slurm import SlurmConfig
 from megatron_rl.types import Adapters, ModelShape
 
 
-class SftConfig(Section):
+class OfflineConfig(Section):
+    """What supervised training and the training on preferences have: rows with answers, which no engine samples."""
+
     rows: Rows
-    """The rows, from the same kinds of files as `data.train`. A row has `prompt` and `completion`, or `messages` whose
-    last turn is the assistant's, or `text` (all tokens are trained), or `conversations` (ShareGPT), or `instruction`,
-    `input` and `output` (Alpaca)."""
     eval: Rows | None = None
     """Held-out rows, whose loss is reported as `eval/loss`; null means none."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between evaluations; 0 evaluates only before the first step and after the last one."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
-    turns: Literal["all", "last"] = "all"
-    """The assistant's turns that are trained in a row of chat turns, each with its stop token. `all` needs a chat
-    template that writes an earlier turn as it was written when it was the last; a row whose template leaves out earlier
-    reasoning is bad. `last` trains only the last turn."""
     max_tokens: PositiveInt = 4096
-    """The largest length of a row in tokens, prompt and completion together. If it is not given, at most the model's
-    positions."""
+    """The largest length of an answer with its prompt, in tokens. If it is not given, at most the model's positions."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to one that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""
 
-    def conflicts(self, run: SftRunConfig) -> Iterator[str]:
-        cap = run.balance.max_tokens_per_microbatch
+    def conflicts(self, run: OfflineRunConfig) -> Iterator[str]:
+        cap, key = run.balance.max_tokens_per_microbatch, run.section
         if self.eval_every and self.eval is None:
-            yield f"sft.eval_every is {self.eval_every}, but sft.eval gives no held-out rows; give them, or remove it"
+            has_none = f"but {key}.eval gives no held-out rows; give them, or remove it"
+            yield f"{key}.eval_every is {self.eval_every}, {has_none}"
         if run.policy.routing_replay:
-            yield "policy.routing_replay replays the choices of engines, and supervised training has none; remove it"
+            yield f"policy.routing_replay replays the choices of engines, and `megatron-rl {key}` has none; remove it"
         if run.cluster.colocate:
-            yield "cluster.colocate: supervised training has no engines; remove it"
+            yield f"cluster.colocate: `megatron-rl {key}` has no engines; remove it"
         if run.balance.oversize == "refuse" and cap < self.max_tokens:
             yield (
-                f"balance.max_tokens_per_microbatch ({cap}) is below sft.max_tokens ({self.max_tokens}), so the "
-                "longest row fits no micro-batch; raise max_tokens_per_microbatch, lower sft.max_tokens, or set "
+                f"balance.max_tokens_per_microbatch ({cap}) is below {key}.max_tokens ({self.max_tokens}), so the "
+                f"longest row fits no micro-batch; raise max_tokens_per_microbatch, lower {key}.max_tokens, or set "
                 "balance.oversize to alone"
             )
+
+
+class SftConfig(OfflineConfig):
+    rows: Rows
+    """The rows, from the same kinds of files as `data.train`. A row has `prompt` and `completion`, or `messages` whose
+    last turn is the assistant's, or `text` (all tokens are trained), or `conversations` (ShareGPT), or `instruction`,
+    `input` and `output` (Alpaca)."""
+    turns: Literal["all", "last"] = "all"
+    """The assistant's turns that are trained in a row of chat turns, each with its stop token. `all` needs a chat
+    template that writes an earlier turn as it was written when it was the last; a row whose template leaves out earlier
+    reasoning is bad. `last` trains only the last turn."""
+
+
+class DpoConfig(OfflineConfig):
+    rows: Rows
+    """The rows, from the same kinds of files as `data.train`. A row has `prompt`, `chosen` and `rejected`, or `chosen`
+    and `rejected` as turns of a chat whose first turns are the same, which are then the prompt. Rows for `kto` may also
+    have `prompt`, `completion` and `label`, which is true if the answer is liked."""
+    loss: PreferenceLoss = DpoLoss()
 
 
 class EvalConfig(Section):
@@ -108,7 +123,7 @@ class CheckpointConfig(Section):
     keep_best: str | None = None
     """The name of an evaluation metric, such as `eval/accuracy`: the evaluated checkpoint with the largest value is
     kept (of `eval/loss` the smallest). A checkpoint is evaluated if its step is a multiple of `eval.every`
-    (`sft.eval_every`). null: none is kept for its value."""
+    (`sft.eval_every`, `dpo.eval_every`). null: none is kept for its value."""
     export_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`. All exports are
     kept. 0 exports only the final model, as `hf`. `megatron-rl export` exports any checkpoint later."""
@@ -122,7 +137,7 @@ class CheckpointConfig(Section):
                 f"{', '.join(run.eval_metrics)}"
             )
         else:
-            key = "sft.eval" if isinstance(run, SftRunConfig) else "data.eval"
+            key = f"{run.section}.eval" if isinstance(run, OfflineRunConfig) else "data.eval"
             yield (
                 f"checkpoint.keep_best is {self.keep_best}, but this run evaluates nothing; give held-out rows in {key}"
             )
@@ -137,8 +152,9 @@ class RunConfig(Section):
     """The number of training steps of the whole run. It is required, unless `epochs` is given."""
     epochs: PositiveFloat | None = None
     """The number of passes over the training rows, in place of `steps`, which is then rows x epochs /
-    `rollout.prompts_per_step` (`sft.rows_per_step`), rounded up. Skipped (`on_bad_row`) and removed rows
-    (`data.deduplicate`) do not count. It is refused with a mixture of sources, and with `active_sampling`."""
+    `rollout.prompts_per_step` (`sft.rows_per_step`, `dpo.rows_per_step`), rounded up. Skipped (`on_bad_row`) and
+    removed rows (`data.deduplicate`) do not count. It is refused with a mixture of sources, and with
+    `active_sampling`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of the data's order, of sampling and of the training ranks."""
     stop_on: tuple[HealthRule, ...] = ()
@@ -181,14 +197,48 @@ class BaseConfig(Section):
         return self
 
 
-class SftRunConfig(BaseConfig):
-    """The configuration of `megatron-rl sft`."""
+class OfflineRunConfig(BaseConfig):
+    """What the configurations of `megatron-rl sft` and `megatron-rl dpo` have in common."""
 
-    sft: SftConfig
+    section: ClassVar[str]
+    """The name of the section that has the rows, and of the command."""
+
+    @property
+    def offline(self) -> OfflineConfig:
+        """This section."""
+        section: OfflineConfig = getattr(self, self.section)
+        return section
+
+    @property
+    def samples_per_row(self) -> int:
+        """The number of texts that a row is trained on."""
+        return 1
 
     @property
     def eval_metrics(self) -> list[str]:
-        return [] if self.sft.eval is None else ["eval/loss"]
+        return [] if self.offline.eval is None else ["eval/loss"]
+
+
+class SftRunConfig(OfflineRunConfig):
+    """The configuration of `megatron-rl sft`."""
+
+    section: ClassVar[str] = "sft"
+    sft: SftConfig
+
+
+class DpoRunConfig(OfflineRunConfig):
+    """The configuration of `megatron-rl dpo`."""
+
+    section: ClassVar[str] = "dpo"
+    dpo: DpoConfig
+
+    @property
+    def samples_per_row(self) -> int:
+        return 2
+
+    @property
+    def eval_metrics(self) -> list[str]:
+        return [] if self.dpo.eval is None else ["eval/loss", "eval/accuracy"]
 
 
 class GrpoRunConfig(BaseConfig):

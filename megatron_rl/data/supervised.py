@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.config.schema import SftRunConfig
+from megatron_rl.config.schema import DpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.data.demonstrations import Demonstration, Template, TrainedTurns, demonstration_of
 from megatron_rl.data.encode import encodable, plain_ids, rendered
 from megatron_rl.data.files import load_rows
-from megatron_rl.data.rows import LongRow, OnBadRow
+from megatron_rl.data.preferences import load_preferences
+from megatron_rl.data.rows import LongRow, OnBadRow, Row
 from megatron_rl.data.tokenizer import end_texts
-from megatron_rl.types import Tokens
+from megatron_rl.types import Tokens, TrainingRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,34 +55,59 @@ def load_supervised(
         ValueError: an error of `load_rows`, or the tokenizer has no end-of-sequence token, or there are chats but no
             chat template.
     """
+    read = demonstration_reader(tokenizer, max_tokens, ends, turns)
+    return load_rows(source, lambda uid, row: (uid, read(row)), on_bad_row)
+
+
+def demonstration_reader(
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    ends: tuple[str, ...],
+    turns: TrainedTurns = "all",
+    section: str = "sft",
+) -> Callable[[Row], Tokens]:
+    """A function that gives the tokens of a row; see `load_supervised` for the arguments and for what it raises.
+
+    Args:
+        section: the section of the configuration that has `max_tokens`, for messages.
+    """
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no eos_token, so a completion could not end; set it in tokenizer_config.json"
         )
-    eos = str(tokenizer.eos_token)
-    template = Template(partial(rendered, tokenizer), tuple(dict.fromkeys((eos, *ends))), turns)
+    eos_id, ends = tokenizer.eos_token_id, tuple(dict.fromkeys((str(tokenizer.eos_token), *ends)))
+    template = Template(partial(rendered, tokenizer), ends, turns)
 
-    def make(uid: str, row: dict[str, Any]) -> tuple[str, Tokens]:
-        ids, mask = ids_of(demonstration_of(row, template), partial(plain_ids, tokenizer), tokenizer.eos_token_id)
-        check_length(len(ids), max_tokens)
-        return uid, Tokens(
+    def read(row: Row) -> Tokens:
+        ids, mask = ids_of(demonstration_of(row, template), partial(plain_ids, tokenizer), eos_id)
+        check_length(len(ids), max_tokens, section)
+        return Tokens(
             ids=np.array(ids, np.int32),
             action_mask=np.array(mask, bool),
             logp_rollout=np.zeros(len(ids), np.float32),
             version=np.full(len(ids), -1, np.int32),
         )
 
-    return load_rows(source, make, on_bad_row)
+    return read
 
 
-def load_demonstrations(
-    config: SftRunConfig, source: Path | str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[tuple[str, Tokens]], int]:
-    """`load_supervised` with what the configuration of a run says."""
-    sft = config.sft
+def load_training_rows(
+    config: OfflineRunConfig, source: Path | str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[TrainingRow], int]:
+    """The rows of a run without engines, and the number of skipped rows.
+
+    Raises:
+        ValueError: see `load_supervised`.
+    """
     token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
     ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
-    return load_supervised(source, tokenizer, sft.max_tokens, sft.on_bad_row, ends, sft.turns)
+    offline = config.offline
+    if isinstance(config, DpoRunConfig):
+        read = demonstration_reader(tokenizer, offline.max_tokens, ends, section=config.section)
+        return load_preferences(source, read, config.dpo.loss, offline.max_tokens, offline.on_bad_row)
+    assert isinstance(config, SftRunConfig)
+    rows, skipped = load_supervised(source, tokenizer, offline.max_tokens, offline.on_bad_row, ends, config.sft.turns)
+    return [TrainingRow(uid, (tokens,), (0.0,)) for uid, tokens in rows], skipped
 
 
 def ids_of(
@@ -113,6 +139,6 @@ def ids_of(
     return ids, mask
 
 
-def check_length(num_tokens: int, max_tokens: int) -> None:
+def check_length(num_tokens: int, max_tokens: int, section: str) -> None:
     if num_tokens > max_tokens:
-        raise LongRow(f"the row has {num_tokens} tokens, but sft.max_tokens is {max_tokens}")
+        raise LongRow(f"the row has {num_tokens} tokens, but {section}.max_tokens is {max_tokens}")

@@ -36,8 +36,8 @@ ROLES = {
 }
 """ShareGPT's roles, with the names that its later users have added, and ours."""
 OTHER_TRAINING = {
-    "chosen": "`chosen` and `rejected` make a row of preferences, and there is no DPO here; to train on the chosen "
-    "answers, rename `chosen` to `completion` or `messages` and remove `rejected`",
+    "chosen": "`chosen` and `rejected` make a row of preferences, which `megatron-rl dpo` trains on; to train on the "
+    "chosen answers alone, rename `chosen` to `completion` or `messages` and remove `rejected`",
     "input_ids": "`input_ids` are tokens already, but rows are tokenized here, so that the last token is a stop token; "
     "give the text",
 }
@@ -55,8 +55,8 @@ def in_our_form(row: Row) -> tuple[Row, SupervisedForm | None]:
             raise BadRow(reason)
     if isinstance(row.get("label"), bool) and row.get("completion") is not None:
         raise BadRow(
-            "`label` says whether a completion is wanted, and there is no KTO here; keep the rows whose label is true, "
-            "and remove the column"
+            "`label` says whether a completion is wanted, and `megatron-rl dpo dpo.loss.kind=kto` trains on such rows; "
+            "for supervised training keep the rows whose label is true, and remove the column"
         )
     if row.get("messages") is not None or row.get("prompt") is not None:
         return row, None

@@ -79,13 +79,13 @@ def describe_decided(
     metrics: Metrics = {}
     if right:
         flat = [one for answers in right for one in answers]
-        metrics |= _accuracy("eval/accuracy", fmean(flat), [fmean(answers) for answers in right], len(flat))
+        metrics |= accuracy("eval/accuracy", fmean(flat), [fmean(answers) for answers in right], len(flat))
     for k in sizes:
         if passed := [pass_at_k(len(answers), sum(answers), k) for answers in right if len(answers) >= k]:
-            metrics |= _accuracy(f"eval/pass@{k}", fmean(passed), passed, len(passed) * num_answers)
+            metrics |= accuracy(f"eval/pass@{k}", fmean(passed), passed, len(passed) * num_answers)
     if num_answers > 1 and any(final is not None for answers in decided for _, final in answers):
         voted = [majority(answers) for answers in decided if answers]
-        metrics |= _accuracy(f"eval/maj@{num_answers}", fmean(voted), voted, len(voted))
+        metrics |= accuracy(f"eval/maj@{num_answers}", fmean(voted), voted, len(voted))
     return metrics
 
 
@@ -109,7 +109,7 @@ def _describe_rankings(config: GrpoRunConfig, groups: Sequence[Group]) -> Metric
         passed = [[float(any(is_right for is_right, _ in one[:k])) for one in of_group] for of_group in hits]
         flat = [value for values in passed for value in values]
         name = "eval/accuracy" if k == 1 else f"eval/pass@{k}"
-        metrics |= _accuracy(name, fmean(flat), [fmean(values) for values in passed], len(flat))
+        metrics |= accuracy(name, fmean(flat), [fmean(values) for values in passed], len(flat))
     counted = [one for of_group in hits for one in of_group if one[0][1]]
     for k in sizes if counted else []:
         metrics[f"eval/recall@{k}"] = fmean(sum(is_right for is_right, _ in one[:k]) / one[0][1] for one in counted)
@@ -185,6 +185,7 @@ def interval(mean: float, values: Sequence[float], num_answers: int) -> tuple[fl
     return max(0.0, (centre - width) / scale), min(1.0, (centre + width) / scale)
 
 
-def _accuracy(name: str, mean: float, values: Sequence[float], num_answers: int) -> Metrics:
+def accuracy(name: str, mean: float, values: Sequence[float], num_answers: int) -> Metrics:
+    """An accuracy with the bounds of its interval (`interval`)."""
     low, high = interval(mean, values, num_answers)
     return {name: mean, f"{name}_low": low, f"{name}_high": high}

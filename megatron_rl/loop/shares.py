@@ -129,6 +129,7 @@ def _share(
         index=index,
         advantages=credit.advantages[index],
         weights=weights[index],
+        logp_reference=None if batch.logp_reference is None else batch.logp_reference[index],
         tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
         epochs=epochs,

@@ -1,5 +1,5 @@
-"""The supervised training loop, for rows with completions. It uses the same policy and the same micro-batch plans as
-reinforcement learning, with another objective."""
+"""The training loop for rows with answers, which no engine samples: supervised training, and training on preferences.
+It uses the same policy and the same micro-batch plans as reinforcement learning, with another objective."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import numpy as np
 
 from megatron_rl.algorithms import loss_weights
 from megatron_rl.balance import plan_microbatches
-from megatron_rl.config.schema import SftRunConfig
+from megatron_rl.config.schema import OfflineRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
 from megatron_rl.loop.health.rules import Health
 from megatron_rl.loop.health.stragglers import Stragglers
-from megatron_rl.loop.heldout import heldout_loss
+from megatron_rl.loop.heldout import evaluate_rows
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Policy, Sink
-from megatron_rl.types import Metrics, ModelShape, Shares, StepBatch, Tokens
+from megatron_rl.types import Credit, Metrics, ModelShape, Shares, StepBatch, TrainingRow
 
 
 def train_supervised(
-    config: SftRunConfig,
+    config: OfflineRunConfig,
     shape: ModelShape,
     policy: Policy,
-    rows: ShuffledStream[tuple[str, Tokens]],
-    heldout: Sequence[tuple[str, Tokens]],
+    rows: ShuffledStream[TrainingRow],
+    heldout: Sequence[TrainingRow],
     records: tuple[Sink, Checkpoints],
     stopping: Stopping = NEVER,
 ) -> int:
@@ -41,14 +41,14 @@ def train_supervised(
 
     def evaluated(step: int) -> Metrics:
         with sink.phase("evaluate"):
-            losses = heldout_loss(config, shape, policy, heldout, step)
+            losses = evaluate_rows(config, shape, policy, heldout, step)
         checkpoints.judge(step, losses)
         return losses
 
     def train_from(step: int) -> None:
         while step < config.run.steps:
             policy.mirror(step)
-            losses = evaluated(step) if heldout and (step == 0 or due(step, config.sft.eval_every)) else {}
+            losses = evaluated(step) if heldout and (step == 0 or due(step, config.offline.eval_every)) else {}
             with sink.phase("plan"):
                 batch = StepBatch.of_rows(rows.next(), version=step)
                 plan = plan_microbatches(
@@ -60,7 +60,8 @@ def train_supervised(
                     recompute=config.model.recompute,
                 )
                 weights = loss_weights(batch, plan, "token-mean")
-                shares = deal(batch, plan, policy.mesh.data, weights=weights)
+                labels = Credit(batch.rewards, np.ones(len(batch.names), bool))
+                shares = deal(batch, plan, policy.mesh.data, weights, labels)
             start = time.perf_counter()
             with sink.phase("update"):
                 metrics = {**losses, **plan.metrics, **policy.begin(Shares([shares]), {})}

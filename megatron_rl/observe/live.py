@@ -39,6 +39,7 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
     formats = {
         "loss": ("loss", "{:.4f}"),
         "critic loss": ("critic/loss", "{:.4f}"),
+        "pairs right": ("preference/accuracy", "{:.2f}"),
         "held-out loss": ("eval/loss", "{:.4f}"),
         "reward": ("reward/mean", "{:.3f}"),
         label: (heldout_name, "{:.3f}"),

@@ -10,7 +10,7 @@ from megatron_rl.balance import flops_by_layer
 from megatron_rl.balance.stages import Load, distribute_layers
 from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.policy import PolicyConfig
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
 from megatron_rl.types import ModelShape
@@ -43,8 +43,8 @@ def _longest(config: BaseConfig) -> int:
     """The length of the longest possible sample in tokens."""
     if isinstance(config, GrpoRunConfig):
         return config.rollout.max_model_tokens
-    assert isinstance(config, SftRunConfig)
-    return config.sft.max_tokens
+    assert isinstance(config, OfflineRunConfig)
+    return config.offline.max_tokens
 
 
 @lru_cache  # a search for layouts asks for the same numbers of parts again and again

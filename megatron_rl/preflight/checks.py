@@ -21,7 +21,7 @@ from rich.console import Console
 
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.models import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
@@ -189,8 +189,8 @@ def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
         keys = f"rollout.max_prompt_tokens ({rollout.max_prompt_tokens}) + rollout.max_response_tokens "
         keys += f"({rollout.max_response_tokens})"
         keys += " + rollout.prefix_values.forced_tokens" if longest > config.rollout.max_model_tokens else ""
-    elif isinstance(config, SftRunConfig):
-        longest, keys = config.sft.max_tokens, "sft.max_tokens"
+    elif isinstance(config, OfflineRunConfig):
+        longest, keys = config.offline.max_tokens, f"{config.section}.max_tokens"
     else:
         return []
     if longest <= shape.max_positions:

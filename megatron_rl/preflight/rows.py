@@ -15,10 +15,11 @@ from jinja2 import TemplateError
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstration_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
+from megatron_rl.data.preferences import answers_of
 from megatron_rl.data.prompts import check_columns, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.supervised import check_length as check_demonstration
@@ -132,8 +133,8 @@ def faults_of_hub(config: BaseConfig) -> list[str]:
 
 def _sources(config: BaseConfig) -> dict[str, Path | str | None]:
     """The rows of a run by their keys, as files, folders and names of the hub; None if it has none for evaluations."""
-    if isinstance(config, SftRunConfig):
-        return {"sft.rows": config.sft.rows, "sft.eval": config.sft.eval}
+    if isinstance(config, OfflineRunConfig):
+        return {f"{config.section}.rows": config.offline.rows, f"{config.section}.eval": config.offline.eval}
     if not isinstance(config, GrpoRunConfig):
         return {}
     train, heldout = config.data.train, {"data.eval": config.data.eval}
@@ -146,17 +147,19 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     """Check every file of rows, and the reward functions, which receive the columns of the rows. Returns the faults."""
     lengths = _Lengths(tokenizer)
     faults: list[str] = []
-    if isinstance(config, SftRunConfig):
-        sft = config.sft
+    if isinstance(config, OfflineRunConfig):
+        offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
 
         def check_row(row: Row) -> None:
-            length = lengths.of_demonstration(row, sft.turns, sft.max_tokens)
-            if length is not None:
-                check_demonstration(length, sft.max_tokens)
+            pair = answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]
+            for answer, _ in pair:
+                length = lengths.of_demonstration(answer, turns, offline.max_tokens)
+                if length is not None:
+                    check_demonstration(length, offline.max_tokens, config.section)
 
         given = {key: source for key, source in _sources(config).items() if source is not None}
         for key, of_rows in given.items():
-            faults += _file(key, of_rows, check_row, sft.on_bad_row, ROWS_S / len(given), tell)
+            faults += _file(key, of_rows, check_row, offline.on_bad_row, ROWS_S / len(given), tell)
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
         longest, data, environment = config.rollout.max_prompt_tokens, config.data, config.rollout.environment
@@ -231,9 +234,11 @@ def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:
         ValueError: rows have come or gone.
     """
     saved = find_checkpoints(config.run_folder / "checkpoints")
-    if not isinstance(config, SftRunConfig) or resume is None or not saved:
+    if not isinstance(config, OfflineRunConfig) or resume is None or not saved:
         return
-    rows, folder = config.sft.rows, saved[max(saved) if resume == "auto" else resume]
+    if isinstance(config, DpoRunConfig) and not config.dpo.loss.has_pairs:  # a pair may be two rows
+        return
+    rows, folder = config.offline.rows, saved[max(saved) if resume == "auto" else resume]
     if not isinstance(rows, Path) or not rows.exists():  # names of the hub may have to be downloaded first
         return
     try:
@@ -241,11 +246,11 @@ def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:
         now = sum(1 for _ in read_rows(rows))
     except (ValueError, OSError, LookupError, TypeError):  # what cannot be read is told elsewhere
         return
-    if now < before or (now > before and config.sft.on_bad_row == "fail"):
+    if now < before or (now > before and config.offline.on_bad_row == "fail"):
         raise ValueError(
-            f"sft.rows: {rows} has {counted(now, 'row')}, and at {folder} it had {before:,}, so the run cannot go on "
-            "in the order of then; give the rows of then, or begin a run with another run.name and, as model.path, "
-            f"what `megatron-rl export {config.run_folder} FOLDER` writes"
+            f"{config.section}.rows: {rows} has {counted(now, 'row')}, and at {folder} it had {before:,}, so the run "
+            "cannot go on in the order of then; give the rows of then, or begin a run with another run.name and, as "
+            f"model.path, what `megatron-rl export {config.run_folder} FOLDER` writes"
         )
 
 

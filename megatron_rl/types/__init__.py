@@ -55,6 +55,7 @@ from megatron_rl.types.step import (
     TokenNumbers,
     TokenRewards,
     TokenSpan,
+    TrainingRow,
 )
 
 __all__ = [
@@ -101,6 +102,7 @@ __all__ = [
     "TokenReward",
     "TokenRewards",
     "TokenSpan",
+    "TrainingRow",
     "Tokenizer",
     "Tokens",
     "Verdict",

@@ -71,6 +71,28 @@ class Rollouts:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingRow:
+    """A row that is trained on without engines: a text, or several that belong together.
+
+    Example: a pair of answers, of which the first one is better: `TrainingRow("pairs.jsonl:3", (chosen, rejected),
+    (1, -1))`.
+    """
+
+    name: str
+    samples: tuple[Tokens, ...]
+    labels: tuple[float, ...]
+    """One for each sample: 1 if it is liked, -1 if it is not, and 0 otherwise."""
+    logp_reference: tuple[float, ...] = ()
+    """See `StepBatch.logp_reference`; empty if nothing needs it."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the samples."""
+        size = len(self.samples)
+        return [f"{self.name}, answer {i}" for i in range(size)] if size > 1 else [self.name]
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """The samples of one step in the order of their groups, the input of advantage estimators and of planning. The
     arrays have one entry for each sample; the tokens are in the payloads.
@@ -96,7 +118,7 @@ class StepBatch:
     is_cut: np.ndarray
     """bool [S]: whether the length budget ended the answer."""
     rewards: np.ndarray
-    """float64 [S]: the shaped rewards; NaN where every reward abstained, and for supervised rows."""
+    """float64 [S]: the shaped rewards; NaN where every reward abstained. Without engines the labels of the rows."""
     reward_parts: np.ndarray | None = None
     """float64 [S, K]: the separate scores of the K reward functions; NaN where one abstained."""
     reward_weights: np.ndarray | None = None
@@ -111,6 +133,8 @@ class StepBatch:
     """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
+    logp_reference: np.ndarray | None = None
+    """float64 [S]: the log-prob of all actions of a sample together under the reference model, for preferences."""
 
     @property
     def index_in_group(self) -> np.ndarray:
@@ -153,18 +177,21 @@ class StepBatch:
         )
 
     @classmethod
-    def of_rows(cls, rows: Sequence[tuple[str, Tokens]], version: int) -> StepBatch:
-        """The batch of a supervised step: each row, a name and its tokens, is a group of its own."""
-        num = len(rows)
+    def of_rows(cls, rows: Sequence[TrainingRow], version: int) -> StepBatch:
+        """The batch of a step without engines: each row is a group, and its labels are the rewards."""
+        sizes = [len(row.samples) for row in rows]
+        samples = [sample for row in rows for sample in row.samples]
+        references = [logp for row in rows for logp in row.logp_reference]
         return cls(
-            names=[name for name, _ in rows],
-            group_of=np.arange(num),
-            lengths=np.array([len(tokens.ids) for _, tokens in rows], np.int64),
-            num_actions=np.array([tokens.action_mask.sum() for _, tokens in rows], np.int64),
-            payloads=[[tokens] for _, tokens in rows],
+            names=[name for row in rows for name in row.names],
+            group_of=np.repeat(np.arange(len(rows)), sizes),
+            lengths=np.array([len(tokens.ids) for tokens in samples], np.int64),
+            num_actions=np.array([tokens.action_mask.sum() for tokens in samples], np.int64),
+            payloads=[row.samples for row in rows],
             version=version,
-            is_cut=np.zeros(num, bool),
-            rewards=np.full(num, np.nan),
+            is_cut=np.zeros(len(samples), bool),
+            rewards=np.array([label for row in rows for label in row.labels], np.float64),
+            logp_reference=np.array(references, np.float64) if references else None,
         )
 
 
@@ -228,6 +255,8 @@ class Share:
     """float64 [N]: the factor of each action token's loss; it contains the aggregation and the denominators."""
     tokens: Sequence[Any]
     """[N]: the tokens of each sample, or a reference to them; see `Group.payload`."""
+    logp_reference: np.ndarray | None = None
+    """float64 [N]: the samples' part of `StepBatch.logp_reference`."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
     columns: Mapping[str, Any] = field(default_factory=dict)

@@ -33,12 +33,13 @@ from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, load_weights
-from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
+from megatron_rl.algorithms import Objective, PolicyObjective, PreferenceObjective, SupervisedObjective
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.preferences import PreferenceLossConfig
 from megatron_rl.models import FAMILIES, read_shape, slices
 from megatron_rl.tools.bench.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
@@ -77,14 +78,14 @@ def build(
     url: str,
     folder: Path,
     layout: Layout,
-    algorithm: AlgorithmConfig | None = ALGORITHM,
+    algorithm: AlgorithmConfig | PreferenceLossConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
     weights: Path | None = None,
     temperature: float = TEMPERATURE,
     **settings,
 ) -> MegatronActor:
-    """`algorithm` None is supervised training. `weights`: where the weights are, if they are not in `folder`.
-    `settings` are more keys of `policy`."""
+    """`algorithm` is a loss of preferences, or None for supervised training. `weights`: where the weights are, if they
+    are not in `folder`. `settings` are more keys of `policy`."""
     mesh = layout.mesh
     parallel = ParallelConfig(
         tensor=mesh.tensor,
@@ -102,8 +103,8 @@ def build(
         shape=policy.adapted(read_shape(folder)),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
         policy=policy,
-        objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
-        temperature=temperature if algorithm else 1.0,
+        objective=_objective(algorithm),
+        temperature=temperature if isinstance(algorithm, AlgorithmConfig) else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
         collective_timeout=timedelta(seconds=1234.5),
@@ -114,6 +115,12 @@ def build(
     load_weights(actor, weights or folder)
     actor.keep_reference()
     return actor
+
+
+def _objective(algorithm: AlgorithmConfig | PreferenceLossConfig | None) -> Objective:
+    if isinstance(algorithm, PreferenceLossConfig):
+        return PreferenceObjective(algorithm)
+    return PolicyObjective(algorithm) if algorithm else SupervisedObjective()
 
 
 def meet(rank: int, world_size: int, url: str) -> dist.Store:

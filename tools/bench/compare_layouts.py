@@ -39,7 +39,7 @@ from megatron_rl.config.optimizer import AdamConfig
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.data.journal import COLUMNS
 from megatron_rl.models import FAMILIES, read_shape
-from megatron_rl.types import Credit, Share, StepBatch, Tokens
+from megatron_rl.types import Credit, Share, StepBatch, Tokens, TrainingRow
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -240,7 +240,7 @@ def deal_rows(folder: Path, parallel: ParallelConfig, rows: Sequence[Tokens], nu
     from megatron_rl.balance.packing import padded
     from megatron_rl.loop.shares import deal
 
-    batch = StepBatch.of_rows([(f"row {i}", row) for i, row in enumerate(rows)], version=0)
+    batch = StepBatch.of_rows([TrainingRow(f"row {i}", (row,), (0.0,)) for i, row in enumerate(rows)], version=0)
     sizes = padded(batch.lengths, parallel.alignment)
     cap = max(int(sizes.max()), -(-int(sizes.sum()) // (num_microbatches * parallel.data)))
     plan = plan_microbatches(

@@ -59,10 +59,10 @@ def test_a_call_of_sharegpt():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1", "chosen": "2", "rejected": "3"}, "a row of preferences, and there is no DPO here"),
+        ({"prompt": "1", "chosen": "2", "rejected": "3"}, "which `megatron-rl dpo` trains on"),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "a row of preferences"),
-        ({"prompt": "1", "completion": "2", "label": False}, "there is no KTO here"),
-        ({"prompt": "1", "completion": "2", "label": True}, "there is no KTO here"),
+        ({"prompt": "1", "completion": "2", "label": False}, "dpo.loss.kind=kto"),
+        ({"prompt": "1", "completion": "2", "label": True}, "dpo.loss.kind=kto"),
         ({"input_ids": [1, 2]}, "`input_ids` are tokens already"),
         (
             {"question": "1"},

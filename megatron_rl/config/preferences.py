@@ -1,0 +1,110 @@
+"""The losses of preferences: what a model learns from answers that somebody likes more, or less, than others.
+
+Each loss states its formula and its source. The symbols: c and r are the chosen and the rejected answer to a prompt,
+l is the sum of the log-probs of an answer's tokens, n their number, h = l - l of the reference model, and
+s(x) = 1 / (1 + exp(-x)).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat
+
+from megatron_rl.config.section import Method
+
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class PreferenceLossConfig(Method):
+    """The base class of the losses of preferences."""
+
+    kind: str
+    has_reference: ClassVar[bool] = True
+    """Whether the loss compares with a reference model, which is the model that the run begins with."""
+    is_mean: ClassVar[bool] = False
+    """Whether an answer has the mean of its tokens' log-probs in place of their sum."""
+    has_pairs: ClassVar[bool] = True
+    """Whether a row has a chosen and a rejected answer. Otherwise it has one, which is liked or not."""
+
+
+class DpoLoss(PreferenceLossConfig):
+    """Direct preference optimisation (Rafailov et al. 2023), with the label smoothing of cDPO (Mitchell 2023)."""
+
+    formula: ClassVar[str] = "-(1 - e) log s(beta (h_c - h_r)) - e log s(-beta (h_c - h_r)), where e is label_smoothing"
+    source: ClassVar[str] = "arXiv:2305.18290 eq. 7"
+
+    kind: Literal["dpo"] = "dpo"
+    beta: PositiveFloat = 0.1
+    """The factor of the log-ratios: the larger it is, the nearer the policy stays to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The probability that a pair has its answers the wrong way round."""
+
+
+class IpoLoss(PreferenceLossConfig):
+    """Identity preference optimisation (Azar et al. 2023): a squared distance, which a finite margin minimises. h is
+    the mean over the tokens, as in TRL."""
+
+    formula: ClassVar[str] = "(h_c / n_c - h_r / n_r - 1 / (2 beta))^2"
+    source: ClassVar[str] = "arXiv:2310.12036 eq. 17"
+    is_mean: ClassVar[bool] = True
+
+    kind: Literal["ipo"] = "ipo"
+    beta: PositiveFloat = 0.1
+    """The regularisation, which the paper calls tau: the margin that is best is 1 / (2 beta)."""
+
+
+class SimpoLoss(PreferenceLossConfig):
+    """Simple preference optimisation (Meng et al. 2024): mean log-probs with a margin, without a reference."""
+
+    formula: ClassVar[str] = "-log s(beta (l_c / n_c - l_r / n_r) - gamma)"
+    source: ClassVar[str] = "arXiv:2405.14734 eq. 6"
+    has_reference: ClassVar[bool] = False
+    is_mean: ClassVar[bool] = True
+
+    kind: Literal["simpo"] = "simpo"
+    beta: PositiveFloat = 2.0
+    """The factor of the mean log-probs."""
+    gamma: NonNegative = 1.0
+    """The margin by which the chosen answer must be ahead."""
+
+
+class OrpoLoss(PreferenceLossConfig):
+    """Odds ratio preference optimisation (Hong et al. 2024): the supervised loss of the chosen answer, and the log of
+    the ratio of the odds, without a reference."""
+
+    formula: ClassVar[str] = "-l_c / n_c - beta log s(o_c - o_r), where o = log(p / (1 - p)) and p = exp(l / n)"
+    source: ClassVar[str] = "arXiv:2403.07691 eq. 6, 7"
+    has_reference: ClassVar[bool] = False
+    is_mean: ClassVar[bool] = True
+
+    kind: Literal["orpo"] = "orpo"
+    beta: PositiveFloat = 0.1
+    """The weight of the odds ratio, which the paper calls lambda."""
+
+
+class KtoLoss(PreferenceLossConfig):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): rows have one answer and a label. z estimates the KL
+    divergence from the reference: the mean of h over all answers of the step to other rows' prompts, at least 0. These
+    answers cost a forward and a backward pass, too."""
+
+    formula: ClassVar[str] = (
+        "desirable_weight (1 - s(beta (h - z))) of an answer that is liked, otherwise undesirable_weight (1 - "
+        "s(beta (z - h)))"
+    )
+    source: ClassVar[str] = "arXiv:2402.01306 eq. 7"
+    has_pairs: ClassVar[bool] = False
+
+    kind: Literal["kto"] = "kto"
+    beta: PositiveFloat = 0.1
+    """The factor of the log-ratios: the larger it is, the nearer the policy stays to the reference."""
+    desirable_weight: NonNegative = 1.0
+    """The weight of answers that are liked."""
+    undesirable_weight: NonNegative = 1.0
+    """The weight of the other answers."""
+
+
+PreferenceLoss = Annotated[
+    DpoLoss | IpoLoss | SimpoLoss | OrpoLoss | KtoLoss,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,119 @@
+"""Losses of preferences on real ranks: in every layout the updates are those of one rank, and the first one's loss and
+gradient those of transformers, one answer at a time."""
+
+from __future__ import annotations
+
+import cover
+import numpy as np
+import pytest
+import torch
+from scenarios import Layout
+from shares import TrainSample
+
+from megatron_rl.algorithms.preferences import answer_loss, pair_loss
+from megatron_rl.config.policy import LoraConfig
+from megatron_rl.config.preferences import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from megatron_rl.types import Mesh, Tokens
+
+LOSSES = {
+    "dpo": DpoLoss(beta=0.3),
+    "ipo": IpoLoss(beta=0.3),
+    "simpo": SimpoLoss(),
+    "orpo": OrpoLoss(beta=0.5),
+    "kto": KtoLoss(beta=0.3, undesirable_weight=0.7),
+}
+NUM_ROWS = 5
+RELATIVE = (1e-5, 2e-5, 1e-4)
+"""See RELATIVE_OF_UPDATE in test_actor_layouts.py."""
+
+
+@pytest.fixture(scope="module")
+def pairs() -> tuple[list[TrainSample], list[float]]:
+    """Answers 2 i and 2 i + 1 to the same prompt, and their log-probs under a reference."""
+    rng, samples, references = np.random.default_rng(3), [], []
+    for i in range(NUM_ROWS):
+        prompt = rng.integers(1, 60, int(rng.integers(2, 20)))
+        for label in (1.0, -1.0):
+            ids = np.concatenate([prompt, rng.integers(1, 60, int(rng.integers(1, 9)))]).astype(np.int32)
+            mask, zeros = np.arange(len(ids)) >= len(prompt), np.zeros(len(ids), np.float32)
+            tokens = Tokens(ids, mask, zeros, np.full(len(ids), -1, np.int32))
+            samples.append(TrainSample(f"pair {i}, {label}", tokens, label, 1.0, len(samples)))
+            references.append(-4.2 * float(mask.sum()) + float(rng.normal()))
+    return samples, references
+
+
+def labelled(samples, loss):
+    """KTO's second answers only count for z."""
+    if loss.has_pairs:
+        return samples
+    labels = [1.0, 0.0, -1.0, 0.0] * NUM_ROWS
+    return [TrainSample(s.name, s.tokens, label, 1.0, s.index) for s, label in zip(samples, labels, strict=False)]
+
+
+def of_transformers(folder, samples, references, loss) -> tuple[float, float]:
+    """(loss, norm of its gradient), in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model, numbers = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), []
+    for sample, reference in zip(samples, references, strict=True):
+        ids, mask = torch.from_numpy(sample.tokens.ids).long(), torch.from_numpy(sample.tokens.action_mask)
+        logp_LV = model(ids[None]).logits[0].log_softmax(-1)
+        logp = logp_LV[:-1].gather(1, ids[1:, None])[:, 0][mask[1:]].sum()
+        number = logp - (reference if loss.has_reference else 0.0)
+        numbers.append(number / mask.sum() if loss.is_mean else number)
+    first, second = torch.stack(numbers).view(-1, 2).unbind(1)
+    if loss.has_pairs:
+        value = pair_loss(loss, first, second).mean()
+    else:
+        labels = torch.tensor([sample.advantage for sample in samples[0::2]])
+        value = answer_loss(loss, first, second.detach().mean().clamp(min=0), labels).mean()
+    value.backward()
+    squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+    return value.item(), torch.stack(squares).sum().sqrt().item()
+
+
+def updates_of(trainers, folder, pairs, layout: Layout, loss, **settings):
+    samples, references = pairs
+    results = trainers.run(
+        "preference_scenarios.train",
+        layout.mesh.world_size,
+        folder=folder,
+        samples=labelled(samples, loss),
+        layout=layout,
+        loss=loss,
+        logp_reference=references,
+        **settings,
+    )
+    assert all(one == results[0] for one in results)
+    return results[0]
+
+
+@pytest.mark.parametrize("name", cover.essential([*LOSSES], "dpo"))
+def test_the_first_update_is_that_of_transformers(trainers, model_folder, pairs, name):
+    loss = LOSSES[name]
+    expected, norm = of_transformers(model_folder, labelled(pairs[0], loss), pairs[1], loss)
+    first, *later = updates_of(trainers, model_folder, pairs, Layout(num_microbatches=3), loss)
+    assert first["loss"] == pytest.approx(expected, rel=1e-5) and first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert later[-1]["loss"] != first["loss"]
+
+
+LAYOUTS = {
+    "cp2_dp2_empty_microbatch": Layout(Mesh(context=2, data=2), num_microbatches=2),
+    "tp2_pp2": Layout(Mesh(tensor=2, pipeline=2), num_microbatches=3),
+    "pp2_vpp2_dp2": Layout(Mesh(pipeline=2, virtual=2, data=2), num_microbatches=2),
+    "tp2_dp2": Layout(Mesh(tensor=2, data=2), num_microbatches=2),
+}
+CASES = [(layout, name, adapted) for layout in LAYOUTS for name in LOSSES for adapted in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "adapted"), cover.essential(CASES, ("cp2_dp2_empty_microbatch", "dpo", False)), ids=str
+)
+def test_updates_do_not_depend_on_the_layout(trainers, model_folder, pairs, layout, name, adapted):
+    settings = {"lora": LoraConfig(rank=4)} if adapted else {}
+    one = updates_of(trainers, model_folder, pairs, Layout(), LOSSES[name], **settings)
+    many = updates_of(trainers, model_folder, pairs, LAYOUTS[layout], LOSSES[name], **settings)
+    for found, expected, relative in zip(many, one, RELATIVE, strict=True):
+        for key in ("loss", "grad_norm", "update_ratio"):
+            assert found[key] == pytest.approx(expected[key], rel=relative), key
+        assert found["preference/accuracy"] == pytest.approx(expected["preference/accuracy"], abs=1e-6)
