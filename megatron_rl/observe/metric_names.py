@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from megatron_rl.config.health import MEANINGS
+
 HEAD = """# Metrics
 
 Each line of `metrics.jsonl` is a step, and has the metrics below that belong to the run. After reading this page you
@@ -229,4 +231,6 @@ def markdown() -> str:
         lines += [f"## {title}", "| name | meaning |", "|---|---|"]
         lines += [f"| `{name}` | {said.replace('|', chr(92) + '|')} |" for name, said in names.items()]
         lines.append("")
+    lines += ["## Health rules", "| `run.stop_on` | it is broken if |", "|---|---|"]
+    lines += [f"| `{rule}` | {said} |" for rule, said in MEANINGS.items()]
     return "\n".join(lines).rstrip() + "\n"

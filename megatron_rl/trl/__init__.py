@@ -11,6 +11,7 @@ from megatron_rl.trl.trainer import GRPOTrainer
 
 __all__ = ["ARGUMENTS", "GRPOConfig", "GRPOTrainer"]
 
+PREFERENCES = tuple(f"{loss}{part}" for loss in ("DPO", "KTO", "ORPO", "CPO") for part in ("Trainer", "Config"))
 STAYS = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config", "rewards")
 
 
@@ -18,6 +19,8 @@ def __getattr__(name: str) -> Any:
     """What another name of TRL's is here."""
     if name in ("SFTTrainer", "SFTConfig"):
         raise ImportError(f"megatron_rl.trl has no {name}: `megatron_rl.sft(model, rows)` trains on demonstrations")
+    if name in PREFERENCES:
+        raise ImportError(f"megatron_rl.trl has no {name}: `megatron_rl.dpo(model, rows)` trains on preferences")
     if name.endswith(("Trainer", "Config")) and name not in STAYS:
         raise ImportError(f"megatron_rl.trl has no {name}: of TRL's trainers only GRPOTrainer is there")
     if name in STAYS:

@@ -54,7 +54,8 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 | after `train` | `model`, `evaluate`, `save_model`, `push_to_hub` and the like work; other attributes say what replaces them. |
 | command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |
 
-TRL's `SFTTrainer` corresponds to [`megatron-rl sft`](coming_from_sft.md); other trainers are not here.
+TRL's `SFTTrainer` corresponds to [`megatron-rl sft`](coming_from_sft.md), and `DPOTrainer`, `KTOTrainer` and
+`ORPOTrainer` to [`megatron-rl dpo`](sft_and_ppo.md#preferences); other trainers are not here.
 """
 
 
