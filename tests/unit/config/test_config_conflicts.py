@@ -114,8 +114,8 @@ OF_CRITICS = [
     ([TURNS, "rewards=[{kind: environment}]"], "would count twice"),
 ]
 OF_SFT = [
-    (["policy.routing_replay=true"], "supervised training has none"),
-    ([COLOCATED], "supervised training has no engines"),
+    (["policy.routing_replay=true"], "`megatron-rl sft` has none"),
+    ([COLOCATED], "`megatron-rl sft` has no engines"),
     (["balance.max_tokens_per_microbatch=4095"], r"is below sft.max_tokens \(4096\)"),
 ]
 
