@@ -11,13 +11,13 @@ from test_resume import lines
 
 from megatron_rl.recipes.tiny.demo import WARM_START
 
-KEYS = ["run.steps=8", "dpo.rows_per_step=16", "dpo.eval=eval.jsonl", "dpo.eval_every=4", "dpo.max_tokens=48"]
-KEYS += ["policy.optimizer.lr=3e-4", "policy.parallel.data=2", "model.dtype=float32", "checkpoint={every: 2, keep: 9}"]
-KEYS += ["cluster.device=cpu", "balance.max_tokens_per_microbatch=128", "run.folder=runs", "observe=[]"]
+KEYS = ["run.steps=12", "dpo.rows_per_step=32", "dpo.eval=eval.jsonl", "dpo.eval_every=4", "dpo.max_tokens=48"]
+KEYS += ["policy.optimizer.lr=1e-3", "policy.parallel.data=2", "model.dtype=float32", "checkpoint={every: 2, keep: 9}"]
+KEYS += ["cluster.device=cpu", "balance.max_tokens_per_microbatch=256", "run.folder=runs", "observe=[]"]
 
 
 def write_pairs(folder, num: int = 200) -> None:
-    """Sums whose better answer is the one with more digits 7."""
+    """Sums whose better answer begins with 7."""
     rng, rows = random.Random(0), []
     for _ in range(num):
         chosen, rejected = (f"{left}{rng.randrange(100, 999)}" for left in (7, rng.choice("1234568")))
@@ -29,8 +29,8 @@ def write_pairs(folder, num: int = 200) -> None:
 
 @pytest.mark.deep
 @pytest.mark.deadline(900)
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_a_planted_preference_is_learnt_and_a_kill_changes_no_number(recipe, kind):
+@pytest.mark.parametrize(("kind", "least"), [("dpo", 0.9), ("kto", 0.6)])
+def test_a_planted_preference_is_learnt_and_a_kill_changes_no_number(recipe, kind, least):
     write_pairs(recipe.folder)
     asked = ["dpo", f"model.path={WARM_START}", "dpo.rows=pairs.jsonl", f"dpo.loss.kind={kind}", *KEYS]
     done = recipe.run(*asked, "run.name=whole")
@@ -40,7 +40,7 @@ def test_a_planted_preference_is_learnt_and_a_kill_changes_no_number(recipe, kin
     expected = lines(whole)
     assert (whole / "hf" / "model.safetensors").exists()
     accuracy = [record["eval/accuracy"] for record in expected if "eval/accuracy" in record]
-    assert len(accuracy) == 3 and accuracy[-1] >= 0.9 and accuracy[0] < 0.9
+    assert len(accuracy) == 4 and accuracy[0] == 0 and accuracy[-1] >= least
     if kind == "dpo":
         assert expected[0]["loss"] == pytest.approx(0.6931, abs=1e-4), "log 2: policy and reference are equal"
     run = recipe.start(*asked, "run.name=killed")
