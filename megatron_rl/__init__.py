@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_rl.api import Run, RunPlan, dpo, grpo, plan, ppo, sft
+    from megatron_rl.api import Run, dpo, grpo, ppo, sft
+    from megatron_rl.run_plan import RunPlan, plan
 
 __all__ = ["Run", "RunPlan", "dpo", "grpo", "plan", "ppo", "sft"]
 
 
 def __getattr__(name: str) -> Any:
-    """Names of api.py are imported when they are used: every process of a run imports this package."""
+    """Names are imported when they are used: every process of a run imports this package."""
     if name not in __all__:
         raise AttributeError(f"module 'megatron_rl' has no attribute {name!r}")
-    from megatron_rl import api
+    from importlib import import_module
 
-    return getattr(api, name)
+    return getattr(import_module(f"megatron_rl.{'run_plan' if name in ('RunPlan', 'plan') else 'api'}"), name)

@@ -22,9 +22,7 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 import yaml
-from rich.console import Console
 
-from megatron_rl.commands.defaults import with_defaults
 from megatron_rl.config.function import VALUES
 from megatron_rl.config.function_copies import Functions
 from megatron_rl.config.given_rows import GivenRows, Rows
@@ -38,10 +36,6 @@ from megatron_rl.config.schema import (
     SftRunConfig,
 )
 from megatron_rl.observe.records import METRICS, read_metrics
-from megatron_rl.planning.memory import RunMemory, run_memory
-from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.planning.transfer import planned_transfer
-from megatron_rl.types import ModelShape
 
 Function = Callable[..., Any]
 Model = str | os.PathLike[str] | Mapping[str, Any]
@@ -164,7 +158,7 @@ class Run:
     @property
     def evaluations(self) -> list[dict[str, float]]:
         """The records with an evaluation. The last one belongs to no step: it has the weights after all of them."""
-        return [record for record in read_metrics(self.folder) if "eval/reward_mean" in record]
+        return [one for one in read_metrics(self.folder) if one.keys() & {"eval/reward_mean", "eval/loss"}]
 
     @property
     def report(self) -> Path:
@@ -202,61 +196,6 @@ class Run:
         return path.read_bytes() if path.exists() else None
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What a dry run prints, as values; `print(plan)` prints its tables."""
-
-    shape: ModelShape
-    memory: RunMemory
-    """The bytes on the fullest GPUs, by phase; `memory.problems` says what does not fit."""
-    trainer_ranks: int
-    engine_ranks: int
-    pushed_bytes: int
-    """The bytes that a push brings into the fullest engine rank."""
-    tables: str
-
-    def __str__(self) -> str:
-        return self.tables
-
-
-def plan(model: Model | None = None, *, files: Sequence[str | os.PathLike[str]] = (), **sections: Any) -> RunPlan:
-    """The sizes of a run of GRPO, which needs neither GPUs nor weights nor rows.
-
-    For example:
-
-        plan(files=["configs/model/qwen3_32b.yaml", "configs/cluster/h100_8n8g.yaml", "configs/run/gsm8k_32b.yaml"])
-
-    Raises:
-        ValueError: the configuration is refused. A run that does not fit is no error; see `RunPlan.memory`.
-    """
-    from megatron_rl.commands import dry_run
-
-    given = {
-        "run": {"name": "plan", "steps": 1},
-        "data": {"train": "rows.jsonl"},
-    }  # required, but nothing is planned by them
-    merge(given, _merged(files, sections, {} if model is None else {"model": _section(model)}))
-    config = with_defaults(validate(GrpoRunConfig, given))
-    # Not in a cell, which would show each table at once, and again when the plan is printed.
-    console = Console(record=True, width=120, force_jupyter=False, file=open(os.devnull, "w"))  # noqa: SIM115  it lives as long as the call
-    shape = planned_shape(config)
-    memory = run_memory(config, shape)
-    dry_run.describe_policy(config, console)
-    dry_run.describe_rollout(config, shape, console)
-    dry_run.describe_placement(config, console)
-    if config.cluster.gpus_per_trainer:
-        dry_run.describe_memory(config, shape, console)
-        dry_run.describe_hours(config, shape, memory, console)
-    return RunPlan(
-        shape=shape,
-        memory=memory,
-        trainer_ranks=config.num_trainer_ranks,
-        engine_ranks=config.rollout.num_engines * config.rollout.engine_ranks,
-        pushed_bytes=int(planned_transfer(config, shape, config.policy.parallel.mesh).engine_bytes.max()),
-        tables=console.export_text(),
-    )
-
-
 class Inputs(NamedTuple):
     """The model of a run, and what it learns from."""
 
@@ -285,7 +224,7 @@ def start(
     name = name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"
     if isinstance(files, str | os.PathLike):
         raise ValueError(f"files is one path, {os.fspath(files)!r}; give a list of paths")
-    given = _merged(files, {"run": {"name": name}, "model": _section(inputs.model)}, sections)
+    given = merged(files, {"run": {"name": name}, "model": model_section(inputs.model)}, sections)
     folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
     written = folder / INPUTS
     if not continued and holds_run(folder):
@@ -310,7 +249,7 @@ def start(
     functions = Functions(written / f"functions{VALUES}")
     given = functions.named(given)
     counts = _has_epochs(given) and given["run"].get("steps") is None  # the recipe counts the steps
-    validate(KINDS[kind], _merged((), given, {"run": {"steps": 1}}) if counts else given)
+    validate(KINDS[kind], merged((), given, {"run": {"steps": 1}}) if counts else given)
     # A run that goes on keeps its inputs until it goes on with the new ones, because a row or a change may be refused.
     new = folder / f"{INPUTS}.new"
     rmtree(new, ignore_errors=True)
@@ -355,14 +294,15 @@ def _with_steps(sections: Mapping[str, Any], steps: int | None) -> dict[str, Any
     return {**sections, "run": {"steps": steps, **sections.get("run", {})}}
 
 
-def _merged(files: Sequence[str | os.PathLike[str]], *sections: Mapping[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+def merged(files: Sequence[str | os.PathLike[str]], *sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of files, and sections after them, each with the last word over the ones before."""
+    found: dict[str, Any] = {}
     for one in (*(read_yaml(Path(file)) for file in files), *sections):
-        merge(merged, one)
-    return merged
+        merge(found, one)
+    return found
 
 
-def _section(model: Model) -> dict[str, Any]:
+def model_section(model: Model) -> dict[str, Any]:
     return dict(model) if isinstance(model, Mapping) else {"path": os.fspath(model)}
 
 

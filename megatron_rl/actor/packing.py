@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns
 from megatron_rl.algorithms.process_rewards import at_actions
 from megatron_rl.types import ModelShape, Share, Tokens
 
@@ -144,23 +144,26 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         of_samples = values[list(samples)] if samples else np.zeros(1)
         return torch.from_numpy(np.repeat(of_samples.astype(dtype), padded))
 
+    columns = PackedColumns(
+        action_mask_T=torch.from_numpy(action_mask_T),
+        sample_T=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),
+        token_T=torch.from_numpy(token_T),
+        weight_T=spread(share.weights),
+        advantage_T=spread(share.advantages),
+        logp_rollout_T=torch.from_numpy(logp_rollout_T),
+        lag_T=torch.from_numpy(lag_T),
+        reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
+    )
+    if share.logp_reference is not None:
+        packed = {f.name: getattr(columns, f.name) for f in fields(columns)}
+        columns = ComparedColumns(**packed, logp_reference_T=spread(share.logp_reference, np.float64))
     return Microbatch(
         names=tuple(names),
         lengths_S=torch.tensor(padded),
         ids_T=torch.from_numpy(ids_T),
         target_T=torch.from_numpy(target_T),
         padding_T=torch.from_numpy(padding_T),
-        columns=PackedColumns(
-            action_mask_T=torch.from_numpy(action_mask_T),
-            sample_T=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),
-            token_T=torch.from_numpy(token_T),
-            weight_T=spread(share.weights),
-            advantage_T=spread(share.advantages),
-            logp_rollout_T=torch.from_numpy(logp_rollout_T),
-            lag_T=torch.from_numpy(lag_T),
-            reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
-            logp_reference_T=None if share.logp_reference is None else spread(share.logp_reference, np.float64),
-        ),
+        columns=columns,
         routes=_pack_routes(tokens, padded, [skipped for _, skipped in holders]),
         shared=_shared(starts, holders),
     )

@@ -30,27 +30,19 @@ from megatron_rl.actor.agreement import Agreement, sum_over_data_ranks
 from megatron_rl.actor.attention import can_share_prompts
 from megatron_rl.actor.checkpoint import Identity, Saving
 from megatron_rl.actor.context import ContextRank
+from megatron_rl.actor.gradients import differentiate
 from megatron_rl.actor.model import build_model, uses_fused_layers
-from megatron_rl.actor.moe.router import (
-    describe_auxiliary_losses,
-    describe_load,
-    describe_replay,
-    set_auxiliary_losses,
-    start_counting,
-    total_load,
-    total_replay,
-    update_biases,
-)
-from megatron_rl.actor.multi_token import HeadLoss, copy_embedding
+from megatron_rl.actor.moe.router import set_auxiliary_losses, start_counting, total_load, update_biases
+from megatron_rl.actor.multi_token import copy_embedding
 from megatron_rl.actor.optimizer.build import build_optimizer
 from megatron_rl.actor.optimizer.matrices import Place
 from megatron_rl.actor.optimizer.norms import LARGEST_NORM
-from megatron_rl.actor.overflow import describe_gradients, reduce_or_locate
+from megatron_rl.actor.overflow import describe_gradients
 from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, multiplicity
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.actor.step import MicrobatchLoss, Schedule
+from megatron_rl.actor.step import Schedule
 from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
@@ -220,7 +212,7 @@ class MegatronTrainer:
         scale, num_repeats = self.optimizer.loss_scale, 0
         with platform.running():
             while True:
-                metrics, load_RE, head_loss = self._differentiate(microbatches, loss, problems, has_auxiliary_losses)
+                metrics, load_RE, head_loss = differentiate(self, microbatches, loss, problems, has_auxiliary_losses)
                 bound = None if self._at_start is None else coefficients.get("max_mismatch")
                 metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
                 if epoch and self.spec.objective.stops(metrics):
@@ -244,34 +236,6 @@ class MegatronTrainer:
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
         return {**metrics, "grad_norm": grad_norm, **norms, "lr": self.optimizer.lr, **in_force}
-
-    def _differentiate(
-        self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, problems: list[str], has_auxiliary_losses: bool
-    ) -> tuple[Metrics, Tensor | None, HeadLoss | None]:
-        """Compute the gradient of a mini-batch. Returns its metrics, the load of the experts, if there are any, and the
-        loss of a multi-token head, if one is trained.
-
-        Args:
-            problems: what `loss` has found; it is empty.
-
-        Raises:
-            ValueError: see `update`.
-        """
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.megatron.zero_grad()
-        start_counting(self.chunks)
-        head_loss = HeadLoss.of(microbatches) if self.spec.shape.multi_token else None
-        results = self.schedule.run(microbatches, loss, head_loss=head_loss)
-        reports = results if self.reports_metrics else []
-        if head_loss and self.reports_metrics:
-            reports = [*reports, *head_loss.reports]
-        load_RE = total_load(self.chunks)
-        if load_RE is not None:
-            reports = [*reports, *self._describe_experts(load_RE)]
-        if has_auxiliary_losses:
-            reports = [*reports, describe_auxiliary_losses(self.chunks)]
-        return reduce_or_locate(self, reports, problems, microbatches), load_RE, head_loss
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is
@@ -360,17 +324,6 @@ class MegatronTrainer:
         if not self.is_last_stage:
             return columns
         return objective.prepare(columns, first_pass, self.rows.denominators[minibatch], sum_over_data_ranks)
-
-    def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
-        """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
-        together."""
-        num_mixtures = self.spec.shape.num_mixtures
-        reports = [describe_load(load_RE, num_mixtures)]
-        if self.spec.policy.routing_replay:
-            reports.append(describe_replay(total_replay(self.chunks), load_RE, num_mixtures))
-        tensor, _, data = self.mesh.coordinates(self.rank)
-        is_first_of_stage = tensor == data == self.mesh.context_rank(self.rank) == 0
-        return reports if is_first_of_stage else []
 
     def _prepare_auxiliary_losses(self, microbatches: Sequence[Microbatch]) -> bool:
         """Count what the routers' auxiliary losses of a mini-batch need. Returns whether there are such losses."""

@@ -38,11 +38,6 @@ class PackedColumns:
     """The critic's values at the step's start, of the states before the tokens; None if there is no critic."""
     return_T: Tensor | None = None
     """What the critic learns; None if there is no critic."""
-    logp_reference_T: Tensor | None = None
-    """float64: the log-prob of all actions of the sample together under the reference model; None if nothing needs it.
-    """
-    partner_T: Tensor | None = None
-    """float64: what a loss of preferences compares the sample with (preferences.py); None for other losses."""
     logp_old_T: Tensor | None = None
     """Log-probs under the weights at the step's start. None if the loss does not need them, or if the step's only
     update computes them itself: see `Needs.passes`."""
@@ -54,6 +49,16 @@ class PackedColumns:
     """bool: the tokens that Clip-Cov or KL-Cov has chosen from the whole mini-batch; None for other losses."""
     high_entropy_T: Tensor | None = None
     """bool: the tokens whose entropy is high enough for a policy loss; None means all tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedColumns(PackedColumns):
+    """The columns of answers that a loss of preferences compares (preference_objective.py)."""
+
+    logp_reference_T: Tensor | None = None
+    """float64: the log-prob of all actions of the sample together under the reference model; 0 without a reference."""
+    partner_T: Tensor | None = None
+    """float64: what the sample's own number is compared with; None before `Objective.prepare`."""
 
 
 def sum_by(owner_T: Tensor, x_T: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
 from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss
@@ -75,7 +75,8 @@ class PreferenceObjective:
             partner_N = (number_N[only_for_z_N].mean().clamp(min=0)).expand(denominators.num_samples)
         else:
             partner_N = number_N.view(-1, 2).flip(1).reshape(-1)
-        return [replace(c, partner_T=partner_N[index_T]) for c, index_T in zip(columns, index, strict=True)]
+        compared = [c for c in columns if isinstance(c, ComparedColumns)]  # all: the rows have log-probs of a reference
+        return [replace(c, partner_T=partner_N[index_T]) for c, index_T in zip(compared, index, strict=True)]
 
     def __call__(
         self,
@@ -86,7 +87,7 @@ class PreferenceObjective:
         coefficients: Mapping[str, float],
     ) -> tuple[Tensor, dict[str, Metric]]:
         require_finite(columns, {"logp": logp_T})
-        assert columns.partner_T is not None, "`prepare` comes first"
+        assert isinstance(columns, ComparedColumns) and columns.partner_T is not None, "`prepare` comes first"
         first_T = _first(columns)
         number_S = self._numbers(logp_T, columns)[columns.sample_T[first_T]]
         partner_S, label_S = columns.partner_T[first_T], columns.advantage_T[first_T].double()
@@ -123,10 +124,9 @@ class PreferenceObjective:
         mask_T = columns.action_mask_T
         zeros_T = logp_T.new_zeros(len(mask_T), dtype=torch.float64)
         number_T = zeros_T.index_add(0, columns.sample_T, torch.where(mask_T, logp_T, 0.0).double())
-        if self.cfg.has_reference:
-            assert columns.logp_reference_T is not None, "the rows have been scored by the reference model"
-            first_T = _first(columns)
-            number_T = number_T.index_add(0, columns.sample_T[first_T], -columns.logp_reference_T[first_T])
+        assert isinstance(columns, ComparedColumns) and columns.logp_reference_T is not None, "packing has made them"
+        first_T = _first(columns)
+        number_T = number_T.index_add(0, columns.sample_T[first_T], -columns.logp_reference_T[first_T])
         if self.cfg.is_mean:
             number_T = number_T / zeros_T.index_add(0, columns.sample_T, mask_T.double()).clamp(min=1)
         return number_T
@@ -152,7 +152,7 @@ def judge_rows(cfg: PreferenceLossConfig, batch: StepBatch, logp: np.ndarray) ->
     Args:
         logp: float64 [S], the log-prob of all actions of each sample.
     """
-    number_S = torch.from_numpy(logp if batch.logp_reference is None else logp - batch.logp_reference)
+    number_S = torch.from_numpy(logp - batch.logp_reference)
     if cfg.is_mean:
         number_S = number_S / torch.from_numpy(np.maximum(batch.num_actions, 1))
     first_R, second_R = number_S.view(-1, 2).unbind(1)

@@ -30,7 +30,7 @@ from megatron_rl.processes import open_text, piped
 from megatron_rl.types import Group, Tokenizer
 
 
-class Answer(NamedTuple):
+class KeptAnswer(NamedTuple):
     """An answer that can be one of a pair."""
 
     text: str
@@ -81,7 +81,7 @@ def by_reward(folder: Path, tokenizer: Tokenizer, left_out: Counter[str]) -> Ite
 
 
 def by_model(
-    chosen: dict[str, tuple[Group, Answer]], rejected: dict[str, tuple[Group, Answer]], left_out: Counter[str]
+    chosen: dict[str, tuple[Group, KeptAnswer]], rejected: dict[str, tuple[Group, KeptAnswer]], left_out: Counter[str]
 ) -> Iterator[dict[str, Any]]:
     """A pair of two models' first answers to each prompt, by the prompt's name."""
     for name, (group, answer) in chosen.items():
@@ -93,7 +93,7 @@ def by_model(
             yield _pair(group, answer, rejected[name][1])
 
 
-def _pair(group: Group, chosen: Answer, rejected: Answer) -> dict[str, Any]:
+def _pair(group: Group, chosen: KeptAnswer, rejected: KeptAnswer) -> dict[str, Any]:
     messages = group.prompt.messages
     columns = {name: group.prompt.columns[name] for name in ("tools", "dataset") if name in group.prompt.columns}
     return {
@@ -106,8 +106,8 @@ def _pair(group: Group, chosen: Answer, rejected: Answer) -> dict[str, Any]:
     }
 
 
-def _first_answers(folder: Path, tokenizer: Tokenizer, left_out: Counter[str]) -> dict[str, tuple[Group, Answer]]:
-    found: dict[str, tuple[Group, Answer]] = {}
+def _first_answers(folder: Path, tokenizer: Tokenizer, left_out: Counter[str]) -> dict[str, tuple[Group, KeptAnswer]]:
+    found: dict[str, tuple[Group, KeptAnswer]] = {}
     for group in _groups(folder):
         answers = _answers(group, tokenizer, left_out)
         if answers:
@@ -115,7 +115,7 @@ def _first_answers(folder: Path, tokenizer: Tokenizer, left_out: Counter[str]) -
     return found
 
 
-def _answers(group: Group, tokenizer: Tokenizer, left_out: Counter[str]) -> list[Answer]:
+def _answers(group: Group, tokenizer: Tokenizer, left_out: Counter[str]) -> list[KeptAnswer]:
     """The whole answers of a group. Their text ends before the stop token."""
     found = []
     for rollout, tokens in zip(group.rollouts, group.payload, strict=True):
@@ -125,7 +125,7 @@ def _answers(group: Group, tokenizer: Tokenizer, left_out: Counter[str]) -> list
             left_out["answers that a limit has cut"] += 1
         else:
             response = tokens.ids[rollout.num_prompt_tokens : -1].tolist()
-            found.append(Answer(tokenizer.decode(response, skip_special_tokens=False), rollout.verdict.reward))
+            found.append(KeptAnswer(tokenizer.decode(response, skip_special_tokens=False), rollout.verdict.reward))
     return found
 
 

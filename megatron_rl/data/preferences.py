@@ -35,7 +35,7 @@ FARTHEST = 100
 def load_preferences(
     source: Path | str, read: Read, loss: PreferenceLossConfig, max_tokens: int, on_bad_row: OnBadRow = "fail"
 ) -> tuple[list[TrainingRow], int]:
-    """The rows for a loss, and the number of skipped rows.
+    """The rows for a loss, with 0 as log-probs of a reference, and the number of skipped rows.
 
     Args:
         read: gives the tokens of a supervised row with `prompt` and `completion`.
@@ -49,11 +49,13 @@ def load_preferences(
         answers = [(read(supervised), label) for supervised, label in answers_of(row, loss)]
         if not loss.has_pairs:
             names = [uid] if len(answers) == 1 else [f"{uid}, {column}" for column in PAIR]
-            return [TrainingRow(name, (one,), (label,)) for name, (one, label) in zip(names, answers, strict=True)]
+            return [
+                TrainingRow(name, (one,), (label,), (0.0,)) for name, (one, label) in zip(names, answers, strict=True)
+            ]
         (chosen, _), (rejected, _) = answers
         if np.array_equal(chosen.ids, rejected.ids):
             raise BadRow("`chosen` and `rejected` are the same tokens, so that nothing can be learnt; remove the row")
-        return [TrainingRow(uid, (chosen, rejected), (1.0, -1.0))]
+        return [TrainingRow(uid, (chosen, rejected), (1.0, -1.0), (0.0, 0.0))]
 
     found, skipped = load_rows(source, make, on_bad_row)
     rows = [row for rows in found for row in rows]
@@ -130,6 +132,7 @@ def _with_others(rows: Sequence[TrainingRow], source: Path | str, max_tokens: in
                 row,
                 samples=(row.samples[0], _joined(row.samples[0], rows[other].samples[0], max_tokens)),
                 labels=(*row.labels, 0.0),
+                logp_reference=(0.0, 0.0),
             )
         )
     return found

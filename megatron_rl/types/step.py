@@ -134,7 +134,8 @@ class StepBatch:
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
     logp_reference: np.ndarray | None = None
-    """float64 [S]: the log-prob of all actions of a sample together under the reference model, for preferences."""
+    """float64 [S]: the log-prob of all actions of a sample together under the reference model, for preferences; 0 if
+    the loss has no reference."""
 
     @property
     def index_in_group(self) -> np.ndarray:
