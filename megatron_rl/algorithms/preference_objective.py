@@ -26,7 +26,7 @@ from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.preferences import KtoLoss, PreferenceLossConfig
-from megatron_rl.types import Denominators, Metrics, StepBatch
+from megatron_rl.types import Denominators, Metrics, TrainingRow
 
 
 class PreferenceObjective:
@@ -146,17 +146,19 @@ def _first(columns: PackedColumns) -> Tensor:
     return begins_T & has_actions_T
 
 
-def judge_rows(cfg: PreferenceLossConfig, batch: StepBatch, logp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The loss of each row of a batch, and whether the row is right in the sense of `preference/accuracy`.
+def judge_rows(
+    cfg: PreferenceLossConfig, rows: Sequence[TrainingRow], logp: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The loss of each row, and whether the row is right in the sense of `preference/accuracy`.
 
     Args:
         logp: float64 [S], the log-prob of all actions of each sample.
     """
-    number_S = torch.from_numpy(logp - batch.logp_reference)
+    number_S = torch.from_numpy(logp - np.array([one for row in rows for one in row.logp_reference], np.float64))
     if cfg.is_mean:
-        number_S = number_S / torch.from_numpy(np.maximum(batch.num_actions, 1))
+        number_S = number_S / torch.tensor([tokens.action_mask.sum() for row in rows for tokens in row.samples])
     first_R, second_R = number_S.view(-1, 2).unbind(1)
     if not isinstance(cfg, KtoLoss):
         return pair_loss(cfg, first_R, second_R).numpy(), (first_R > second_R).numpy()
-    kl, label_R = second_R.mean().clamp(min=0), torch.from_numpy(batch.rewards).view(-1, 2)[:, 0]
+    kl, label_R = second_R.mean().clamp(min=0), torch.tensor([row.labels[0] for row in rows])
     return answer_loss(cfg, first_R, kl, label_R).numpy(), (label_R * (first_R - kl) > 0).numpy()

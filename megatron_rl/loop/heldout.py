@@ -43,7 +43,7 @@ def evaluate_rows(
     if isinstance(config, DpoRunConfig):
         from megatron_rl.algorithms.preference_objective import judge_rows  # torch takes a second
 
-        losses, is_right = judge_rows(config.dpo.loss, batch, logp)
+        losses, is_right = judge_rows(config.dpo.loss, rows, logp)
         right = is_right.astype(float).tolist()
         return {"eval/loss": float(losses.mean()), **accuracy("eval/accuracy", fmean(right), right, len(right))}
     num_tokens = float(batch.num_actions.sum())

@@ -98,6 +98,7 @@ def deal(
     weights: np.ndarray | None = None,
     credit: Credit | None = None,
     epochs: int = 1,
+    logp_reference: np.ndarray | None = None,
 ) -> list[Share]:
     """The share of each data-parallel rank in an epoch.
 
@@ -106,11 +107,15 @@ def deal(
             at.
         credit: None: no sample has an advantage, as in supervised training.
         epochs: the number of epochs of the step.
+        logp_reference: float64 [S], see `TrainingRow.logp_reference`; None if there are none.
     """
     num_samples = len(batch.names)
     weights = np.zeros(num_samples) if weights is None else weights
     credit = credit or Credit(np.zeros(num_samples), np.ones(num_samples, bool))
-    return [_share(batch, plan, credit, weights, rank, epochs) for rank in range(num_ranks)]
+    shares = [_share(batch, plan, credit, weights, rank, epochs) for rank in range(num_ranks)]
+    if logp_reference is None:
+        return shares
+    return [replace(share, logp_reference=logp_reference[share.index]) for share in shares]
 
 
 def _share(
@@ -129,7 +134,6 @@ def _share(
         index=index,
         advantages=credit.advantages[index],
         weights=weights[index],
-        logp_reference=None if batch.logp_reference is None else batch.logp_reference[index],
         tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
         epochs=epochs,

@@ -50,7 +50,8 @@ def train_supervised(
             policy.mirror(step)
             losses = evaluated(step) if heldout and (step == 0 or due(step, config.offline.eval_every)) else {}
             with sink.phase("plan"):
-                batch = StepBatch.of_rows(rows.next(), version=step)
+                taken = rows.next()
+                batch = StepBatch.of_rows(taken, version=step)
                 plan = plan_microbatches(
                     batch,
                     np.ones(len(batch.names), bool),
@@ -61,7 +62,9 @@ def train_supervised(
                 )
                 weights = loss_weights(batch, plan, "token-mean")
                 labels = Credit(batch.rewards, np.ones(len(batch.names), bool))
-                shares = deal(batch, plan, policy.mesh.data, weights, labels)
+                of_reference = np.array([logp for row in taken for logp in row.logp_reference], np.float64)
+                references = of_reference if len(of_reference) else None
+                shares = deal(batch, plan, policy.mesh.data, weights, labels, logp_reference=references)
             start = time.perf_counter()
             with sink.phase("update"):
                 metrics = {**losses, **plan.metrics, **policy.begin(Shares([shares]), {})}

@@ -151,8 +151,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
 
         def check_row(row: Row) -> None:
-            pair = answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]
-            for answer, _ in pair:
+            for answer, _ in answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]:
                 length = lengths.of_demonstration(answer, turns, offline.max_tokens)
                 if length is not None:
                     check_demonstration(length, offline.max_tokens, config.section)

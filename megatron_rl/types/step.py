@@ -83,7 +83,8 @@ class TrainingRow:
     labels: tuple[float, ...]
     """One for each sample: 1 if it is liked, -1 if it is not, and 0 otherwise."""
     logp_reference: tuple[float, ...] = ()
-    """See `StepBatch.logp_reference`; empty if nothing needs it."""
+    """The log-prob of all actions of each sample together under the reference model, for preferences; 0 if the loss has
+    no reference. Empty for supervised rows."""
 
     @property
     def names(self) -> list[str]:
@@ -133,9 +134,6 @@ class StepBatch:
     """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
-    logp_reference: np.ndarray | None = None
-    """float64 [S]: the log-prob of all actions of a sample together under the reference model, for preferences; 0 if
-    the loss has no reference."""
 
     @property
     def index_in_group(self) -> np.ndarray:
@@ -182,7 +180,6 @@ class StepBatch:
         """The batch of a step without engines: each row is a group, and its labels are the rewards."""
         sizes = [len(row.samples) for row in rows]
         samples = [sample for row in rows for sample in row.samples]
-        references = [logp for row in rows for logp in row.logp_reference]
         return cls(
             names=[name for row in rows for name in row.names],
             group_of=np.repeat(np.arange(len(rows)), sizes),
@@ -192,7 +189,6 @@ class StepBatch:
             version=version,
             is_cut=np.zeros(len(samples), bool),
             rewards=np.array([label for row in rows for label in row.labels], np.float64),
-            logp_reference=np.array(references, np.float64) if references else None,
         )
 
 
@@ -257,7 +253,7 @@ class Share:
     tokens: Sequence[Any]
     """[N]: the tokens of each sample, or a reference to them; see `Group.payload`."""
     logp_reference: np.ndarray | None = None
-    """float64 [N]: the samples' part of `StepBatch.logp_reference`."""
+    """float64 [N]: see `TrainingRow.logp_reference`; None if there are none."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
     columns: Mapping[str, Any] = field(default_factory=dict)

@@ -81,7 +81,7 @@ def updates_of(trainers, folder, pairs, layout: Layout, loss, **settings):
         samples=labelled(samples, loss),
         layout=layout,
         loss=loss,
-        logp_reference=references,
+        logp_reference=references if loss.has_reference else [0.0] * len(references),
         **settings,
     )
     assert all(one == results[0] for one in results)

@@ -87,7 +87,7 @@ def dense(loss, rows: list[TrainingRow], logp: list[torch.Tensor]) -> torch.Tens
     number, i = [], 0
     for row in rows:
         for reference in row.logp_reference:
-            own = logp[i].sum() - (reference if loss.has_reference else 0.0)
+            own = logp[i].sum() - reference
             number.append(own / len(logp[i]) if loss.is_mean else own)
             i += 1
     first, second = number[0::2], number[1::2]
@@ -110,9 +110,11 @@ def test_loss_and_gradient_are_those_of_the_dense_reference_in_every_packing(los
         samples = tuple(tokens_of(num_given, int(rng.integers(1, 6))) for _ in range(2))
         first = float(label())
         labels = (first, 0.0 if isinstance(loss, KtoLoss) else -1.0)
-        rows.append(TrainingRow(f"row {i}", samples, labels, tuple(rng.normal(-4, 2, 2))))
+        given = tuple(rng.normal(-4, 2, 2)) if loss.has_reference else (0.0, 0.0)
+        rows.append(TrainingRow(f"row {i}", samples, labels, given))
     batch = StepBatch.of_rows(rows, version=0)
     num = len(batch.names)
+    references = np.array([one for row in rows for one in row.logp_reference])
     logp = [
         torch.tensor(-rng.gamma(1.0, 1.0, n) - 1e-3, dtype=torch.float64, requires_grad=True) for n in batch.num_actions
     ]
@@ -125,7 +127,7 @@ def test_loss_and_gradient_are_those_of_the_dense_reference_in_every_packing(los
     for part in np.array_split(order, num_ranks):
         cuts = np.array_split(part, int(rng.integers(1, len(part) + 2)))
         micro = [[TrainSample(batch.names[i], payloads[i], batch.rewards[i], 1.0, int(i)) for i in cut] for cut in cuts]
-        share = replace(share_of([micro]), logp_reference=batch.logp_reference[[int(i) for cut in cuts for i in cut]])
+        share = replace(share_of([micro]), logp_reference=references[[int(i) for cut in cuts for i in cut]])
         [batches] = pack(share, shares)
         ranks.append(batches)
     denominators = Denominators(int(batch.num_actions.sum()), num)
@@ -165,10 +167,6 @@ def test_loss_and_gradient_are_those_of_the_dense_reference_in_every_packing(los
             atol=1e-12,
         )
     assert values["loss"] == pytest.approx(expected.item(), rel=1e-9)
-    losses, is_right = judge_rows(
-        loss,
-        batch if loss.has_reference else replace(batch, logp_reference=None),
-        np.array([x.sum().item() for x in logp]),
-    )
+    losses, is_right = judge_rows(loss, rows, np.array([x.sum().item() for x in logp]))
     assert losses.mean() == pytest.approx(expected.item(), rel=1e-9)
     assert values["preference/accuracy"] == pytest.approx(is_right.mean())
