@@ -183,7 +183,7 @@ class MegatronTrainer:
             For MoE models also the metrics of `describe_load`, `describe_replay` and `describe_auxiliary_losses` that
             apply; for a trained multi-token head also those of `HeadLoss`; the norms are without it. If the objective
             stops the step before this update, STOPPED stands in the place of the norms and `lr`. In float16 there are
-            `loss_scale` and REPEATED: a gradient that overflows is computed again with half of the loss scale.
+            `loss_scale` and REPEATED: a gradient that overflows is computed again with a smaller loss scale.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
@@ -219,12 +219,15 @@ class MegatronTrainer:
                     return metrics | {STOPPED: 1.0}
                 grad_norm = self.optimizer.gradient_norm()
                 head_norm = self.optimizer.head_gradient_norm() if head_loss else 0.0
-                # A norm is equal on all ranks, so all of them go the same way.
-                if (largest := max(grad_norm, head_norm)) <= LARGEST_NORM:
+                # A norm is equal on all ranks, so all of them go the same way. It may be NaN, which is below nothing.
+                too_large = [norm for norm in (grad_norm, head_norm) if not norm <= LARGEST_NORM]
+                if not too_large:
                     break
                 if not scale or scale.is_lowest or not math.isfinite(metrics["loss"]):
-                    self.agreement.require_none([describe_gradients(self, largest, microbatches)])
-                self.optimizer.lower_loss_scale()
+                    self.agreement.require_none([describe_gradients(self, too_large[0], microbatches)])
+                assert scale is not None  # otherwise all ranks have raised
+                log.warning("gradients overflow float16 at the loss scale %g, and are computed again", scale.value)
+                self.optimizer.lower_loss_scale(2**num_repeats)
                 num_repeats += 1
             # The last stage's head needs the whole embedding after every update.
             is_last = minibatch == len(self.rows.minibatches) - 1 or head_loss is not None

@@ -103,6 +103,5 @@ class CriticGroup(RankGroup):
         """
         values, *epochs = [self._gather(calls, "to learn") for calls in self._learning]
         updates: list[Metrics] = [update for epoch in epochs for update in epoch]
-        names = {name: None for update in updates for name in update}  # a skipped update (float16) has fewer
-        means = {name: fmean([update[name] for update in updates if name in update]) for name in names}
+        means = {name: fmean([update[name] for update in updates]) for name in (updates[0] if updates else ())}
         return {f"critic/{name}": value for name, value in (values | means).items()}

@@ -87,7 +87,7 @@ class ModelConfig(Section):
     `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16
     takes much longer. `float16` rounds 8 times as finely as bfloat16, which brings trainer and engine closer
     (arXiv:2510.26788), and holds no number above 65,504. Its loss has a dynamic scale, as in Megatron-Core: gradients
-    that overflow are computed again with half of the scale, and `loss_scale_window` updates in a row without an
+    that overflow are computed again with a smaller scale, and `loss_scale_window` updates in a row without an
     overflow double it. `megatron.optimizer` has its settings: `initial_loss_scale` (65536 here), `min_loss_scale`,
     `loss_scale_window`. An overflow at `min_loss_scale`, of a weight or of an activation is an error."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
@@ -118,6 +118,27 @@ class MegatronConfig(Section):
     """Fields of `DistributedDataParallelConfig`, for example `{overlap_grad_reduce: false}`."""
     optimizer: dict[str, Switch] = {}
     """Fields of `OptimizerConfig`."""
+
+    def wrong_loss_scales(self) -> Iterator[str]:
+        """What is wrong with the settings of the loss scale of float16."""
+        key = "policy.megatron.optimizer"
+        if "hysteresis" in self.optimizer:
+            yield f"{key}.hysteresis: each overflow lowers the loss scale; remove this key"
+        found: dict[str, float] = {}
+        for name in ("initial_loss_scale", "min_loss_scale"):
+            value = self.optimizer.get(name, 1)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                yield f"{key}.{name} is {value!r}; take a power of two, such as 1024"
+            elif math.frexp(value)[0] != 0.5:
+                yield f"{key}.{name} is {value:g}; take a power of two, which rounds no gradient"
+            elif name in self.optimizer:
+                found[name] = value
+        if found.get("initial_loss_scale", math.inf) < found.get("min_loss_scale", 0):
+            first, lowest = found["initial_loss_scale"], found["min_loss_scale"]
+            yield f"{key}.initial_loss_scale is {first:g}, below min_loss_scale {lowest:g}; raise it"
+        window = self.optimizer.get("loss_scale_window", 1)
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            yield f"{key}.loss_scale_window is {window!r}; it is a number of updates, 1 or more"
 
 
 class LoraConfig(Section):
@@ -198,6 +219,7 @@ class PolicyConfig(Section):
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
         yield from self.optimizer.wider_gradients("policy", run.model.dtype)
+        yield from self.megatron.wrong_loss_scales()
 
     @model_validator(mode="after")
     def _no_streamed_state_of_fp8_weights(self) -> PolicyConfig:

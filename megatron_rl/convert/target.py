@@ -103,7 +103,7 @@ def blocks(tensor: TargetTensor, maps: Maps, rows: Rows | None = None) -> Iterat
         rows: None means all.
 
     Raises:
-        ValueError: a stored tensor is damaged.
+        ValueError: a stored tensor is damaged, or has a number that float16 cannot hold.
     """
     rest = tensor.extents[1:]
     sources = [maps.values(part.source) for part in tensor.parts]
@@ -124,6 +124,10 @@ def blocks(tensor: TargetTensor, maps: Maps, rows: Rows | None = None) -> Iterat
             elif box := intersect(part.box, here):
                 target = block[box[0][0] - start : box[0][1] - start][:, *slices(box[1:])]
                 target.copy_(source(translate(box, part.box, part.source_box)).view(target.shape))
+        if tensor.dtype == torch.float16 and not torch.isfinite(block).all():
+            raise ValueError(
+                f"{tensor.name} has a number above 65,504, the largest of float16; choose --dtype bfloat16 or float32"
+            )
         yield block
 
 

@@ -126,8 +126,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "coefficient/{name}": "the coefficient in force of `kl` or `entropy`, and `max_mismatch`",
         "epochs": "the epochs that were trained, with a part of the last one if `algorithm.stop_epochs` ended it",
         "epoch_{number}/{name}": "the metrics `ratio/...`, `pg_clipfrac`, `ppo_kl` and `masked` of one epoch, from 1",
-        "lag/mean": "versions between an answer's oldest token and the step, as the mean over answers; a step whose "
-        "updates were all skipped makes none",
+        "lag/mean": "versions between an answer's oldest token and the step, as the mean over answers",
         "lag/max": "the largest lag",
         "lag/updates": "the mean lag in optimizer steps, if a step has several",
     },

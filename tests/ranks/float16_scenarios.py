@@ -97,6 +97,29 @@ def refused(rank, world_size, url, *, folder, samples, layout, spoilt=False, **s
     return error, changed
 
 
+def refused_head(rank, world_size, url, *, folder, samples, layout, **settings):
+    """The error of an update whose gradient of the multi-token head is NaN, and whether it has changed anything."""
+    actor = build(rank, world_size, url, folder, layout, multi_token="train", **settings)
+    begin(actor, samples, layout, 1)
+    before = _state(actor)
+
+    def hook(module, arguments, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("nan"))
+
+    [layer] = [
+        module
+        for chunk in actor.chunks
+        for name, module in chunk.named_modules()
+        if name.endswith("mtp.layers.0.eh_proj")
+    ]
+    layer.register_forward_hook(hook)
+    error = _error(lambda: actor.update(0, {}))
+    changed = not _is_equal(before, _state(actor))
+    actor.close()
+    return error, changed
+
+
 def unloadable(rank, world_size, url, *, folder, layout, weights):
     """The error of loading weights into a model."""
     actor = build(rank, world_size, url, folder, layout)

@@ -20,7 +20,7 @@ from test_actor_families import MODELS, write_models
 from transformers_models import open_model
 
 from megatron_rl.commands import export_checkpoint, hf_to_megatron, megatron_to_hf, verify_checkpoint
-from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.loop.checkpoints import folder_name
 from megatron_rl.models import check_parameters, megatron_shards, read_shape
 from megatron_rl.planning.activations import activations
@@ -321,3 +321,25 @@ def test_checkpoint_and_exports_have_the_trained_head(trainers, heads, long_samp
             assert hf_to_megatron.main([str(tmp_path / "saved"), str(source)]) == 0
         trainers.run("export", 1, target=tmp_path / f"begun{number}", weights=source, **one)
         same(tmp_path / f"begun{number}")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_gradient_of_the_multi_token_head_that_is_no_number_changes_no_weight(trainers, heads, long_samples, dtype):
+    """In float16 four smaller scales are tried first."""
+    scales = MegatronConfig(optimizer={"initial_loss_scale": 2.0**10, "min_loss_scale": 2.0})
+    layout = Layout(dtype=dtype, megatron=scales)
+    arguments = dict(folder=heads["deepseek_v3"], samples=long_samples, layout=layout)
+    [(error, changed)] = trainers.run("float16_scenarios.refused_head", 1, **arguments)
+    assert error != "no error" and not changed
+
+
+@pytest.mark.deep
+def test_a_stage_without_adapters_has_no_gradient_to_scale(trainers, heads, long_samples):
+    """Of Qwen3-Next's four layers only the last one has q_proj and v_proj."""
+    scales = MegatronConfig(optimizer={"initial_loss_scale": 2.0**8})
+    layout = Layout(Mesh(pipeline=4), dtype="float16", megatron=scales)
+    lora = LoraConfig(rank=3, alpha=7, targets=("q_proj", "v_proj"))
+    arguments = dict(folder=heads["qwen3_next"], samples=long_samples, layout=layout, lora=lora, steps=(1,))
+    for metrics, _, _, made in trainers.run("float16_scenarios.updates", 4, **arguments):
+        assert made == 1 and metrics[0]["grad_norm"] > 0

@@ -41,7 +41,7 @@ class Optimizer(ABC):
     """The optimizer of a rank.
 
     Args:
-        dither: how weights in bfloat16 are rounded; None: to the nearest number.
+        dither: how weights in bfloat16 or float16 are rounded; None: to the nearest number.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class Optimizer(ABC):
         self.megatron.prepare_grads()
         if self.loss_scale is not None:
             gradients = [interval.main.grad for interval in self._intervals() if interval.main.grad is not None]
-            torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
+            if gradients:  # of a stage without adapters there are none
+                torch._foreach_mul_(gradients, 1 / self.loss_scale.value)
         return self._gradient_norm(of_head=False)
 
     @torch.no_grad()
@@ -133,10 +134,11 @@ class Optimizer(ABC):
         # Under expert parallelism Megatron has a separate optimizer for the experts.
         return (interval for inner in self.megatron.chained_optimizers for interval in intervals(inner))
 
-    def lower_loss_scale(self) -> None:
-        """Forget the gradients of a model in float16, which have overflowed, and halve the loss scale."""
+    def lower_loss_scale(self, num_halvings: int) -> None:
+        """Forget the gradients of a model in float16, which have overflowed, and halve the loss scale so often."""
         assert self.loss_scale is not None
-        self.loss_scale.halve()
+        for _ in range(num_halvings):
+            self.loss_scale.halve()
         for interval in self._intervals():
             interval.main.grad = None
 
@@ -165,7 +167,7 @@ class Optimizer(ABC):
             divided by it; and for a model in bfloat16 or float16 `update_changed`, the share of the weights that have
             other bits than before. They are equal on every rank.
         """
-        assert max(grad_norm, head_norm) <= LARGEST_NORM
+        assert grad_norm <= LARGEST_NORM and head_norm <= LARGEST_NORM
         self.num_updates += 1
         self._set_rate()
         if self.loss_scale is not None:

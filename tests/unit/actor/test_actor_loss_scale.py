@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,17 +60,3 @@ def test_it_is_megatrons_and_its_state_continues_it(overflows, window, cut):
 def test_a_power_of_two_rounds_no_loss():
     scale, loss = LossScale.of(settings()), torch.rand(100) + 0.1
     assert torch.equal(scale.scaled(loss) / scale.value, loss)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        ({"initial": 1000.0}, "initial_loss_scale is 1000; take a power of two"),
-        ({"lowest": 0.0}, "min_loss_scale is 0; take a power of two"),
-        ({"initial": 1.0, "lowest": 2.0}, "initial_loss_scale is 1, below min_loss_scale 2"),
-        ({"window": 0}, "loss_scale_window is 0"),
-    ],
-)
-def test_settings_that_make_no_scale_are_refused_by_their_keys(wrong, told):
-    with pytest.raises(ValueError, match=f"policy.megatron.optimizer.{told}"):
-        LossScale.of(settings(**wrong))

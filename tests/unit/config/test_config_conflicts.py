@@ -115,6 +115,12 @@ OF_CRITICS = [
 ]
 OF_SFT = [
     (["policy.routing_replay=true"], "`megatron-rl sft` has none"),
+    (["policy.megatron.optimizer={initial_loss_scale: 1000.0}"], "initial_loss_scale is 1000; take a power of two"),
+    (["policy.megatron.optimizer={min_loss_scale: 0}"], "min_loss_scale is 0; take a power of two"),
+    (["policy.megatron.optimizer={min_loss_scale: true}"], "min_loss_scale is True; take a power of two"),
+    (["policy.megatron.optimizer={initial_loss_scale: 1, min_loss_scale: 2}"], "is 1, below min_loss_scale 2"),
+    (["policy.megatron.optimizer={loss_scale_window: 2.9}"], "loss_scale_window is 2.9"),
+    (["policy.megatron.optimizer={hysteresis: 2}"], "each overflow lowers the loss scale; remove this key"),
     ([COLOCATED], "`megatron-rl sft` has no engines"),
     (["balance.max_tokens_per_microbatch=4095"], r"is below sft.max_tokens \(4096\)"),
 ]
