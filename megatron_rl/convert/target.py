@@ -120,15 +120,23 @@ def blocks(tensor: TargetTensor, maps: Maps, rows: Rows | None = None) -> Iterat
             if part.view:
                 if box := part.view.clip(part.box, start, stop):
                     target = rectangle(block, part.view, box, first=start)
-                    target.copy_(source(translate(box, part.box, part.source_box)).view(target.shape))
+                    _fill(target, source(translate(box, part.box, part.source_box)), tensor.name)
             elif box := intersect(part.box, here):
                 target = block[box[0][0] - start : box[0][1] - start][:, *slices(box[1:])]
-                target.copy_(source(translate(box, part.box, part.source_box)).view(target.shape))
-        if tensor.dtype == torch.float16 and not torch.isfinite(block).all():
-            raise ValueError(
-                f"{tensor.name} has a number above 65,504, the largest of float16; choose --dtype bfloat16 or float32"
-            )
+                _fill(target, source(translate(box, part.box, part.source_box)), tensor.name)
         yield block
+
+
+def _fill(target: Tensor, values: Tensor, name: str) -> None:
+    """Copy numbers into a part of the tensor `name`, in its dtype. Infinities and NaNs stay.
+
+    Raises:
+        ValueError: a number becomes infinite.
+    """
+    values = values.view(target.shape)
+    target.copy_(values)
+    if target.dtype == torch.float16 != values.dtype and (values.isfinite() & target.isinf()).any():
+        raise ValueError(f"{name} has a number above 65,504, the largest of float16; take bfloat16 or float32")
 
 
 def _row_ranges(tensor: TargetTensor, rows: Rows) -> Iterator[Rows]:
