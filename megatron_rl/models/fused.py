@@ -26,6 +26,8 @@ def _of_attention(attention: Attention, family: str, context: int) -> str | None
             return f"Megatron's linear attention takes no packed rows, and {family} has layers with it"
         case SoftmaxAttention(sinks=True):
             return f"its attention takes no sinks in packed rows, and {family} has them"
+        case SoftmaxAttention(norms="full"):
+            return f"they normalise each head of q and k by itself, and {family} all heads together"
         case SoftmaxAttention(window=int()) if context > 1:
             return "their attention takes no sliding windows with policy.parallel.context above 1"
         case LatentAttention(head_dim=key, value_dim=value) if not _takes_heads(key, value):

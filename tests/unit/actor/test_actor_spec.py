@@ -116,6 +116,7 @@ NOT_FUSED = [
     (DEEPSEEK, "no heads of 14 dims in query and key and 10 in value"),
     (latent(value_dim=160), "no heads of 192 dims in query and key and 160 in value"),
     (latent(value_dim=512), "no heads of 192 dims in query and key and 512 in value"),
+    (changed(LLAMA, attention={"norms": "full"}), "llama all heads together"),
     (changed(LLAMA, family="gpt_oss"), "takes no sinks in packed rows"),
     (changed(LLAMA, (0,), family="qwen3_next", attention=DELTA), "linear attention takes no packed rows"),
     (turned(YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
