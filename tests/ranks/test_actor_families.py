@@ -97,6 +97,14 @@ GPT_OSS = dict(
     sliding_window=12,
     rope_parameters=YARN | {"truncate": False},
 )
+MINIMAX = dict(
+    head_dim=16,
+    rotary_dim=8,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    scoring_func="sigmoid",
+    use_routing_bias=True,
+)
 DELTA = dict(
     head_dim=16,
     rope_parameters=PLAIN | {"partial_rotary_factor": 0.25},
@@ -138,11 +146,12 @@ MODELS = {
     "glm4_moe_lite": ("Glm4MoeLite", dict(**LATENT, q_lora_rank=20)),
     "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
     "glm4_moe_plain": ("Glm4Moe", dict(**GLM, rope_parameters=YARN | {"partial_rotary_factor": 0.25})),
+    "minimax_m2": ("MiniMaxM2", MINIMAX),
     "gpt_oss": ("GptOss", GPT_OSS),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
 ZERO_CENTRED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-_OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", "kimi", "glm4", "gpt_oss")
+_OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", "kimi", "glm4", "gpt_oss", "minimax")
 MIXTURES = tuple(name for name in MODELS if name.startswith(_OF_EXPERTS))
 
 

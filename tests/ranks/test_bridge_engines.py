@@ -104,6 +104,10 @@ GLM = dict(
     initializer_range=0.1,
     first_k_dense_replace=1,
 )
+WIDE = dict(
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "scoring_func": "sigmoid", "use_routing_bias": True},
+    **{"rotary_dim": 16, "bos_token_id": None, "initializer_range": 0.1},
+)
 SINKS = dict(
     sliding_window=6,
     num_local_experts=4,
@@ -135,6 +139,7 @@ MODELS = {
     "latent": ("DeepseekV3", LATENT),
     "lite": ("Glm4MoeLite", {key: value for key, value in LATENT.items() if key not in OF_DEEPSEEK}),
     "glm": ("Glm4Moe", GLM),
+    "wide": ("MiniMaxM2", WIDE),
     "sinks": ("GptOss", SINKS),
     "linear": ("Qwen3Next", LINEAR),
 }
@@ -157,6 +162,7 @@ FLEETS = {
     "latent, TP2 and expert parallel": ("latent", Engines(1, 2, expert_parallel=True)),
     "lite, TP1": ("lite", Engines(1, 1)),
     "glm, TP2 and expert parallel": ("glm", Engines(1, 2, expert_parallel=True)),
+    "wide, TP2": ("wide", Engines(1, 2)),
     "sinks, TP1": ("sinks", Engines(1, 1)),
     "sinks, TP2 and expert parallel": ("sinks", Engines(1, 2, expert_parallel=True)),
     "linear, TP1": ("linear", Engines(1, 1)),
@@ -196,6 +202,7 @@ CASES = [
     ("latent, TP2 and expert parallel", EP2_TP2, 1),
     ("lite, TP1", TP2_PP2, 1),
     ("glm, TP2 and expert parallel", EP2_TP2, 1),
+    ("wide, TP2", EP2_TP2, 1),
     ("sinks, TP1", EP2_TP2, 1),
     ("sinks, TP2 and expert parallel", TP2_PP2, 1),
     ("linear, TP1", TP2_PP2, 1),

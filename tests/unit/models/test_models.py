@@ -86,6 +86,7 @@ def test_parameters_that_no_rule_covers_are_named():
         ("qwen3", Mesh(tensor=3), "8 attention heads, which policy.parallel.tensor=3"),
         ("twelve_heads", Mesh(tensor=6), "4 KV heads, which policy.parallel.tensor=6"),
         ("olmo3", Mesh(tensor=8), "4 KV heads.*tensor=8 .*normalises the heads of all ranks.* set it to 4 or less"),
+        ("minimax_m2", Mesh(tensor=8), "4 KV heads.*tensor=8 .*minimax_m2 model normalises .* set it to 4 or less"),
         ("qwen3", Mesh(data=2, expert=2), "policy.parallel.expert=2, but a qwen3 model has no experts"),
         ("mixtral", Mesh(data=3, expert=3), "8 experts, which policy.parallel.expert=3"),
         ("mixtral", Mesh(data=3, expert_tensor=3), "8 FFN size of an expert, which policy.parallel.expert_tensor=3"),
@@ -168,6 +169,7 @@ def test_what_the_tables_say_of_a_family():
         "kimi_k2": ("none", False, False, True),
         "glm4_moe_lite": ("none", False, False, True),
         "glm4_moe": ("head", True, False, True),
+        "minimax_m2": ("full", False, False, True),
         **{name: ("head", False, False, False) for name in (*GATED, "qwen3_5_head")},
     }
     assert [name for name, shape in SHAPES.items() if shape.attention.sinks] == ["gpt_oss"]

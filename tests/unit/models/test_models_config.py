@@ -324,6 +324,9 @@ def test_another_gpt_oss_than_vllms_is_refused(tmp_path, changes, message):
 QWEN3_NEXT = {key: value for key, value in QWEN3_MOE.items() if key != "rope_theta"} | {
     "model_type": "qwen3_next", "num_hidden_layers": 4, "shared_expert_intermediate_size": 8, "head_dim": 16,
 }  # fmt: skip
+MINIMAX = MIXTRAL | {
+    "model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True, "head_dim": 128, "rotary_dim": 64,
+}  # fmt: skip
 GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {"model_type": "glm4_moe", "head_dim": 128}
 WHOLE = "must be a whole number above 0, but it is "
 
@@ -437,6 +440,7 @@ BASES = {
     "glm4_moe_lite": DEEPSEEK | {"model_type": "glm4_moe_lite"},
     "glm4_moe": GLM,
     "gpt_oss": GPT_OSS,
+    "minimax_m2": MINIMAX,
 }
 """A configuration of each family, which has windows if the family can have them."""
 ENGINES = {
@@ -454,8 +458,9 @@ UNREAD = {
     "_attn_implementation": "it chooses a kernel",
     "dtype": "model.dtype decides",
     "get_text_config": "it is a method",
-    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), "it is of the multi-token head"),
+    **dict.fromkeys(("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers"), "it is of the multi-token head"),
     "ada_rms_norm_t_cond_dim": "vLLM reads it only with ada_rms_norm_t_cond, which is refused",
+    "max_model_len": "vLLM sets it",
     "target_layer_count": "it is of a draft model",
     "quantization_config": "`quantised` reads it",
     **dict.fromkeys(("num_experts", "qk_nope_head_dim", "qk_rope_head_dim"), "it is of layers of other families"),
@@ -565,6 +570,12 @@ def test_a_key_that_the_vendors_classes_compute_with_is_read_or_refused(tmp_path
         (DEEPSEEK, {"num_local_experts": 8}, "num_local_experts is 8, but by another key the model has 256"),
         (MIXTRAL, {"num_experts": 16}, "num_experts is 16, but by another key the model has 8"),
         (DEEPSEEK, {"head_dim": 192}, "head_dim is 192; only 64 is supported"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; for the family minimax_m2 only 'sigmoid'"),
+        (MINIMAX, {"use_routing_bias": False}, "use_routing_bias is False; .* only True"),
+        (MINIMAX, {"rotary_dim": 32}, "rotary_dim is 32; only a half of head_dim, 128"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, r"attn_type_list is \[1, 0\]; only 1"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; .* only 'per_layer'"),
+        (MINIMAX, {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         (QWEN3_MOE, {"mlp_only_layers": "0"}, 'mlp_only_layers must be a list of whole numbers of at least 0.*"0"'),
         (QWEN3_NEXT, {"rope_parameters": PARAMETERS | {"mrope_section": [1, "1", 0]}},
          r'mrope_section must be a list of whole numbers of at least 0, but it is \[1, "1", 0\]'),
