@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.types import Attention, DeltaNet, LatentAttention, Llama3Rope, ModelShape, SoftmaxAttention
+from megatron_rl.types import Attention, DeltaNet, GatedMlp, LatentAttention, Llama3Rope, ModelShape, SoftmaxAttention
 
 
 def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
@@ -16,6 +16,11 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
             return f"{shape.family} has norms after its blocks, and its layers have none"
         if obstacle := _of_attention(layer.attention, shape.family, context):
             return obstacle
+        if isinstance(layer.mlp, GatedMlp) and layer.mlp.activation != "silu":
+            return f"their fused MLP has no {layer.mlp.activation}, and {shape.family} has it"
+    ropes = {block.rope for block in shape.attentions if isinstance(block, SoftmaxAttention)}
+    if len(ropes) > 1:
+        return f"Megatron rotates all their layers alike, and {shape.family} does not"
     return None
 
 

@@ -8,7 +8,6 @@ splits the norms of q and k over ranks, and holds routers in float32. Source: tr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megatron_rl.models.config_values import size
