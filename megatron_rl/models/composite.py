@@ -47,6 +47,8 @@ class Composite:
     """The values of `model_type` that `text_config` may have."""
     prefixes: tuple[tuple[str, str], ...]
     """(the beginning of a name in the folder's files, what stands there in a folder of the text model alone)."""
+    transposed: bool = False
+    """Whether files that stack the experts of a layer transpose their matrices, as gpt-oss's do."""
 
     def own_name(self, name: str) -> str | None:
         """The name that a tensor has in a folder of the text model alone; None if it belongs to another part."""
@@ -125,20 +127,22 @@ def composite_of(folder: Path) -> Composite | None:
     return COMPOSITES.get(str(json.loads((folder / "config.json").read_text()).get("model_type")))
 
 
-def with_stacked_experts(family: Family) -> Family:
+def with_stacked_experts(family: Family, composite: Composite) -> Family:
     """The same table for files that hold a layer's experts in two tensors, as transformers 5 writes Qwen3.5's
     composite: `experts.gate_up_proj` [experts, 2 ffn, hidden], gate above up, and `experts.down_proj`
     [experts, hidden, ffn]."""
-    return replace(family, mixture=tuple(_stacked(rule) if rule.per_expert else rule for rule in family.mixture))
+    rows = (_stacked(rule, composite.transposed) if rule.per_expert else rule for rule in family.mixture)
+    return replace(family, mixture=tuple(rows))
 
 
-def _stacked(rule: Rule) -> Rule:
+def _stacked(rule: Rule, transposed: bool) -> Rule:
     block = rule.hf[0].name.partition(".{}")[0]
     joined = "gate_up_proj" if len(rule.hf) == 2 else "down_proj"
     return replace(
         rule,
         hf=tuple(
-            replace(tensor, file=InFile(f"{block}.{joined}", part, len(rule.hf))) for part, tensor in enumerate(rule.hf)
+            replace(tensor, file=InFile(f"{block}.{joined}", part, len(rule.hf), transposed=transposed))
+            for part, tensor in enumerate(rule.hf)
         ),
     )
 

@@ -148,8 +148,11 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
     index = HubIndex(FAMILIES[shape.family], {}, {}, read_blocks(folder), composite=composite_of(folder))
     headers = {path: index.of_text(read_header(path)) for path in files}
-    if index.composite and _are_stacked(index.family, shape, {name for names in headers.values() for name in names}):
-        index = replace(index, family=with_stacked_experts(index.family))
+    if index.composite:
+        stacked = with_stacked_experts(index.family, index.composite)
+        only_there = stacked.file_tensors(shape).keys() - index.family.file_tensors(shape)
+        if any(only_there & header.keys() for header in headers.values()):
+            index = replace(index, family=stacked)
     family = index.family
     expected = family.file_tensors(shape)
     quantised: dict[str, tuple[int, ...]] = {}
@@ -216,10 +219,6 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
 
 Header = dict[str, tuple[str, tuple[int, ...], int]]
 """See `read_header`."""
-
-
-def _are_stacked(family: Family, shape: ModelShape, names: set[str]) -> bool:
-    return not names.isdisjoint(with_stacked_experts(family).file_tensors(shape).keys() - family.file_tensors(shape))
 
 
 FLOATS = {"F64", "F32", "F16", "BF16"}
