@@ -1,4 +1,4 @@
-"""Folders that hold a model for text together with other parts, as Kimi-K2.5 and Qwen3.5 are published.
+"""Folders that hold a model for text together with other parts, as Gemma 3, Kimi-K2.5 and Qwen3.5 are published.
 
 config.json has the text model's own configuration under `text_config`, and the names of the text model's tensors begin
 with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
@@ -70,6 +70,7 @@ class Composite:
 _KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")  # vLLM's and transformers' name
 _QWEN3_5 = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("mtp.", "mtp."))
 COMPOSITES = {
+    "gemma3": Composite(("Gemma3ForConditionalGeneration",), ("gemma3_text",), (("language_model.", ""),)),
     "kimi_k25": Composite(_KIMI, ("kimi_k2", "deepseek_v3"), (("language_model.", ""),)),
     "qwen3_5": Composite(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), _QWEN3_5),
     "qwen3_5_moe": Composite(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), _QWEN3_5),
