@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_rl.models.composite import Composite, check_text_alone, composite_of, with_stacked_experts
+from megatron_rl.models.composite import Composite, as_in_files, check_text_alone, composite_of
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.quantisation import FP8, Blocks, Form, Int4, Packed, check_unquantised, read_blocks
@@ -149,10 +149,8 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
     index = HubIndex(FAMILIES[shape.family], {}, {}, read_blocks(folder), composite=composite_of(folder))
     headers = {path: index.of_text(read_header(path)) for path in files}
     if index.composite:
-        stacked = with_stacked_experts(index.family, index.composite)
-        only_there = stacked.file_tensors(shape).keys() - index.family.file_tensors(shape)
-        if any(only_there & header.keys() for header in headers.values()):
-            index = replace(index, family=stacked)
+        found = {name: extents for header in headers.values() for name, (_, extents, _) in header.items()}
+        index = replace(index, family=as_in_files(index.family, shape, found))
     family = index.family
     expected = family.file_tensors(shape)
     quantised: dict[str, tuple[int, ...]] = {}

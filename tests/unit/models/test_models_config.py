@@ -235,7 +235,10 @@ def test_experts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, gemma3, gemma3_text, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25"),
+        (
+            {"model_type": "gpt2"},
+            "gpt2.*supported: deepseek_v3, gemma3, gemma3_text, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25",
+        ),
         ({"model_type": "gpt2"}, r"`megatron-rl family /.*`, in a clone, proposes what to add \(docs/models.md\)"),
         ({"model_type": "qwen3"}, "num_attention_heads"),
         (LLAMA | {"attention_bias": True}, "attention_bias is True"),
@@ -481,8 +484,8 @@ UNREAD = {
     ),
     **dict.fromkeys(
         ("boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_index",
-         "mm_tokens_per_image", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_config",
-         "text_config"),
+         "mm_tokens_per_image", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+         "vision_config", "text_config"),
         "it is of the vision tower, which `composite` leaves out",
     ),
 }  # fmt: skip
