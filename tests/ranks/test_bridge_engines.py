@@ -363,9 +363,10 @@ def named(case: tuple[str, Mesh, int]) -> str:
     return f"{'-'.join([*axes, *(['whole'] if mesh.expert_tensor == 1 else [])])} to {num} of {name}"
 
 
-SILENT = ("linear, TP1", "linear, TP2", "lite, TP1, float16", "glm, TP2, float16")
-"""vLLM's linear attention generates nothing in fp32 on a CPU ("CPU GDN attention requires BF16."), and in fp16 it
-computes GLM's mixtures with another factor (`preflight.devices`), so what these engines hold is compared, and not what
+SILENT = ("wide, TP2", "linear, TP1", "linear, TP2", "lite, TP1, float16", "glm, TP2, float16")
+"""vLLM's linear attention generates nothing in fp32 on a CPU ("CPU GDN attention requires BF16."), its routers for CPUs
+have no sigmoid without groups of experts, as MiniMax-M2's, and in fp16 it computes GLM's mixtures with another factor
+(`preflight.devices`), so what these engines hold is compared, and not what
 they say."""
 
 
