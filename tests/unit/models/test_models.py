@@ -283,6 +283,13 @@ def test_qwen3_5_has_the_published_number_of_parameters():
     assert FAMILIES[shape.family].num_parameters(shape) == 396_346_350_336
 
 
+@pytest.mark.parametrize(("name", "number"), [("MiniMax-M2", 228_689_764_864), ("gemma-3-1b-it", 999_885_952)])
+def test_other_models_have_the_published_number_of_parameters(name, number):
+    """The numbers of the hub for MiniMaxAI/MiniMax-M2 and google/gemma-3-1b-it."""
+    shape = read_shape(PUBLISHED / f"{name}.json")
+    assert FAMILIES[shape.family].num_parameters(shape) == number
+
+
 def test_kimi_has_the_published_number_of_tensors():
     """The release of Kimi-K2.5 has 208,550 tensors. An expert's matrix has three in int4, the tower and the projector
     have 335."""
