@@ -100,7 +100,7 @@ GPT_OSS = dict(
 MINIMAX = dict(
     head_dim=16,
     rotary_dim=8,
-    num_local_experts=8,
+    num_local_experts=4,
     num_experts_per_tok=2,
     scoring_func="sigmoid",
     use_routing_bias=True,
@@ -431,6 +431,8 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
         ("deepseek_v3", "tp2_cp2"),
         ("gpt_oss", "tp2_cp2"),
         ("qwen3_next", "tp2_cp2"),
+        ("minimax_m2", "tp2_cp2"),
+        ("gemma3", "tp2_cp2"),
     ],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):
