@@ -1,8 +1,8 @@
 """The blocks of a layer. Each one says what its rows are called by, what a mesh divides, and what it costs.
 
 A layer (`model.Layer`) has a block of attention and an MLP. A new kind of block is also a case of models/fused.py,
-planning/activations.py and actor/model.py, and rows of a family. Nothing here imports torch. Invariant
-(tests/unit/balance): the multiplications agree within 2 % with what torch's FlopCounterMode counts.
+planning/activations.py, actor/block_settings.py and actor/model.py, and rows of a family. Nothing here imports torch.
+Invariant (tests/unit/balance): the multiplications agree within 2 % with what torch's FlopCounterMode counts.
 """
 
 from __future__ import annotations
