@@ -42,6 +42,8 @@ SHAPES = {
     "deepseek_v3_head": changed(_DEEPSEEK, family="deepseek_v3", multi_token=True),
     "deepseek_v3_direct": changed(_DEEPSEEK, family="deepseek_v3", attention={"query_rank": 0}),
     **{name: changed(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},
+    "gemma3_text": changed(_DENSE, family="gemma3_text", tied_embeddings=True),
+    "minimax_m2": changed(_DENSE, family="minimax_m2", mlp=_EXPERTS),
     "glm4_moe": changed(_BIASED, family="glm4_moe", attention={"qkv_bias": True, "norms": "head"}),
 }
 """Numbers of heads, FFN sizes and numbers of experts divide by at least 4; the other sizes need not divide by

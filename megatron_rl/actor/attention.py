@@ -43,7 +43,7 @@ from megatron_rl.actor.packing import RoutedRow, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.actor.sinks import attend_with_sinks
 from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
-from megatron_rl.types import LatentAttention, Llama3Rope, ModelShape, SoftmaxAttention, YarnRope
+from megatron_rl.types import LatentAttention, ModelShape, Scaling, SoftmaxAttention
 
 MAX_PADDING = 0.2
 """The largest share of padded queries in one kernel call."""
@@ -162,7 +162,7 @@ def plan_attention(
     rotary_dim: int,
     theta: float,
     *,
-    scaling: Llama3Rope | YarnRope | None = None,
+    scaling: Scaling | None = None,
     window: int | None = None,
     context: ContextRank | None = None,
     shared: SharedPrompts | None = None,
@@ -203,7 +203,7 @@ def _rotation_of(
     lengths_S: Tensor,
     rotary_dim: int,
     theta: float,
-    scaling: Llama3Rope | YarnRope | None,
+    scaling: Scaling | None,
     context: ContextRank | None,
     shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -269,9 +269,12 @@ class PackedAttention(torch.nn.Module):
     """The module `core_attention` of a Megatron layer: from query, key and value of a packed row to the heads'
     outputs."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **unused: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **unused: object
+    ) -> None:
         super().__init__()
         assert config.attention_dropout == 0, "packed attention has no dropout"
+        self.softmax_scale = softmax_scale
         self.slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.register_parameter("softmax_offset", None)
         if config.softmax_type == "learnable":
@@ -306,7 +309,7 @@ class PackedAttention(torch.nn.Module):
         rotated_T = rotate(torch.cat((query, key), 1), cos_T, sin_T)
         num_heads = query.shape[1], key.shape[1]
         query, key = rotated_T.split(num_heads, 1)  # type: ignore[no-untyped-call]  # it has no types
-        return attend(query, key, value, plan, sink_N=self.softmax_offset)
+        return attend(query, key, value, plan, self.softmax_scale, self.softmax_offset)
 
 
 class GatedSelfAttention(SelfAttention):

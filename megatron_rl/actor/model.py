@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import singledispatch
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +31,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_rl.actor import platform
 from megatron_rl.actor.adapters import Adapting
 from megatron_rl.actor.attention import GatedSelfAttention, PackedAttention
+from megatron_rl.actor.block_settings import settings_of
 from megatron_rl.actor.fp8_weights import linear_layers_in_fp8
 from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
 from megatron_rl.actor.linear_attention import DeltaAttention, keep_rates_in_float32
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.megatron_settings import build
-from megatron_rl.actor.moe.experts import ExpertOutput, sigmoid_unit
+from megatron_rl.actor.moe.experts import ExpertOutput
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32, prepare_routers
 from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
@@ -46,15 +47,11 @@ from megatron_rl.models import obstacle_to_fused_layers, padded_vocabulary
 from megatron_rl.types import (
     Attention,
     DeltaNet,
-    GatedMlp,
     LatentAttention,
     Layer,
     Mesh,
-    Mixture,
-    Mlp,
     ModelShape,
     SoftmaxAttention,
-    YarnRope,
 )
 
 
@@ -92,7 +89,7 @@ def transformer_config(
         layernorm_epsilon=shape.norm_eps,
         layernorm_zero_centered_gamma=shape.layers[0].zero_centred,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=F.silu,  # of experts
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -123,7 +120,7 @@ def transformer_config(
         bias_dropout_fusion=fused,
     )
     for block in (shape.attention, *shape.mlps):
-        ours |= _settings(block, shape, fused)
+        ours |= settings_of(block, shape, fused)
     if model.recompute == "full":
         ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     kind = MLATransformerConfig if "kv_lora_rank" in ours else TransformerConfig
@@ -166,83 +163,6 @@ def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
     parts[0].insert(0, "embedding")
     parts[-1].append("loss")
     return parts
-
-
-@singledispatch
-def _settings(block: Attention | Mlp, shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """Megatron's names for what a block is."""
-    raise AssertionError(f"{block} has no settings")
-
-
-@_settings.register
-def _(attention: SoftmaxAttention, shape: ModelShape, fused: bool) -> dict[str, Any]:
-    windows = [layer.attention.window for layer in shape.layers]
-    sliding: dict[str, Any] = {}
-    if window := max((window for window in windows if window), default=None):
-        sliding = {"window_size": (window - 1, 0), "window_attn_skip_freq": [int(one is not None) for one in windows]}
-    return {
-        "attention_output_gate": attention.gated,
-        "qk_layernorm": attention.norms == "head",  # it also sums the q and k norms' gradients over TP
-        "add_qkv_bias": attention.qkv_bias,
-        "softmax_type": "learnable" if attention.sinks else "vanilla",
-        "apply_rope_fusion": fused,
-        **sliding,
-    }
-
-
-@_settings.register
-def _(latent: LatentAttention, shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """Megatron computes the scale of the softmax from the last two; latent.py rotates."""
-    rope, yarn = latent.rope.scaling, {"rotary_scaling_factor": 1.0}
-    if isinstance(rope, YarnRope):
-        yarn = {"rotary_scaling_factor": rope.factor, "mscale_all_dim": rope.mscale_all_dim}
-    return {
-        "q_lora_rank": latent.query_rank or None,
-        "kv_lora_rank": latent.kv_rank,
-        "qk_head_dim": latent.nope_dim,
-        "qk_pos_emb_head_dim": latent.rope_dim,
-        "v_head_dim": latent.value_dim,
-        "rope_type": "rope",
-        "attention_output_gate": False,
-        "add_qkv_bias": False,
-        "softmax_type": "vanilla",
-        "qk_layernorm": fused,  # it fuses the norms of compressed q and k
-        "apply_rope_fusion": False,  # Megatron has it with YaRN alone
-        **yarn,
-    }
-
-
-@_settings.register
-def _(mlp: GatedMlp, shape: ModelShape, fused: bool) -> dict[str, Any]:
-    return {"ffn_hidden_size": mlp.size}
-
-
-@_settings.register
-def _(mixture: Mixture, shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """Megatron adds no auxiliary loss (router.py does), and there is no capacity: every token goes to the experts that
-    the router scores highest, as in the engine. The router computes in fp32, because in bf16 close scores would round
-    to ties."""
-    clamped = {"activation_func": sigmoid_unit, "glu_linear_offset": 1.0, "activation_func_clamp_value": mixture.clamp}
-    return {
-        "ffn_hidden_size": mixture.ffn_size,
-        "num_moe_experts": mixture.num_experts,
-        "moe_router_topk": mixture.num_active,
-        "moe_ffn_hidden_size": mixture.ffn_size,
-        "moe_layer_freq": [int(layer.mixture is not None) for layer in shape.layers],
-        "moe_router_score_function": mixture.score,
-        "moe_router_pre_softmax": not mixture.normalised,  # False: the softmax is over the active experts only
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_enable_expert_bias": mixture.router_bias,
-        "moe_router_num_groups": mixture.num_groups if mixture.num_groups > 1 else None,
-        "moe_router_group_topk": mixture.num_active_groups if mixture.num_groups > 1 else None,
-        "moe_router_topk_scaling_factor": mixture.scaling_factor,
-        "moe_shared_expert_intermediate_size": mixture.shared_ffn_size or None,
-        "moe_shared_expert_gate": mixture.shared_gate,
-        "moe_grouped_gemm": fused,
-        **(clamped if mixture.clamp else {}),
-    }
 
 
 def build_model(
@@ -298,6 +218,8 @@ def _build_chunk(
             rope_scaling=scaling is not None,
             rope_scaling_factor=scaling.factor if scaling else 1.0,
         )
+    if gpt.pre_process and shape.embedding_scale != 1.0:
+        gpt.embedding.register_forward_hook(partial(_scaled, shape.embedding_scale))
     if gpt.post_process and shape.value_head:
         add_value_head(gpt)
     elif gpt.post_process:
@@ -317,6 +239,11 @@ def _build_chunk(
     fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
     ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
     return DistributedDataParallel(config, ddp, wrapped)
+
+
+def _scaled(scale: float, embedding: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+    """A factor of the embedding's output."""
+    return output * torch.tensor(scale, dtype=output.dtype, device=output.device)
 
 
 def _fused_block(config: TransformerConfig, shape: ModelShape, number: int | None) -> TransformerBlockSubmodules:
@@ -371,9 +298,9 @@ def _local_block(
 
 def _fit_local(spec: ModuleSpec, layer: Layer) -> None:
     """Give a layer our norms and attention, and what it has in other ways."""
-    norm = Norm
+    norm = Norm if layer.norms_on_both_sides or not layer.post_norm else IdentityOp
     if layer.post_norm:
-        spec.module, norm = PostNormLayer, IdentityOp
+        spec.module = PostNormLayer
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
     if layer.mixture and layer.mixture.linear_bias:
         spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput

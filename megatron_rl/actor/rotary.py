@@ -1,5 +1,5 @@
-"""The angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), with two ways of scaling them to longer contexts:
-Llama 3.1's and YaRN. Invariant (tests/unit/actor): they equal transformers'.
+"""The angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), with three ways of scaling them to longer
+contexts: Llama 3.1's, YaRN and a factor. Invariant (tests/unit/actor): they equal transformers'.
 
 Shape letters: T packed tokens, R rotated dims of a head.
 """
@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_rl.types import Llama3Rope, YarnRope
+from megatron_rl.types import LinearRope, Llama3Rope, Scaling, YarnRope
 
 
 def rotation(
-    position_T: Tensor, rotary_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None = None
+    position_T: Tensor, rotary_dim: int, theta: float, scaling: Scaling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles, float32 [T, 1, R] each. Both halves have the same values.
 
@@ -28,6 +28,8 @@ def rotation(
         frequency = _llama3(frequency, scaling)
     elif isinstance(scaling, YarnRope):
         frequency, factor = _yarn(frequency, theta, scaling), _yarn_factor(scaling)
+    elif isinstance(scaling, LinearRope):
+        frequency /= scaling.factor
     angle_T = torch.outer(position_T.float(), frequency).repeat(1, 2).unsqueeze(1)
     return angle_T.cos() * factor, angle_T.sin() * factor
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ def _has_turns(family: Family) -> bool:
 def _in_checkpoint_form(model: nn.Module) -> Iterator[None]:
     """The parameters have the form that vLLM gave them, without memory, and their own loaders, as at a reload by
     vLLM. Nothing is loaded or processed. The layers then get back what they had."""
+    for tensor in model.parameters():
+        if isinstance(loader := getattr(tensor, "weight_loader", None), partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]  # vLLM 0.32.0 asks every loader for it
     initialize_layerwise_reload(model)
     try:
         for layer in model.modules():

@@ -1,4 +1,5 @@
-"""Folders that hold a model for text together with other parts, as Kimi-K2.5 and Qwen3.5 are published.
+"""Folders that hold a model for text together with other parts, as Gemma 3, Kimi-K2.5, Qwen3-VL and Qwen3.5 are
+published.
 
 config.json has the text model's own configuration under `text_config`, and the names of the text model's tensors begin
 with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
@@ -25,6 +26,7 @@ from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import Rule
 from megatron_rl.models.view import InFile
+from megatron_rl.types import ModelShape
 
 _DTYPE, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
 _INHERITED = (
@@ -47,6 +49,8 @@ class Composite:
     """The values of `model_type` that `text_config` may have."""
     prefixes: tuple[tuple[str, str], ...]
     """(the beginning of a name in the folder's files, what stands there in a folder of the text model alone)."""
+    alone: Mapping[str, Any] | None = None
+    """What the config.json of a folder of the text model alone says, if the text model has another name there."""
 
     def own_name(self, name: str) -> str | None:
         """The name that a tensor has in a folder of the text model alone; None if it belongs to another part."""
@@ -66,11 +70,22 @@ class Composite:
 
 
 _KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")  # vLLM's and transformers' name
-_QWEN3_5 = (("model.language_model.", "model."), ("lm_head.", "lm_head."), ("mtp.", "mtp."))
+_QWEN3_VL = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
+_QWEN3_5 = (*_QWEN3_VL, ("mtp.", "mtp."))
 COMPOSITES = {
+    "gemma3": Composite(("Gemma3ForConditionalGeneration",), ("gemma3_text",), (("language_model.", ""),)),
     "kimi_k25": Composite(_KIMI, ("kimi_k2", "deepseek_v3"), (("language_model.", ""),)),
     "qwen3_5": Composite(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), _QWEN3_5),
     "qwen3_5_moe": Composite(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), _QWEN3_5),
+    "qwen3_vl": Composite(
+        ("Qwen3VLForConditionalGeneration",), ("qwen3_vl_text",), _QWEN3_VL, alone={"model_type": "qwen3"}
+    ),
+    "qwen3_vl_moe": Composite(
+        models=("Qwen3VLMoeForConditionalGeneration",),
+        texts=("qwen3_vl_moe_text",),
+        prefixes=_QWEN3_VL,
+        alone={"model_type": "qwen3_moe", "norm_topk_prob": True},  # which transformers' class always does
+    ),
 }
 """The supported ones, by the `model_type` of the whole config.json."""
 
@@ -104,7 +119,29 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     whole = {key: config[key] for key in config if key in left}
     # `auto_map` names code of the whole model, which is not written.
     own = {key: value for key, value in text.items() if key != "auto_map"}
-    return whole | own | {"architectures": [FAMILIES[text["model_type"]].vllm_model]}
+    if composite.alone:
+        own = _of_plain_text(own, composite.alone)
+    return whole | own | {"architectures": [FAMILIES[own["model_type"]].vllm_model]}
+
+
+def _of_plain_text(text: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
+    """The text model of a Qwen3-VL as a Qwen3. A token of text has the same position in time, height and width, so that
+    the sections of rotary frequencies mean nothing, and the base that transformers takes is another one.
+
+    Args:
+        alone: see `Composite`.
+
+    Raises:
+        ValueError: `text_config` contradicts it.
+    """
+    own = {"rope_theta": 500_000.0, **text, "model_type": alone["model_type"]}
+    for key, value in alone.items():
+        if own.setdefault(key, value) != value:
+            raise ValueError(f"{key} of text_config is {json.dumps(own[key])}; only {json.dumps(value)} is supported")
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(section := own.get(key), Mapping):
+            own[key] = {name: value for name, value in section.items() if not name.startswith("mrope_")}
+    return own
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -125,20 +162,36 @@ def composite_of(folder: Path) -> Composite | None:
     return COMPOSITES.get(str(json.loads((folder / "config.json").read_text()).get("model_type")))
 
 
-def with_stacked_experts(family: Family) -> Family:
-    """The same table for files that hold a layer's experts in two tensors, as transformers 5 writes Qwen3.5's
-    composite: `experts.gate_up_proj` [experts, 2 ffn, hidden], gate above up, and `experts.down_proj`
-    [experts, hidden, ffn]."""
-    return replace(family, mixture=tuple(_stacked(rule) if rule.per_expert else rule for rule in family.mixture))
+def as_in_files(family: Family, shape: ModelShape, found: Mapping[str, tuple[int, ...]]) -> Family:
+    """The same table for files that hold a layer's experts in two tensors, if these do: `experts.gate_up_proj`
+    [experts, 2 ffn, hidden], gate above up, and `experts.down_proj` [experts, hidden, ffn], as transformers 5 writes
+    Qwen3.5's composite; or the same with each matrix transposed, as Qwen3-VL is published.
+
+    Args:
+        found: the extents of the files' tensors, by the names in a folder of the text model alone.
+    """
+    forms = [_with_stacked_experts(family, transposed) for transposed in (False, True)]
+    tensors = [form.file_tensors(shape) for form in forms]
+    stacked = found.keys() & (tensors[0].keys() - family.file_tensors(shape).keys())
+    if not stacked:
+        return family
+    fits = [all(found[name] == held[name].extents for name in stacked) for held in tensors]
+    return forms[fits.index(True)] if any(fits) else forms[0]
 
 
-def _stacked(rule: Rule) -> Rule:
+def _with_stacked_experts(family: Family, transposed: bool) -> Family:
+    rows = (_stacked(rule, transposed) if rule.per_expert else rule for rule in family.mixture)
+    return replace(family, mixture=tuple(rows))
+
+
+def _stacked(rule: Rule, transposed: bool) -> Rule:
     block = rule.hf[0].name.partition(".{}")[0]
     joined = "gate_up_proj" if len(rule.hf) == 2 else "down_proj"
     return replace(
         rule,
         hf=tuple(
-            replace(tensor, file=InFile(f"{block}.{joined}", part, len(rule.hf))) for part, tensor in enumerate(rule.hf)
+            replace(tensor, file=InFile(f"{block}.{joined}", part, len(rule.hf), transposed=transposed))
+            for part, tensor in enumerate(rule.hf)
         ),
     )
 

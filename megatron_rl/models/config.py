@@ -4,15 +4,17 @@ names the key."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from megatron_rl.models.composite import COMPOSITES, text_of
+from megatron_rl.models.config_rope import read_ropes
 from megatron_rl.models.config_values import flag, kinds_of_layers, number, size
 from megatron_rl.models.families import FAMILIES
-from megatron_rl.models.families.windows import FULL, SCALED, SLIDING
+from megatron_rl.models.families.windows import FULL, SCALED
 from megatron_rl.models.family import Family
 from megatron_rl.types import (
     Attention,
@@ -20,20 +22,15 @@ from megatron_rl.types import (
     GatedMlp,
     LatentAttention,
     Layer,
-    Llama3Rope,
     Mixture,
     Mlp,
     ModelShape,
     Rope,
     SoftmaxAttention,
-    YarnRope,
 )
 
 _CAUSAL, _CLASSIFIES = "ForCausalLM", "ForSequenceClassification"
 """The ends of the names of transformers' classes: models of logits, and models of one number for a sequence."""
-_MROPE = ("mrope_section", "mrope_interleaved")
-"""Keys that have no meaning for text alone; `families.delta` checks them."""
-_YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
 
 class Special(TypedDict, total=False):
@@ -46,6 +43,10 @@ class Special(TypedDict, total=False):
     """The sizes of `LatentAttention`, which takes the place of softmax attention."""
     softmax: dict[str, Any]
     """Further fields of `SoftmaxAttention`."""
+    dense: dict[str, Any]
+    """Further fields of `GatedMlp`."""
+    model: dict[str, Any]
+    """Further fields of `ModelShape`."""
     window: int
     windowed: tuple[int, ...]
     """The indices of the layers with the window."""
@@ -109,13 +110,13 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
     Raises:
         ValueError, KeyError, TypeError: see `read_shape`; the message does not name the file.
     """
+    config = ChainMap(cast(MutableMapping[str, Any], config), dict(table.absent))
     for key, value in table.known.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     num_layers, vocab_size = size(config, "num_hidden_layers"), size(config, "vocab_size")
-    theta, scaling = _rope(config, table)
-    rope = Rope(theta, scaling, _rotary_share(config, table))
+    rope, own = read_ropes(config, table)
     kv_heads = size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads)
     head_dim = size(config, "head_dim", table.absent.get("head_dim"), hidden // heads)
     ffn_size = size(config, "intermediate_size", derived=None if table.dense else _of_expert(config))
@@ -126,7 +127,7 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         attention = sliding = LatentAttention(heads, **latent, rope=rope)
     else:
         attention = SoftmaxAttention(heads, kv_heads, head_dim, rope, **special.get("softmax", {}))
-        sliding = _windowed(attention, table, special)
+        sliding = _windowed(attention, own, table, special)
         if config.get("head_dim") is None and "head_dim" not in table.absent and hidden % heads:
             raise ValueError(f"hidden_size {hidden} does not divide into {heads} heads; it needs head_dim")
         if attention.rotary_dim % 2 and rope.share != 1.0:
@@ -143,13 +144,22 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         norm_eps=number(config, "rms_norm_eps"),
         max_positions=size(config, "max_position_embeddings"),
         tied_embeddings=flag(config, "tie_word_embeddings"),
-        layers=_layers(table, special, attention, sliding, [GatedMlp(ffn_size)] * num_layers),
+        layers=_layers(
+            table, special, attention, sliding, [GatedMlp(ffn_size, **special.get("dense", {}))] * num_layers
+        ),
+        **special.get("model", {}),
     )
     return critic_shape(shape) if _ends_with_value(config) else shape
 
 
-def _windowed(attention: SoftmaxAttention, table: Family, special: Special) -> SoftmaxAttention:
-    """The attention of the layers with a window."""
+def _windowed(attention: SoftmaxAttention, own: Rope | None, table: Family, special: Special) -> SoftmaxAttention:
+    """The attention of the layers with a window.
+
+    Args:
+        own: their rotation, if config.json has one for them.
+    """
+    if own is not None:
+        return replace(attention, window=special.get("window"), rope=own)
     scaled, rope = SCALED.get(table.name), attention.rope
     if special.get("windowed") and rope.scaling and scaled is None:
         raise ValueError(
@@ -244,127 +254,6 @@ def _ends_with_value(config: Mapping[str, Any]) -> bool:
     return True
 
 
-def _rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What transformers reads: `rope_scaling` alone, if there is one, and else `rope_parameters`. So with both of them
-    `rope_theta` in `rope_parameters` is lost, which nobody means.
-
-    Raises:
-        ValueError: both are there and differ, or one is no mapping.
-    """
-    sections = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
-    for key, section in sections.items():
-        if not isinstance(section, Mapping):
-            raise ValueError(f"{key} must be a mapping, but it is {section!r}")
-    if len(sections) == 2 and sections["rope_parameters"] != sections["rope_scaling"]:
-        whole = {**sections["rope_parameters"], **sections["rope_scaling"]}
-        raise ValueError(
-            "it has both rope_parameters and rope_scaling; transformers reads rope_scaling alone, and forgets "
-            f"what only rope_parameters has. Remove rope_scaling, and write rope_parameters: {json.dumps(whole)}"
-        )
-    return next(iter(sections.values()), {})
-
-
 def _of_expert(config: Mapping[str, Any]) -> int | None:
     """The size of an expert, which stands for the MLP's in families without dense layers."""
     return config.get("moe_intermediate_size")
-
-
-def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
-    """The share of each head's dims that are rotated. As in transformers, a value inside the section about rotation
-    comes first, then a value outside the section; then the family's.
-
-    Raises:
-        ValueError: the family rotates whole heads, or this is no share.
-    """
-    section = _rope_section(config)
-    section = section.get(FULL) or section
-    where = section if "partial_rotary_factor" in section else config
-    share = float(number(where, "partial_rotary_factor", family.rotary_share or 1.0))
-    if share != 1.0 and family.rotary_share is None:
-        raise ValueError(f"partial_rotary_factor is {share}, but heads of the family {family.name} are rotated whole")
-    if not 0.0 < share <= 1.0:
-        raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, but it is {share}")
-    return share
-
-
-def _rope(config: Mapping[str, Any], table: Family) -> tuple[float, Llama3Rope | YarnRope | None]:
-    """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
-    separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
-    rope = dict(_rope_section(config))
-    where = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    default = table.absent.get("rope_theta", 10_000.0)
-    apart = sorted(rope.keys() & {FULL, SLIDING})
-    if SCALED.get(table.name) is False:
-        rope = _of_full_attention(config, rope, where, default)
-    elif apart:
-        raise ValueError(
-            f"{where} has the section {apart[0]}, but all layers of the family {table.name} are rotated alike, and "
-            f"transformers reads no section; write the keys of the section into {where} itself"
-        )
-    theta = float(number(rope if "rope_theta" in rope else config, "rope_theta", default))
-    rope.pop("rope_theta", None)
-    kind = rope.pop("rope_type", None) or rope.pop("type", "default")
-    rope.pop("type", None)
-    rope.pop("partial_rotary_factor", None)  # `_rotary_share` reads it
-    scaling: Llama3Rope | YarnRope | None = None
-    known: set[str] = set()
-    # transformers prefers the number outside the section to the one in it.
-    if kind in ("llama3", "yarn") and config.get("original_max_position_embeddings") is not None:
-        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    if kind == "llama3":
-        known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-        scaling = Llama3Rope(
-            factor=number(rope, "factor"),
-            low_freq_factor=number(rope, "low_freq_factor"),
-            high_freq_factor=number(rope, "high_freq_factor"),
-            original_max_positions=number(rope, "original_max_position_embeddings"),
-        )
-    elif kind == "yarn":
-        known = {"factor", "original_max_position_embeddings", "truncate", *_YARN}
-        scaling = YarnRope(
-            factor=number(rope, "factor"),
-            original_max_positions=number(
-                rope, "original_max_position_embeddings", size(config, "max_position_embeddings")
-            ),
-            truncate=flag(rope, "truncate", absent=True),
-            # 0 switches an mscale off.
-            **{key: rope[key] and number(rope, key) for key in _YARN if rope.get(key) is not None},
-        )
-    elif kind != "default":
-        raise ValueError(f"{where}.rope_type: rope scaling {kind!r} is not supported; supported are llama3 and yarn")
-    if foreign := sorted(rope.keys() - known - set(_MROPE if table.linear else ())):
-        raise ValueError(f"{where}: rope scaling {kind!r} has the key {foreign[0]!r}, which is not supported")
-    return theta, scaling
-
-
-def _of_full_attention(
-    config: Mapping[str, Any], rope: Mapping[str, Any], where: str, default: float
-) -> dict[str, Any]:
-    """The rotation of the layers without a window, of a family that has one for each kind of layers. The section of a
-    kind may be missing, as in transformers: it is then unscaled. A `rope_theta` outside the sections and a
-    `rope_scaling` are of the layers without a window alone.
-
-    Raises:
-        ValueError: there are other keys than sections, which transformers would ignore, or layers with a window are
-            rotated otherwise than unscaled with the same base.
-    """
-    if where == "rope_scaling":
-        rope = {FULL: rope}
-    if foreign := sorted(rope.keys() - {FULL, SLIDING}):
-        raise ValueError(
-            f"{where} has the key {foreign[0]!r} outside the sections {FULL} and {SLIDING}, where transformers reads "
-            "nothing; write it into both"
-        )
-    sections = {kind: rope.get(kind) or {} for kind in (FULL, SLIDING)}
-    for kind, section in sections.items():
-        if not isinstance(section, Mapping):
-            raise ValueError(f"{where}.{kind} must be a mapping, but it is {json.dumps(section)}")
-    outside = sections[FULL] if "rope_theta" in sections[FULL] else config
-    base, of_windows = number(outside, "rope_theta", default), number(sections[SLIDING], "rope_theta", default)
-    kind = sections[SLIDING].get("rope_type", "default")
-    if kind != "default" or base != of_windows:
-        raise ValueError(
-            f"layers with a window must be rotated by rope_type 'default' and the rope_theta of the others, {base:g}, "
-            f"but transformers rotates them by {kind!r} and {of_windows:g}; see {SLIDING} of rope_parameters"
-        )
-    return dict(sections[FULL])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.types import Attention, DeltaNet, LatentAttention, Llama3Rope, ModelShape, SoftmaxAttention
+from megatron_rl.types import Attention, DeltaNet, GatedMlp, LatentAttention, Llama3Rope, ModelShape, SoftmaxAttention
 
 
 def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
@@ -16,6 +16,11 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
             return f"{shape.family} has norms after its blocks, and its layers have none"
         if obstacle := _of_attention(layer.attention, shape.family, context):
             return obstacle
+        if isinstance(layer.mlp, GatedMlp) and layer.mlp.activation != "silu":
+            return f"their fused MLP has no {layer.mlp.activation}, and {shape.family} has it"
+    ropes = {block.rope for block in shape.attentions if isinstance(block, SoftmaxAttention)}
+    if len(ropes) > 1:
+        return f"Megatron rotates all their layers alike, and {shape.family} does not"
     return None
 
 
@@ -26,6 +31,8 @@ def _of_attention(attention: Attention, family: str, context: int) -> str | None
             return f"Megatron's linear attention takes no packed rows, and {family} has layers with it"
         case SoftmaxAttention(sinks=True):
             return f"its attention takes no sinks in packed rows, and {family} has them"
+        case SoftmaxAttention(norms="full"):
+            return f"they normalise each head of q and k by itself, and {family} all heads together"
         case SoftmaxAttention(window=int()) if context > 1:
             return "their attention takes no sliding windows with policy.parallel.context above 1"
         case LatentAttention(head_dim=key, value_dim=value) if not _takes_heads(key, value):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_rl.models.composite import Composite, check_text_alone, composite_of, with_stacked_experts
+from megatron_rl.models.composite import Composite, as_in_files, check_text_alone, composite_of
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.quantisation import FP8, Blocks, Form, Int4, Packed, check_unquantised, read_blocks
@@ -148,8 +148,9 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
     index = HubIndex(FAMILIES[shape.family], {}, {}, read_blocks(folder), composite=composite_of(folder))
     headers = {path: index.of_text(read_header(path)) for path in files}
-    if index.composite and _are_stacked(index.family, shape, {name for names in headers.values() for name in names}):
-        index = replace(index, family=with_stacked_experts(index.family))
+    if index.composite:
+        found = {name: extents for header in headers.values() for name, (_, extents, _) in header.items()}
+        index = replace(index, family=as_in_files(index.family, shape, found))
     family = index.family
     expected = family.file_tensors(shape)
     quantised: dict[str, tuple[int, ...]] = {}
@@ -216,10 +217,6 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
 
 Header = dict[str, tuple[str, tuple[int, ...], int]]
 """See `read_header`."""
-
-
-def _are_stacked(family: Family, shape: ModelShape, names: set[str]) -> bool:
-    return not names.isdisjoint(with_stacked_experts(family).file_tensors(shape).keys() - family.file_tensors(shape))
 
 
 FLOATS = {"F64", "F32", "F16", "BF16"}

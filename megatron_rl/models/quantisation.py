@@ -28,6 +28,8 @@ from megatron_rl.models.composite import read_config
 
 FP8 = "F8_E4M3"
 """The dtype of the values, by its name in a safetensors header."""
+_E4M3 = ("e4m3", "float8_e4m3fn")
+"""Its names in config.json. The second is MiniMax-M2's."""
 WORDS = "I32"
 """The dtype of int4's eight values, by its name in a safetensors header."""
 BYTES = "U8"
@@ -159,7 +161,7 @@ def read_blocks(folder: Path) -> Form | None:
             f"{path}: the weights are fp8 without weight_block_size, that is with one scale for each tensor or row, "
             f"which cannot be read; only fp8 in blocks can. Please {instead}"
         )
-    if found.get("fmt", "e4m3") != "e4m3" or found.get("activation_scheme", "dynamic") != "dynamic":
+    if found.get("fmt", "e4m3") not in _E4M3 or found.get("activation_scheme", "dynamic") != "dynamic":
         raise ValueError(
             f"{path}: the weights are fp8 with fmt {found.get('fmt')!r} and activation_scheme "
             f"{found.get('activation_scheme')!r}, which cannot be read; only 'e4m3' and 'dynamic' can. Please {instead}"

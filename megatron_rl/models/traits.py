@@ -69,4 +69,5 @@ class Traits:
             return replace(block, **found)
 
         zero_centred = any(rule.zero_centred for rule in self.rules)
-        return Layer(complete(attention), complete(mlp), "post_mlp_layernorm.weight" in dims, zero_centred)
+        after, before = ("post_mlp_layernorm.weight" in dims, "pre_mlp_layernorm.weight" in dims)
+        return Layer(complete(attention), complete(mlp), after, after and before, zero_centred)

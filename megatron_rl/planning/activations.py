@@ -123,6 +123,8 @@ def layer_bytes(
     plan = Plan(shape.hidden_size, mesh, rows, width, fused, recomputed)
     attention, mlp = _kept(layer.attention, plan), _kept(layer.mlp, plan)
     elements, numbers = attention.elements + mlp.elements, attention.numbers + mlp.numbers
+    if layer.norms_on_both_sides:  # the inputs of two norms more
+        elements, numbers = elements + 2 * shape.hidden_size * rows, numbers + 2 * rows
     if "layernorm" in recomputed:  # the outputs of norms that are not a part of Transformer Engine's linear layers
         unfused = isinstance(layer.attention, LatentAttention) + isinstance(layer.mlp, Mixture)
         elements -= (unfused if fused else 2) * shape.hidden_size * rows

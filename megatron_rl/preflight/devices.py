@@ -52,6 +52,11 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
             ]
     if config.cluster.gpus_per_engine_rank:
         return []
+    if shape.family == "minimax_m2":  # 0.32.0: `CPURouter` asserts softmax for routers without groups
+        return [
+            f"{config.model.path} is a minimax_m2, and vLLM on CPUs has no sigmoid router without groups of "
+            "experts; run the engines on GPUs"
+        ]
     if shape.has_linear_attention and config.model.dtype != "bfloat16":
         return [
             f"model.dtype is {config.model.dtype}, and vLLM's linear attention on CPUs computes in bfloat16 alone; set "

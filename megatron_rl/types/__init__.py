@@ -14,12 +14,9 @@ from megatron_rl.types.blocks import (
     DeltaNet,
     GatedMlp,
     LatentAttention,
-    Llama3Rope,
     Mixture,
     Mlp,
-    Rope,
     SoftmaxAttention,
-    YarnRope,
 )
 from megatron_rl.types.mesh import HOLDS, Division, Mesh, Phase
 from megatron_rl.types.model import Adapters, Layer, ModelShape
@@ -40,6 +37,7 @@ from megatron_rl.types.rollouts import (
     Tokens,
     Verdict,
 )
+from megatron_rl.types.rope import LinearRope, Llama3Rope, Rope, Scaling, YarnRope
 from megatron_rl.types.step import (
     Credit,
     Denominators,
@@ -80,6 +78,7 @@ __all__ = [
     "Group",
     "GroupRequest",
     "LatentAttention",
+    "LinearRope",
     "Layer",
     "Llama3Rope",
     "Mesh",
@@ -96,6 +95,7 @@ __all__ = [
     "Rope",
     "Share",
     "Shares",
+    "Scaling",
     "SoftmaxAttention",
     "StepBatch",
     "TokenNumbers",

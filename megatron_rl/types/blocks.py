@@ -1,8 +1,8 @@
 """The blocks of a layer. Each one says what its rows are called by, what a mesh divides, and what it costs.
 
 A layer (`model.Layer`) has a block of attention and an MLP. A new kind of block is also a case of models/fused.py,
-planning/activations.py and actor/model.py, and rows of a family. Nothing here imports torch. Invariant
-(tests/unit/balance): the multiplications agree within 2 % with what torch's FlopCounterMode counts.
+planning/activations.py, actor/block_settings.py and actor/model.py, and rows of a family. Nothing here imports torch.
+Invariant (tests/unit/balance): the multiplications agree within 2 % with what torch's FlopCounterMode counts.
 """
 
 from __future__ import annotations
@@ -14,49 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.types.mesh import Division, Mesh
+from megatron_rl.types.rope import Rope
 
 DELTA_CHUNK = 64
 """The tokens of a chunk of linear attention, as `actor.delta_net.CHUNK` (which needs torch)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Rope:
-    """Llama 3.1's scaling of the rotary frequencies (arXiv:2407.21783): long wavelengths are stretched, and short ones
-    are kept."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnRope:
-    """YaRN's scaling of the rotary frequencies (arXiv:2309.00071)."""
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    """The factor of cos and sin. None means that it follows from mscale and mscale_all_dim, or is 0.1 ln(factor) + 1
-    where these are 0."""
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    """If it is not 0, the scale of the softmax is also multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2, as in
-    DeepSeek's models."""
-    truncate: bool = True
-    """Whether the ends of the interpolation are rounded outwards to indices of frequencies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """The rotary embedding of an attention block."""
-
-    theta: float
-    scaling: Llama3Rope | YarnRope | None = None
-    share: float = 1.0
-    """The share of each head's dims that are rotated, which are its first ones (0.5 in GLM-4.5)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +40,8 @@ class SoftmaxAttention:
     """Whether the projection to q also gives gates of the heads' outputs: each head's rows are [q ; gate]."""
     sinks: bool = False
     """Whether each head's softmax has one more logit, which is learnt and has no value (arXiv:2309.17453)."""
+    scale: float | None = None
+    """The factor of the scores; None means 1 / sqrt(head_dim)."""
 
     is_linear: ClassVar[bool] = False
 
@@ -312,9 +275,11 @@ Attention = SoftmaxAttention | LatentAttention | DeltaNet
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """An MLP of three matrices: down(silu(gate(x)) up(x))."""
+    """An MLP of three matrices: down(act(gate(x)) up(x))."""
 
     size: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """`gelu_tanh`: GELU's approximation with tanh (arXiv:1606.08415)."""
 
     def sizes(self) -> dict[str, int]:
         """See `ModelShape.sizes`."""

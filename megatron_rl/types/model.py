@@ -19,6 +19,8 @@ class Layer:
     mlp: Mlp
     post_norm: bool = False
     """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
+    norms_on_both_sides: bool = False
+    """Whether a layer with `post_norm` has norms in front of attention and MLP, too."""
     zero_centred: bool = False
     """Whether the weights of norms are stored minus 1, but not of the norms of linear attention's outputs."""
 
@@ -64,6 +66,8 @@ class ModelShape:
     """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
     adapters: Adapters | None = None
     """What is trained in place of the weights; None means the weights themselves."""
+    embedding_scale: float = 1.0
+    """The factor of the embedding's output, which is rounded to the model's dtype."""
     multi_token: bool = False
     """Whether the head that predicts the token after the next one is a part of the model, and is trained. Its layer is
     `head_layer`."""

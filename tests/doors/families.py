@@ -29,6 +29,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "cohere2": ("Cohere2Config", {}),
     "gemma2": ("Gemma2Config", {"head_dim": 32}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "sliding_window": 64}),
+    "minimaxm2": (
+        "MiniMaxM2Config",
+        {
+            **{"head_dim": 32, "rotary_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+            **{"scoring_func": "sigmoid", "use_routing_bias": True},
+        },
+    ),
     "qwen3moe": (
         "Qwen3MoeConfig",
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},

@@ -53,6 +53,8 @@ LAYOUTS = {
     "qwen3_moe": ("tp2", "dp2-ep2", "tp2-ep2-etp1", "tp2-dp2-ep2", "tp2-dp2-ep2-etp1"),
     "deepseek_v3": ("tp2", "pp2"),
     "gpt_oss": ("tp2-dp2-ep2",),
+    "minimax_m2": ("tp2-dp2-ep2",),
+    "gemma3": ("tp2-cp2",),
     "qwen3_next": ("tp2", "pp2", "cp2", "tp2-dp2-ep2"),
     "qwen3_5": ("tp2", "pp2", "tp2-cp2"),
 }
@@ -66,7 +68,7 @@ FORMULA = [
     ("qwen3", LoraConfig(rank=3, alpha=7, targets=("lm_head",))),
     ("qwen2", LORA),
     ("qwen3_moe", LORA),
-    ("deepseek_v3", LORA),
+    *((name, LORA) for name in ("deepseek_v3", "minimax_m2", "gemma3")),
     *(("qwen3_next", lora) for lora in (LORA, SOME_OF_DELTA)),
     *(("qwen3_5", lora) for lora in (LORA, SOME_OF_DELTA)),
 ]
@@ -162,6 +164,8 @@ IN_FP8 = [
     ("qwen2", ""),
     ("qwen3_moe", "tp2-dp2-ep2-etp1"),
     ("deepseek_v3", "tp2-dp2-ep2"),
+    ("minimax_m2", "tp2"),
+    ("gemma3", "tp2"),
     ("qwen3_next", "tp2"),
     ("qwen3_5", "tp2-cp2"),
 ]

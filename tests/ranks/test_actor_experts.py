@@ -142,8 +142,9 @@ def plain_gradient(folder: Path, rows: list[Tokens], balance: float, z: float) -
 
 def as_saved(name: str, tensor: np.ndarray, family: str) -> dict[str, np.ndarray]:
     """transformers stacks the experts of a layer, and their gates on their up-projections; files have single ones."""
-    gate, up, down = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    if family == "mixtral":
+    of_mixtral = family in ("mixtral", "minimax_m2")
+    gate, up, down = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
+    if of_mixtral:
         name = name.replace(".mlp.", ".block_sparse_moe.")
     layer, _, kind = name.partition(".experts.")
     if family == "gpt_oss" and kind:

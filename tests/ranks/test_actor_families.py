@@ -97,6 +97,14 @@ GPT_OSS = dict(
     sliding_window=12,
     rope_parameters=YARN | {"truncate": False},
 )
+MINIMAX = dict(
+    head_dim=16,
+    rotary_dim=8,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    scoring_func="sigmoid",
+    use_routing_bias=True,
+)
 DELTA = dict(
     head_dim=16,
     rope_parameters=PLAIN | {"partial_rotary_factor": 0.25},
@@ -138,18 +146,29 @@ MODELS = {
     "glm4_moe_lite": ("Glm4MoeLite", dict(**LATENT, q_lora_rank=20)),
     "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
     "glm4_moe_plain": ("Glm4Moe", dict(**GLM, rope_parameters=YARN | {"partial_rotary_factor": 0.25})),
+    "gemma3": (
+        "Gemma3",
+        dict(
+            **{"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 12, "sliding_window_pattern": 2},
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+                "sliding_attention": PLAIN,
+            },
+        ),
+    ),
+    "minimax_m2": ("MiniMaxM2", MINIMAX),
     "gpt_oss": ("GptOss", GPT_OSS),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
-ZERO_CENTRED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-_OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", "kimi", "glm4", "gpt_oss")
+ZERO_CENTRED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Gemma3")
+_OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", "kimi", "glm4", "gpt_oss", "minimax")
 MIXTURES = tuple(name for name in MODELS if name.startswith(_OF_EXPERTS))
 
 
 def write_models(root: Path, models: Mapping[str, tuple[str, dict]] = MODELS) -> dict[str, Path]:
     for name, (family, more) in models.items():
         torch.manual_seed(0)
-        kind = f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config"
+        kind = f"{family}TextConfig" if family.startswith(("Qwen3_5", "Gemma3")) else f"{family}Config"
         config = getattr(transformers, kind)(**(COMMON | more))
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         for parameter_name, parameter in model.named_parameters():
@@ -412,6 +431,8 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
         ("deepseek_v3", "tp2_cp2"),
         ("gpt_oss", "tp2_cp2"),
         ("qwen3_next", "tp2_cp2"),
+        ("minimax_m2", "tp2_cp2"),
+        ("gemma3", "tp2_cp2"),
     ],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):

@@ -30,6 +30,7 @@ GRADIENTS = [
     *(("qwen3", layout) for layout in ("tp2", "pp2-vpp2", "cp2", "dp2", "tp2-pp2")),
     *(("qwen3_moe", layout) for layout in ("dp2-ep2", "tp2-dp2-ep2")),
     *(("deepseek_v3", "tp2-dp2-ep2"), ("gpt_oss", "tp2-cp2"), ("qwen3_next", "tp2-cp2"), ("olmo2", "tp2")),
+    *(("minimax_m2", "tp2-dp2-ep2"), ("gemma3", "tp2-cp2")),
 ]
 
 LOSSES = dict(load_balancing_loss=4.0, router_z_loss=0.5)

@@ -60,6 +60,8 @@ LAYOUTS = {
     "glm4_moe_lite": ("tp2-cp2", "dp2-ep2"),
     "glm4_moe": ("tp2", "pp2", "cp2", "cp2-ep2", "dp2-ep2", "tp2-pp2", "tp2-dp2-ep2-etp1"),
     "glm4_moe_plain": ("tp2-cp2", "tp2-ep2-etp1"),
+    "gemma3": ("tp2", "pp2", "cp2", "tp2-pp2", "tp2-cp2"),
+    "minimax_m2": ("tp2", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "tp2-dp2-ep2", "tp2-ep2-etp1"),
     "gpt_oss": ("tp2", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "tp2-dp2-ep2", "tp4-ep2-etp2"),
     "qwen3_next": ("tp2", "tp4", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "cp2-ep2"),
     "qwen3_5": ("tp4", "cp4", "pp2-vpp2-cp2"),

@@ -198,14 +198,15 @@ def test_activations_of_a_dense_model_are_what_autograd_saves(trainers, model_fo
 
 OTHERS = [
     (family, recompute)
-    for family in ("llama", "olmo2", "mixtral", "qwen3_moe", "gpt_oss")
+    for family in ("llama", "olmo2", "mixtral", "qwen3_moe", "gpt_oss", "minimax_m2", "gemma3")
     for recompute in ("none", "full")
 ]
 
 
 @pytest.mark.parametrize("family, recompute", cover.essential(OTHERS, ("olmo2", "none"), ("qwen3_moe", "none")))
 def test_activations_of_other_layers_are_what_autograd_saves(trainers, folders, equal_samples, family, recompute):
-    """Without norms of q and k; with norms after the blocks; all layers mixtures; a dense layer before mixtures."""
+    """Without norms of q and k; with norms after the blocks, and on both sides; all layers mixtures; a dense layer and
+    mixtures."""
     layout = Layout(recompute=recompute)
     results = saved(trainers, 1, folder=folders[family], samples=equal_samples, layout=layout)
     check_saved(results, folders[family], layout)

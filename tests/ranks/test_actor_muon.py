@@ -59,7 +59,7 @@ CASES = [
     *(("qwen3_moe", name) for name in MIXTURES),
     *(("deepseek_v3", name) for name in ("tp2_dp2_ep2", "dp2_ep2")),
     *(("tied", name) for name in ("pp2", "tp2_dp2")),
-    *((model, "tp2_dp2_ep2") for model in ("glm4_moe", "qwen3_next", "qwen3_5_moe")),
+    *((model, "tp2_dp2_ep2") for model in ("glm4_moe", "qwen3_next", "qwen3_5_moe", "minimax_m2")),
 ]
 ESSENTIAL = [("qwen3", "tp2_dp2_buckets"), ("qwen3_moe", "dp2_ep2")]
 

@@ -104,6 +104,20 @@ GLM = dict(
     initializer_range=0.1,
     first_k_dense_replace=1,
 )
+SANDWICH = dict(
+    sliding_window=6,
+    sliding_window_pattern=2,
+    query_pre_attn_scalar=24,
+    pad_token_id=0,
+    rope_parameters={
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+)
+WIDE = dict(
+    **{"num_local_experts": 8, "num_experts_per_tok": 2, "scoring_func": "sigmoid", "use_routing_bias": True},
+    **{"rotary_dim": 16, "bos_token_id": None, "initializer_range": 0.1},
+)
 SINKS = dict(
     sliding_window=6,
     num_local_experts=4,
@@ -135,6 +149,8 @@ MODELS = {
     "latent": ("DeepseekV3", LATENT),
     "lite": ("Glm4MoeLite", {key: value for key, value in LATENT.items() if key not in OF_DEEPSEEK}),
     "glm": ("Glm4Moe", GLM),
+    "wide": ("MiniMaxM2", WIDE),
+    "sandwich": ("Gemma3", SANDWICH),
     "sinks": ("GptOss", SINKS),
     "linear": ("Qwen3Next", LINEAR),
 }
@@ -157,6 +173,8 @@ FLEETS = {
     "latent, TP2 and expert parallel": ("latent", Engines(1, 2, expert_parallel=True)),
     "lite, TP1": ("lite", Engines(1, 1)),
     "glm, TP2 and expert parallel": ("glm", Engines(1, 2, expert_parallel=True)),
+    "wide, TP2": ("wide", Engines(1, 2)),
+    "sandwich, TP2": ("sandwich", Engines(1, 2)),
     "sinks, TP1": ("sinks", Engines(1, 1)),
     "sinks, TP2 and expert parallel": ("sinks", Engines(1, 2, expert_parallel=True)),
     "linear, TP1": ("linear", Engines(1, 1)),
@@ -196,6 +214,8 @@ CASES = [
     ("latent, TP2 and expert parallel", EP2_TP2, 1),
     ("lite, TP1", TP2_PP2, 1),
     ("glm, TP2 and expert parallel", EP2_TP2, 1),
+    ("wide, TP2", EP2_TP2, 1),
+    ("sandwich, TP2", TP2_PP2, 1),
     ("sinks, TP1", EP2_TP2, 1),
     ("sinks, TP2 and expert parallel", TP2_PP2, 1),
     ("linear, TP1", TP2_PP2, 1),
@@ -214,14 +234,15 @@ def write_model(name: str, folder: Path) -> Path:
     """A model of MODELS with random weights, norms and biases."""
     family, more = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | more))
+    of_text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{of_text}Config")(**(SIZES | more))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("A_log"):
             parameter.data.uniform_(-3.0, 0.0)  # so that states remember
         elif "norm" in parameter_name:
             parameter.data.uniform_(0.5, 1.5)
-            if family == "Qwen3Next" and "linear_attn" not in parameter_name:
+            if family in ("Qwen3Next", "Gemma3") and "linear_attn" not in parameter_name:
                 parameter.data.sub_(1.0)  # it is zero-centred
         elif parameter_name.endswith("bias"):
             parameter.data.uniform_(-0.3, 0.3)
@@ -342,9 +363,10 @@ def named(case: tuple[str, Mesh, int]) -> str:
     return f"{'-'.join([*axes, *(['whole'] if mesh.expert_tensor == 1 else [])])} to {num} of {name}"
 
 
-SILENT = ("linear, TP1", "linear, TP2", "lite, TP1, float16", "glm, TP2, float16")
-"""vLLM's linear attention generates nothing in fp32 on a CPU ("CPU GDN attention requires BF16."), and in fp16 it
-computes GLM's mixtures with another factor (`preflight.devices`), so what these engines hold is compared, and not what
+SILENT = ("wide, TP2", "linear, TP1", "linear, TP2", "lite, TP1, float16", "glm, TP2, float16")
+"""vLLM's linear attention generates nothing in fp32 on a CPU ("CPU GDN attention requires BF16."), its routers for CPUs
+have no sigmoid without groups of experts, as MiniMax-M2's, and in fp16 it computes GLM's mixtures with another factor
+(`preflight.devices`), so what these engines hold is compared, and not what
 they say."""
 
 

@@ -55,6 +55,14 @@ GLM = dict(
     n_shared_experts=2,
     first_k_dense_replace=2,
 )
+MINIMAX = dict(
+    head_dim=12,
+    rotary_dim=6,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    scoring_func="sigmoid",
+    use_routing_bias=True,
+)
 DELTA = dict(
     head_dim=12,
     partial_rotary_factor=0.5,
@@ -112,6 +120,9 @@ MODELS = {
     "kimi_k2": ("DeepseekV3", LATENT | {"q_lora_rank": 20, "n_group": 1}),
     "glm4_moe_lite": ("Glm4MoeLite", WITHOUT_KINDS | {"q_lora_rank": 20}),
     "glm4_moe": ("Glm4Moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
+    "gemma3": ("Gemma3", {"head_dim": 12, "sliding_window": 8, "sliding_window_pattern": 2}),
+    "minimax_m2": ("MiniMaxM2", MINIMAX),
+    "minimax_m2_shared": ("MiniMaxM2", MINIMAX | {"num_key_value_heads": 1}),
     "glm4_moe_plain": ("Glm4Moe", GLM | {"first_k_dense_replace": 1}),  # vLLM wants a mixture on every stage
 }
 """Sizes apart from each other, so that no two symbols of the tables can be mistaken for one another."""
@@ -122,7 +133,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """What save_pretrained writes for a tiny model of each family."""
     root = tmp_path_factory.mktemp("families")
     for name, (family, more) in MODELS.items():
-        kind = f"{family}TextConfig" if family.startswith("Qwen3_5") else f"{family}Config"
+        kind = f"{family}TextConfig" if family.startswith(("Qwen3_5", "Gemma3")) else f"{family}Config"
         config = getattr(transformers, kind)(**(COMMON | more))
         getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / name)
     rename(root / "kimi_k2", "kimi_k2")
@@ -213,6 +224,11 @@ ENGINES = [
     ("glm4_moe_lite", 2, 1, False),
     ("glm4_moe", 2, 1, True),
     ("glm4_moe_plain", 1, 2, False),
+    ("gemma3", 2, 1, False),
+    ("gemma3", 1, 2, False),
+    ("minimax_m2", 2, 1, False),
+    ("minimax_m2", 1, 2, False),
+    ("minimax_m2_shared", 2, 1, True),
     ("gpt_oss", 1, 1, False),
     ("gpt_oss", 2, 1, False),
     ("gpt_oss", 2, 1, True),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 
 from megatron_rl.models.families.deepseek_v3 import DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
+from megatron_rl.models.families.gemma3 import GEMMA3_TEXT
 from megatron_rl.models.families.glm4_moe import GLM4_MOE
 from megatron_rl.models.families.gpt_oss import GPT_OSS
 from megatron_rl.models.families.llama import LLAMA
+from megatron_rl.models.families.minimax_m2 import MINIMAX_M2
 from megatron_rl.models.families.mistral import MISTRAL
 from megatron_rl.models.families.mixtral import MIXTRAL
 from megatron_rl.models.families.olmo import OLMO2, OLMO3
@@ -22,7 +24,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MIXTRAL, OLMO2, OLMO3),
-        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS),
+        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS, MINIMAX_M2, GEMMA3_TEXT),
     )
 }
 

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.rotary import rotation
-from megatron_rl.types import LatentAttention, Llama3Rope, Rope, YarnRope
+from megatron_rl.types import LatentAttention, LinearRope, Llama3Rope, Rope, YarnRope
 
 LLAMA = {
     "rope_type": "llama3",
@@ -21,6 +21,7 @@ LLAMA = {
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 SCALINGS = {
     "llama 3.1": (LLAMA, Llama3Rope(8.0, 1.0, 4.0, 8192)),
+    "linear": ({"rope_type": "linear", "factor": 8.0}, LinearRope(8.0)),
     "yarn": (YARN, YarnRope(8.0, 8192)),
     "yarn of OLMo 3": (
         YARN | {"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1},

@@ -14,7 +14,17 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms import SupervisedObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.planning.activations import has_fused_layers
-from megatron_rl.types import Adapters, DeltaNet, LatentAttention, Llama3Rope, Mixture, ModelShape, Rope, YarnRope
+from megatron_rl.types import (
+    Adapters,
+    DeltaNet,
+    LatentAttention,
+    LinearRope,
+    Llama3Rope,
+    Mixture,
+    ModelShape,
+    Rope,
+    YarnRope,
+)
 
 QWEN3 = model("qwen3", 4, 32, 4, 2, 16, 48, 60, 128)
 LLAMA = model("llama", 4, 32, 4, 2, 16, 48, 60, 128)
@@ -116,8 +126,12 @@ NOT_FUSED = [
     (DEEPSEEK, "no heads of 14 dims in query and key and 10 in value"),
     (latent(value_dim=160), "no heads of 192 dims in query and key and 160 in value"),
     (latent(value_dim=512), "no heads of 192 dims in query and key and 512 in value"),
+    (changed(LLAMA, attention={"norms": "full"}), "llama all heads together"),
     (changed(LLAMA, family="gpt_oss"), "takes no sinks in packed rows"),
     (changed(LLAMA, (0,), family="qwen3_next", attention=DELTA), "linear attention takes no packed rows"),
+    (turned(LinearRope(8.0)), "no other rotary scaling than Llama 3.1's"),
+    (changed(WINDOWS, (0,), attention={"rope": Rope(1e3)}), "Megatron rotates all their layers alike, and llama does"),
+    (changed(LLAMA, mlp={"activation": "gelu_tanh"}), "their fused MLP has no gelu_tanh, and llama has it"),
     (turned(YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
     (turned(Llama3Rope(8.0, 1.0, 4.0, 64)), "no other rotary scaling than Llama 3.1's"),
 ]

@@ -53,6 +53,14 @@ _LATENT = {
     "routed_scaling_factor": 1.0,
 }
 _GLM = {"model_type": "glm4_moe", "num_key_value_heads": 4, "head_dim": 8, "attention_bias": True, "use_qk_norm": True}
+_GEMMA = {
+    **{"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window": 8, "sliding_window_pattern": 2},
+    **{"query_pre_attn_scalar": 5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+}
+_MINIMAX = {
+    **{"model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 4, "head_dim": 8},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 _GPT_OSS = {
     "model_type": "gpt_oss",
     "num_local_experts": 4,
@@ -97,6 +105,8 @@ CONFIGS = {
     "gpt_oss": _COMMON | _GPT_OSS,
     "deepseek_v3_direct": _COMMON | _LATENT | {"q_lora_rank": None},
     **{name: _COMMON | _LATENT | {"model_type": name} for name in ("kimi_k2", "glm4_moe_lite")},
+    "gemma3_text": _COMMON | _GEMMA,
+    "minimax_m2": _COMMON | _MINIMAX,
     "glm4_moe": _COMMON | _LATENT | _GLM,
 }
 """The config.json of each model."""

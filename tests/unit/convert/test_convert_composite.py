@@ -59,13 +59,30 @@ TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_s
 TOWER |= dict(out_hidden_size=32, num_position_embeddings=16, spatial_merge_size=2)
 MOON = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=1, patch_size=4)
 MOON |= dict(pos_emb_height=4, pos_emb_width=4)
+SIGLIP = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+SIGLIP |= dict(image_size=28, patch_size=14)
+WINDOWS = dict(head_dim=16, sliding_window=8, sliding_window_pattern=2, tie_word_embeddings=True)
+SECTIONS = dict(
+    head_dim=16,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False)
+DEEP = dict(deepstack_visual_indexes=[0])
 MODELS = {
+    "gemma3": ("Gemma3", "Gemma3", TEXT | WINDOWS, SIGLIP),
+    "qwen3_vl": ("Qwen3VL", "Qwen3", TEXT | SECTIONS | {"tie_word_embeddings": True}, TOWER | DEEP),
+    "qwen3_vl_moe": ("Qwen3VLMoe", "Qwen3Moe", TEXT | SECTIONS | EXPERTS, TOWER | DEEP),
     "qwen3_5": ("Qwen3_5", "Qwen3_5", TEXT | DELTA | {"tie_word_embeddings": True}, TOWER),
     "qwen3_5_moe": ("Qwen3_5Moe", "Qwen3_5Moe", TEXT | DELTA | GATED, TOWER),
     "kimi_k25": ("Kimi_K25", "DeepseekV3", TEXT | LATENT, MOON),
 }
 """(the composite's classes, those of its text, the text's sizes, the tower's sizes)"""
-PARTS = {"qwen3_5": {"model.visual"}, "qwen3_5_moe": {"model.visual"}, "kimi_k25": {"vision_tower", "mm_projector"}}
+PARTS = {
+    **{"qwen3_5": {"model.visual"}, "qwen3_5_moe": {"model.visual"}, "kimi_k25": {"vision_tower", "mm_projector"}},
+    **{"qwen3_vl": {"model.visual"}, "qwen3_vl_moe": {"model.visual"}},
+    "gemma3": {"vision_tower", "multi_modal_projector"},
+}
+OF_HEADS = ("qwen3_5", "qwen3_5_moe")
 HEAD = {"mtp.fc.weight": (32, 64), "mtp.layers.0.mlp.experts.gate_up_proj": (4, 32, 32), "mtp.norm.weight": (32,)}
 """A part of Qwen3.5's multi-token head, which transformers reads over."""
 
@@ -85,7 +102,7 @@ class Made:
         for tensor in self.model.state_dict().values():  # not the frequencies of the rotation
             tensor.normal_(0, 0.2)
         self.model.save_pretrained(self.folder)
-        self.text = getattr(transformers, f"{text}ForCausalLM")(config.text_config).eval()
+        self.text = getattr(transformers, f"{text}ForCausalLM")(self.config_of_text(config)).eval()
         self.text.model.load_state_dict(self.model.model.language_model.state_dict())
         self.text.lm_head.load_state_dict(self.model.lm_head.state_dict())
         self.text.save_pretrained(root / f"{name}_text")
@@ -103,11 +120,22 @@ class Made:
             assert all(map(torch.equal, self.model.state_dict().values(), again.state_dict().values()))
             # The hub's config.json calls it so; transformers does when it has read it.
             fields["text_config"] |= {"model_type": "kimi_k2", "auto_map": {"AutoModel": "modeling_deepseek.Model"}}
-        else:
+        elif name in OF_HEADS:
             fields["text_config"]["mtp_num_hidden_layers"] = 1
             self.head = {key: torch.randn(extents) for key, extents in HEAD.items()}
             save_file(self.head, self.folder / "more.safetensors")
         path.write_text(json.dumps(fields))
+
+    def config_of_text(self, config):
+        """Qwen3-VL's text model is a Qwen3."""
+        if not self.name.startswith("qwen3_vl"):
+            return config.text_config
+        of_qwen3, fields = MODELS[self.name][1], config.text_config.to_dict()
+        fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
+        named = {"norm_topk_prob": True, "tie_word_embeddings": config.tie_word_embeddings}
+        return getattr(transformers, f"{of_qwen3}Config")(
+            **{k: v for k, v in fields.items() if k != "model_type"} | named
+        )
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +191,21 @@ def test_what_is_left_out_is_told_by_the_beginnings_of_names(made, tmp_path, cap
     for part in PARTS[name]:
         count = sum(key.startswith(f"{part}.") for key in read(one.folder))
         assert count and f"{count} tensors were left out: {part}.* is another part of the model than its text" in told
-    if name != "kimi_k25":
+    if name in OF_HEADS:
         assert f"{len(HEAD)} tensors of the multi-token head were kept as they are" in told
+
+
+def test_stacked_experts_may_be_transposed(made, tmp_path):
+    """As Qwen3-VL is published; transformers 5 writes them otherwise."""
+    one = made("qwen3_vl_moe")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_bytes((one.folder / "config.json").read_bytes())
+    turned = {
+        key: tensor.transpose(1, 2).contiguous() if ".experts." in key else tensor
+        for key, tensor in read(one.folder).items()
+    }
+    save_file(turned, tmp_path / "whole" / "model.safetensors")
+    assert_same(read(back(tmp_path / "whole", tmp_path / "hub")), one.tensors)
 
 
 def test_experts_that_are_not_stacked_are_read_too(made, tmp_path):

@@ -86,6 +86,7 @@ def test_parameters_that_no_rule_covers_are_named():
         ("qwen3", Mesh(tensor=3), "8 attention heads, which policy.parallel.tensor=3"),
         ("twelve_heads", Mesh(tensor=6), "4 KV heads, which policy.parallel.tensor=6"),
         ("olmo3", Mesh(tensor=8), "4 KV heads.*tensor=8 .*normalises the heads of all ranks.* set it to 4 or less"),
+        ("minimax_m2", Mesh(tensor=8), "4 KV heads.*tensor=8 .*minimax_m2 model normalises .* set it to 4 or less"),
         ("qwen3", Mesh(data=2, expert=2), "policy.parallel.expert=2, but a qwen3 model has no experts"),
         ("mixtral", Mesh(data=3, expert=3), "8 experts, which policy.parallel.expert=3"),
         ("mixtral", Mesh(data=3, expert_tensor=3), "8 FFN size of an expert, which policy.parallel.expert_tensor=3"),
@@ -168,6 +169,8 @@ def test_what_the_tables_say_of_a_family():
         "kimi_k2": ("none", False, False, True),
         "glm4_moe_lite": ("none", False, False, True),
         "glm4_moe": ("head", True, False, True),
+        "minimax_m2": ("full", False, False, True),
+        "gemma3_text": ("head", False, True, False),
         **{name: ("head", False, False, False) for name in (*GATED, "qwen3_5_head")},
     }
     assert [name for name, shape in SHAPES.items() if shape.attention.sinks] == ["gpt_oss"]
@@ -175,7 +178,8 @@ def test_what_the_tables_say_of_a_family():
     assert [name for name, shape in SHAPES.items() if shape.mixture and shape.mixture.linear_bias] == ["gpt_oss"]
     assert {name for name, family in FAMILIES.items() if family.linear} == GATED
     assert {shape.family for shape in SHAPES.values() if shape.attention.gated} == GATED
-    assert {shape.family for shape in SHAPES.values() if shape.layers[0].zero_centred} == GATED
+    assert {shape.family for shape in SHAPES.values() if shape.layers[0].zero_centred} == GATED | {"gemma3_text"}
+    assert [name for name, shape in SHAPES.items() if shape.layers[0].norms_on_both_sides] == ["gemma3_text"]
 
 
 GATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
@@ -277,6 +281,13 @@ def test_qwen3_5_has_the_published_number_of_parameters():
     8472618112ab), without its vision tower and its multi-token head."""
     shape = read_shape(PUBLISHED / "Qwen3.5-397B-A17B-text.json")
     assert FAMILIES[shape.family].num_parameters(shape) == 396_346_350_336
+
+
+@pytest.mark.parametrize(("name", "number"), [("MiniMax-M2", 228_689_764_864), ("gemma-3-1b-it", 999_885_952)])
+def test_other_models_have_the_published_number_of_parameters(name, number):
+    """The numbers of the hub for MiniMaxAI/MiniMax-M2 and google/gemma-3-1b-it."""
+    shape = read_shape(PUBLISHED / f"{name}.json")
+    assert FAMILIES[shape.family].num_parameters(shape) == number
 
 
 def test_kimi_has_the_published_number_of_tensors():

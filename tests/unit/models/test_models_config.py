@@ -235,7 +235,10 @@ def test_experts(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25"),
+        (
+            {"model_type": "gpt2"},
+            "gpt2.*supported: deepseek_v3, gemma3, gemma3_text, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, kimi_k25",
+        ),
         ({"model_type": "gpt2"}, r"`megatron-rl family /.*`, in a clone, proposes what to add \(docs/models.md\)"),
         ({"model_type": "qwen3"}, "num_attention_heads"),
         (LLAMA | {"attention_bias": True}, "attention_bias is True"),
@@ -323,6 +326,14 @@ def test_another_gpt_oss_than_vllms_is_refused(tmp_path, changes, message):
 
 QWEN3_NEXT = {key: value for key, value in QWEN3_MOE.items() if key != "rope_theta"} | {
     "model_type": "qwen3_next", "num_hidden_layers": 4, "shared_expert_intermediate_size": 8, "head_dim": 16,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3_text", "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240,
+    "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
+"""The `text_config` of the published 4B, which leaves the rest to transformers' defaults."""
+MINIMAX = MIXTRAL | {
+    "model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True, "head_dim": 128, "rotary_dim": 64,
 }  # fmt: skip
 GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {"model_type": "glm4_moe", "head_dim": 128}
 WHOLE = "must be a whole number above 0, but it is "
@@ -417,7 +428,10 @@ def test_every_familys_base_of_rotation_is_transformers(family):
         from transformers import AutoConfig
 
         config = AutoConfig.for_model(family)
-    assert FAMILIES[family].absent.get("rope_theta", 10_000) == config.default_theta
+    absent, theta = FAMILIES[family].absent, config.default_theta
+    bases = theta if isinstance(theta, dict) else {"global": theta}
+    assert absent.get("rope_theta", 10_000) == bases["global"]
+    assert absent.get("rope_local_base_freq") == bases.get("local")
 
 
 BASES = {
@@ -437,12 +451,15 @@ BASES = {
     "glm4_moe_lite": DEEPSEEK | {"model_type": "glm4_moe_lite"},
     "glm4_moe": GLM,
     "gpt_oss": GPT_OSS,
+    "minimax_m2": MINIMAX,
+    "gemma3_text": GEMMA,
 }
 """A configuration of each family, which has windows if the family can have them."""
 ENGINES = {
     "qwen3_5_text": ("qwen3_5", "qwen3_next:Qwen3NextAttention"),
     "qwen3_5_moe_text": ("qwen3_5", "qwen3_next:Qwen3NextAttention", "qwen3_next:Qwen3NextSparseMoeBlock"),
     "mistral": ("mistral", "llama"),
+    "gemma3_text": ("gemma3",),
     "olmo2": ("transformers/base", "transformers/causal"),
     "olmo3": ("transformers/base", "transformers/causal"),
     "deepseek_v3": ("deepseek_v2",),
@@ -454,8 +471,9 @@ UNREAD = {
     "_attn_implementation": "it chooses a kernel",
     "dtype": "model.dtype decides",
     "get_text_config": "it is a method",
-    **dict.fromkeys(("num_mtp_layers", "num_nextn_predict_layers"), "it is of the multi-token head"),
+    **dict.fromkeys(("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers"), "it is of the multi-token head"),
     "ada_rms_norm_t_cond_dim": "vLLM reads it only with ada_rms_norm_t_cond, which is refused",
+    "max_model_len": "vLLM sets it",
     "target_layer_count": "it is of a draft model",
     "quantization_config": "`quantised` reads it",
     **dict.fromkeys(("num_experts", "qk_nope_head_dim", "qk_rope_head_dim"), "it is of layers of other families"),
@@ -465,8 +483,9 @@ UNREAD = {
         "vLLM reads it only with index_topk, which is refused",
     ),
     **dict.fromkeys(
-        ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_config",
-         "text_config"),
+        ("boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "image_token_index",
+         "mm_tokens_per_image", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+         "vision_config", "text_config"),
         "it is of the vision tower, which `composite` leaves out",
     ),
 }  # fmt: skip
@@ -565,6 +584,19 @@ def test_a_key_that_the_vendors_classes_compute_with_is_read_or_refused(tmp_path
         (DEEPSEEK, {"num_local_experts": 8}, "num_local_experts is 8, but by another key the model has 256"),
         (MIXTRAL, {"num_experts": 16}, "num_experts is 16, but by another key the model has 8"),
         (DEEPSEEK, {"head_dim": 192}, "head_dim is 192; only 64 is supported"),
+        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; .* only 'gelu_pytorch_tanh'"),
+        (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        (GEMMA, {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole number above 0"),
+        (GEMMA, {"rope_local_base_freq": None}, "rope_local_base_freq must be a number above 0, but it is null"),
+        (GEMMA, {"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "'rope_theta' outside the sections"),
+        (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear' is not supported"),
+        (MINIMAX, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; for the family minimax_m2 only 'sigmoid'"),
+        (MINIMAX, {"use_routing_bias": False}, "use_routing_bias is False; .* only True"),
+        (MINIMAX, {"rotary_dim": 32}, "rotary_dim is 32; only a half of head_dim, 128"),
+        (MINIMAX, {"attn_type_list": [1, 0]}, r"attn_type_list is \[1, 0\]; only 1"),
+        (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; .* only 'per_layer'"),
+        (MINIMAX, {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         (QWEN3_MOE, {"mlp_only_layers": "0"}, 'mlp_only_layers must be a list of whole numbers of at least 0.*"0"'),
         (QWEN3_NEXT, {"rope_parameters": PARAMETERS | {"mrope_section": [1, "1", 0]}},
          r'mrope_section must be a list of whole numbers of at least 0, but it is \[1, "1", 0\]'),

@@ -102,8 +102,9 @@ def quantise(tensors, name=UP, scales=(1, 1), dtype=torch.float32):
     tensors[f"{name}_scale_inv"] = torch.ones(scales, dtype=dtype)
 
 
-def test_a_folder_in_fp8_reads_and_says_where_the_scales_are(tmp_path):
-    config = QWEN3 | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head"]}}
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])
+def test_a_folder_in_fp8_reads_and_says_where_the_scales_are(tmp_path, fmt):
+    config = QWEN3 | {"quantization_config": FP8 | {"fmt": fmt, "modules_to_not_convert": ["lm_head"]}}
     folder = write_model(tmp_path / "m", quantise, config)
     index = scan(folder, read_shape(folder))
     assert (index.blocks, index.scales) == (Blocks(128, 128), {UP: folder / "model.safetensors"})

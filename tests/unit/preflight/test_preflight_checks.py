@@ -32,7 +32,7 @@ from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
 from megatron_rl.rollout import plugins
-from megatron_rl.types import Adapters, DeltaNet, ModelShape
+from megatron_rl.types import Adapters, DeltaNet, Mixture, ModelShape
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 CONFIG = {
@@ -986,6 +986,10 @@ def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused(
     [fault] = devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), glm)
     assert fault.startswith("model.dtype is float16, in which vLLM") and "routed_scaling_factor 2.5" in fault
     assert devices.faults_of_engine(grpo(model__dtype="bfloat16", **on_gpus), glm) == []
+    minimax = changed(replace(glm, family="minimax_m2"), mlp=Mixture(8, 2, 8, score="sigmoid"))
+    [fault] = devices.faults_of_engine(grpo(), minimax)
+    assert "no sigmoid router without groups of experts" in fault
+    assert devices.faults_of_engine(grpo(**on_gpus), minimax) == []
     plain = replace(glm, layers=(replace(glm.layers[-1], mlp=replace(glm.mixture, scaling_factor=1.0)),))
     assert devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), plain) == []
     for dtype in ("float16", "float32"):

@@ -287,7 +287,7 @@ def tell(proposal: Proposal, num_tensors: int, checks: Mapping[str, str | None],
         console.print(table)
     for what, fault in checks.items():
         console.print("yes" if fault is None else "[red]NO [/]", "", what, "" if fault is None else f"({fault})")
-    console.print(f"\nlayout/families/{proposal.family.name}.py:\n", highlight=False)
+    console.print(f"\nmodels/families/{proposal.family.name}.py:\n", highlight=False)
     print(proposal.source())
 
 
