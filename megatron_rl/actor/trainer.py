@@ -220,13 +220,10 @@ class MegatronTrainer:
                 grad_norm = self.optimizer.gradient_norm()
                 head_norm = self.optimizer.head_gradient_norm() if head_loss else 0.0
                 # A norm is equal on all ranks, so all of them go the same way. It may be NaN, which is below nothing.
-                too_large = [norm for norm in (grad_norm, head_norm) if not norm <= LARGEST_NORM]
-                if not too_large:
+                if not (too_large := [norm for norm in (grad_norm, head_norm) if not norm <= LARGEST_NORM]):
                     break
                 if not scale or scale.is_lowest or not math.isfinite(metrics["loss"]):
                     self.agreement.require_none([describe_gradients(self, too_large[0], microbatches)])
-                assert scale is not None  # otherwise all ranks have raised
-                log.warning("gradients overflow float16 at the loss scale %g, and are computed again", scale.value)
                 self.optimizer.lower_loss_scale(2**num_repeats)
                 num_repeats += 1
             # The last stage's head needs the whole embedding after every update.

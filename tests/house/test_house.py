@@ -38,7 +38,7 @@ LAYERS = {
     **dict.fromkeys(["cluster", "preflight"], 4),
     "commands": 5,
     **dict.fromkeys(["recipes", "slurm", "api"], 6),
-    **dict.fromkeys(["__main__", "trl", "migrate"], 7),
+    **dict.fromkeys(["__main__", "trl", "migrate", "run_plan"], 7),
     "tools": 8,
 }
 VENDOR_ROOMS = {

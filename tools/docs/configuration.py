@@ -42,7 +42,11 @@ def sections() -> list[str]:
 def pages() -> dict[str, str]:
     """The text of each page by the name of its file."""
     places = {key.path: ADVANCED if key.is_advanced else _first_name(key.path) for part in parts() for key in part.keys}
-    written = {name: _page(name, list(_common_first(_of(name))), places) for name in sections()}
+    of_sft = {twin(key): part.path for part in _of("sft") for key in part.keys}
+    written = {
+        name: _page(name, list(_common_first(_of(name))), places, of_sft if name == "dpo" else {})
+        for name in sections()
+    }
     advanced = [
         Heading(part.path, "", keys) for part in parts() if (keys := tuple(key for key in part.keys if key.is_advanced))
     ]
@@ -80,12 +84,13 @@ def _shared(group: Sequence[Heading]) -> tuple[Key, ...]:
     )
 
 
-def _page(section: str, shown: Sequence[Heading], places: Mapping[str, str]) -> str:
+def _page(section: str, shown: Sequence[Heading], places: Mapping[str, str], elsewhere: Mapping[Twin, str] = {}) -> str:
     """
     Args:
         places: the page of each key; a key that a text names in backticks becomes a link.
+        elsewhere: keys that another page has described, with the paths of their sections.
     """
-    seen: dict[Twin, str] = {}
+    seen = dict(elsewhere)
     blocks = ["# Advanced keys\n\nNo recipe sets these keys." if section == ADVANCED else f"# `{section}`"]
     if section in LINKED:
         blocks.append(LINKED[section])

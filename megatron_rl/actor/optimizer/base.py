@@ -12,6 +12,7 @@ the rate would reach lr * min_lr_ratio in the update after the run's last one, s
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ from megatron_rl.actor.optimizer.norms import LARGEST_NORM, Norms, belongs_to_he
 from megatron_rl.actor.optimizer.rounding import Dither
 from megatron_rl.actor.state import named_parameters
 from megatron_rl.config.policy import PolicyConfig
+
+log = logging.getLogger(__name__)
 
 
 class Optimizer(ABC):
@@ -137,6 +140,7 @@ class Optimizer(ABC):
     def lower_loss_scale(self, num_halvings: int) -> None:
         """Forget the gradients of a model in float16, which have overflowed, and halve the loss scale so often."""
         assert self.loss_scale is not None
+        log.warning("gradients overflow float16 at the loss scale %g, and are computed again", self.loss_scale.value)
         for _ in range(num_halvings):
             self.loss_scale.halve()
         for interval in self._intervals():
