@@ -41,8 +41,13 @@ def sections() -> list[str]:
 
 def pages() -> dict[str, str]:
     """The text of each page by the name of its file."""
-    places = {key.path: ADVANCED if key.is_advanced else _first_name(key.path) for part in parts() for key in part.keys}
     of_sft = {twin(key): part.path for part in _of("sft") for key in part.keys}
+    places = {
+        key.path: ADVANCED if key.is_advanced else _first_name(key.path)
+        for part in parts()
+        for key in part.keys
+        if _first_name(key.path) != "dpo" or twin(key) not in of_sft
+    }
     written = {
         name: _page(name, list(_common_first(_of(name))), places, of_sft if name == "dpo" else {})
         for name in sections()
