@@ -36,14 +36,13 @@ class DpoLoss(PreferenceLossConfig):
 
     kind: Literal["dpo"] = "dpo"
     beta: PositiveFloat = 0.1
-    """The factor of the log-ratios: the larger it is, the nearer the policy stays to the reference."""
+    """The larger it is, the nearer the policy stays to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The probability that a pair has its answers the wrong way round."""
+    """The probability of a pair with exchanged answers."""
 
 
 class IpoLoss(PreferenceLossConfig):
-    """Identity preference optimisation (Azar et al. 2023): a squared distance, which a finite margin minimises. h is
-    the mean over the tokens, as in TRL."""
+    """Identity preference optimisation (Azar et al. 2023), with means over tokens, as in TRL."""
 
     formula: ClassVar[str] = "(h_c / n_c - h_r / n_r - 1 / (2 beta))^2"
     source: ClassVar[str] = "arXiv:2310.12036 eq. 17"
@@ -51,11 +50,11 @@ class IpoLoss(PreferenceLossConfig):
 
     kind: Literal["ipo"] = "ipo"
     beta: PositiveFloat = 0.1
-    """The regularisation, which the paper calls tau: the margin that is best is 1 / (2 beta)."""
+    """The paper's tau: the best margin is 1 / (2 beta)."""
 
 
 class SimpoLoss(PreferenceLossConfig):
-    """Simple preference optimisation (Meng et al. 2024): mean log-probs with a margin, without a reference."""
+    """Simple preference optimisation (Meng et al. 2024), without a reference."""
 
     formula: ClassVar[str] = "-log s(beta (l_c / n_c - l_r / n_r) - gamma)"
     source: ClassVar[str] = "arXiv:2405.14734 eq. 6"
@@ -70,8 +69,7 @@ class SimpoLoss(PreferenceLossConfig):
 
 
 class OrpoLoss(PreferenceLossConfig):
-    """Odds ratio preference optimisation (Hong et al. 2024): the supervised loss of the chosen answer, and the log of
-    the ratio of the odds, without a reference."""
+    """Odds ratio preference optimisation (Hong et al. 2024), without a reference."""
 
     formula: ClassVar[str] = "-l_c / n_c - beta log s(o_c - o_r), where o = log(p / (1 - p)) and p = exp(l / n)"
     source: ClassVar[str] = "arXiv:2403.07691 eq. 6, 7"
@@ -80,13 +78,12 @@ class OrpoLoss(PreferenceLossConfig):
 
     kind: Literal["orpo"] = "orpo"
     beta: PositiveFloat = 0.1
-    """The weight of the odds ratio, which the paper calls lambda."""
+    """The weight of the odds ratio: the paper's lambda."""
 
 
 class KtoLoss(PreferenceLossConfig):
-    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024): rows have one answer and a label. z estimates the KL
-    divergence from the reference: the mean of h over all answers of the step to other rows' prompts, at least 0. These
-    answers cost a forward and a backward pass, too."""
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024), for answers with a label. z is the mean of h over answers
+    to other rows' prompts, which are computed, too, and at least 0."""
 
     formula: ClassVar[str] = (
         "desirable_weight (1 - s(beta (h - z))) of an answer that is liked, otherwise undesirable_weight (1 - "
@@ -97,7 +94,7 @@ class KtoLoss(PreferenceLossConfig):
 
     kind: Literal["kto"] = "kto"
     beta: PositiveFloat = 0.1
-    """The factor of the log-ratios: the larger it is, the nearer the policy stays to the reference."""
+    """The larger it is, the nearer the policy stays to the reference."""
     desirable_weight: NonNegative = 1.0
     """The weight of answers that are liked."""
     undesirable_weight: NonNegative = 1.0

@@ -85,9 +85,8 @@ class SftConfig(OfflineConfig):
 
 class DpoConfig(OfflineConfig):
     rows: Rows
-    """The rows, from the same kinds of files as `data.train`. A row has `prompt`, `chosen` and `rejected`, or `chosen`
-    and `rejected` as turns of a chat whose first turns are the same, which are then the prompt. Rows for `kto` may also
-    have `prompt`, `completion` and `label`, which is true if the answer is liked."""
+    """The rows, from the same kinds of files as `data.train`, with `prompt`, `chosen` and `rejected`; without `prompt`
+    the turns with which both chats begin. For `kto` also `prompt`, `completion` and `label` (true or false)."""
     loss: PreferenceLoss = DpoLoss()
 
 
