@@ -21,6 +21,7 @@ from megatron_rl.types.blocks import (
     SoftmaxAttention,
     YarnRope,
 )
+from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 from megatron_rl.types.mesh import HOLDS, Division, Mesh, Phase
 from megatron_rl.types.model import Adapters, Layer, ModelShape
 from megatron_rl.types.rollouts import (
@@ -65,6 +66,8 @@ __all__ = [
     "HOLDS",
     "LARGEST_SCORE",
     "NOT_JUDGED",
+    "NO_ATTENTION",
+    "NO_MLP",
     "UTILITY",
     "Branch",
     "Conversation",
@@ -81,6 +84,7 @@ __all__ = [
     "LatentAttention",
     "Layer",
     "Llama3Rope",
+    "Mamba2",
     "Mesh",
     "Metrics",
     "MicrobatchPlan",
@@ -96,6 +100,8 @@ __all__ = [
     "Share",
     "Shares",
     "SoftmaxAttention",
+    "SquaredReluMixture",
+    "SquaredReluMlp",
     "StepBatch",
     "TokenNumbers",
     "TokenReward",
@@ -105,4 +111,5 @@ __all__ = [
     "Tokens",
     "Verdict",
     "YarnRope",
+    "is_absent",
 ]

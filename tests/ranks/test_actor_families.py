@@ -109,6 +109,17 @@ DELTA = dict(
 )
 """The norm of a head's output blows rounding up where a query is nearly orthogonal to its keys. With larger weights or
 a smaller epsilon transformers' own logits would be 1e-4 from float64."""
+MAMBA = dict(
+    head_dim=16,
+    mamba_num_heads=8,
+    mamba_head_dim=6,
+    ssm_state_size=10,
+    n_groups=4,
+    rescale_prenorm_residual=False,
+    layer_norm_epsilon=1e-3,
+    initializer_range=0.1,
+)
+"""As in `DELTA`, a small sum of squares in the norm of a group would blow rounding up."""
 GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
@@ -139,10 +150,33 @@ MODELS = {
     "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
     "glm4_moe_plain": ("Glm4Moe", dict(**GLM, rope_parameters=YARN | {"partial_rotary_factor": 0.25})),
     "gpt_oss": ("GptOss", GPT_OSS),
+    "nemotron_h": ("NemotronH", dict(**MAMBA, hybrid_override_pattern="M-M*-M", num_hidden_layers=6)),
+    "nemotron_h_experts": (
+        "NemotronH",
+        dict(
+            **MAMBA,
+            hybrid_override_pattern="ME*E",
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=20,
+            routed_scaling_factor=1.5,
+        ),
+    ),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
 ZERO_CENTRED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
-_OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", "kimi", "glm4", "gpt_oss")
+_OF_EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "deepseek",
+    "kimi",
+    "glm4",
+    "gpt_oss",
+    "nemotron_h_experts",
+)
 MIXTURES = tuple(name for name in MODELS if name.startswith(_OF_EXPERTS))
 
 
@@ -163,6 +197,8 @@ def write_models(root: Path, models: Mapping[str, tuple[str, dict]] = MODELS) ->
                 parameter.data.uniform_(-0.3, 0.3)
             elif name.startswith("glm4") and parameter_name.endswith("gate.weight"):  # zeros in transformers
                 parameter.data.normal_(0, 0.2)
+            elif parameter_name.endswith(".D"):  # ones in transformers
+                parameter.data.uniform_(-1.0, 1.0)
             elif parameter_name.endswith("sinks"):
                 parameter.data.uniform_(-1.0, 3.0)
             if parameter_name.endswith("gate_up_proj_bias"):  # so that one gate and two ups of an expert are clamped
