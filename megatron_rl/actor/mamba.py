@@ -209,31 +209,35 @@ def state_space(
         rate_H: A.
         skip_H: D.
     """
-    work, groups = step_TH.dtype, (b_TGN.shape[1], x_THX.shape[1] // b_TGN.shape[1])
+    work, num_groups, size = step_TH.dtype, b_TGN.shape[1], x_THX.shape[-1]
 
     def chunked(x_T: Tensor, *heads: int) -> Tensor:
         """[P, *heads, C, ...]; zeros behind the last token of a sequence, which write nothing and decay nothing."""
         x_T = F.pad(x_T, (0, 0) * (x_T.dim() - 1) + (0, 1))
         x_PC = x_T.index_select(0, plan.token_PC.flatten()).view(*plan.token_PC.shape, *heads, *x_T.shape[2:])
-        return x_PC.movedim(1, 1 + len(heads)).to(work)
+        return x_PC.movedim(1, 1 + len(heads)).to(work).contiguous()
 
-    query, key = chunked(c_TGN, groups[0], 1), chunked(b_TGN, groups[0], 1)
-    value = chunked(x_THX.to(work) * step_TH[..., None], *groups)
-    total = chunked(step_TH * rate_H, *groups).cumsum(-1)  # c
+    heads = num_groups, x_THX.shape[1] // num_groups
+    query_PGCN, key_PGCN = chunked(c_TGN, num_groups), chunked(b_TGN, num_groups)
+    value_PGRCX = chunked(x_THX.to(work) * step_TH[..., None], *heads)
+    total = chunked(step_TH * rate_H, *heads).cumsum(-1)  # c
     later = torch.ones(2 * (total.shape[-1],), dtype=torch.bool, device=total.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
-    inside = (between * (query @ key.mT)) @ value
+    inside = (between * (query_PGCN @ key_PGCN.mT)[:, :, None]) @ value_PGRCX
     left = (total[..., -1:] - total).exp()[..., None]  # what is left at the chunk's end
-    written, end = key.mT @ (left * value), total[..., -1, None, None].exp()
+    # The heads of a group lie next to each other in the columns of its states.
+    written_PGNRX = (key_PGCN.mT @ (left * value_PGRCX).movedim(2, 3).flatten(-2)).unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    end = total[:, :, None, :, -1:].exp()
 
-    state, first, states = written.new_zeros(plan.counts[0], *written.shape[1:]), 0, []
+    state, first, states = written_PGNRX.new_zeros(plan.counts[0], *written_PGNRX.shape[1:]), 0, []
     for count in plan.counts:
         now = slice(first, first + count)
         states.append(state[:count])
-        state = torch.addcmul(written[now], end[now], state[:count])
+        state = torch.addcmul(written_PGNRX[now], end[now], state[:count])
         first += count
-    out = inside + total.exp()[..., None] * (query @ torch.cat(states))
-    out_PC = out.movedim(3, 1).reshape(-1, *x_THX.shape[1:])
+    read = (query_PGCN @ torch.cat(states).flatten(-2)).unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    out_PGCRX = inside.movedim(2, 3) + total.movedim(2, 3).exp()[..., None] * read
+    out_PC = out_PGCRX.movedim(1, 2).reshape(-1, *x_THX.shape[1:])
     return torch.addcmul(out_PC.index_select(0, plan.place_T), x_THX, skip_H[:, None]).to(x_THX.dtype)
 
 
