@@ -136,7 +136,7 @@ class MambaMixer(torch.nn.Module):
         assert plan is not None, "a row has the plans of all its layers"
         projected, _ = self.in_proj(hidden_states)
         width = self.num_heads * self.mamba.value_size
-        gate, inputs = projected.squeeze(1).split([width, projected.shape[-1] - width], -1)
+        gate, inputs = torch.split(projected.squeeze(1), [width, projected.shape[-1] - width], -1)
         of_groups, own = self._by_group(inputs), slice(0, self.num_groups)
         if exchange is not None:
             of_groups, count = exchange.to_heads(of_groups), self.num_groups // exchange.context.size
@@ -156,8 +156,8 @@ class MambaMixer(torch.nn.Module):
     def _by_group(self, inputs: Tensor) -> Tensor:
         """[T, G, R X + 2 N + R] from the rows behind the gate: x, B, C and the step sizes of each group."""
         sizes = [*self._sizes, self.num_heads // self.num_groups]
-        parts = inputs.split([self.num_groups * size for size in sizes], 1)
-        return torch.cat([part.unflatten(1, (self.num_groups, -1)) for part in parts], -1)  # type: ignore[no-untyped-call]
+        parts = torch.split(inputs, [self.num_groups * size for size in sizes], 1)
+        return torch.cat([torch.unflatten(part, 1, (self.num_groups, -1)) for part in parts], -1)
 
     def _groups(self, of_groups: Tensor, own: slice, plan: DeltaPlan) -> Tensor:
         """The outputs of the heads of some groups for whole sequences, [T, heads, X].
@@ -168,10 +168,11 @@ class MambaMixer(torch.nn.Module):
         """
         size, ratio = self.mamba.value_size, self.num_heads // self.num_groups
         heads = slice(own.start * ratio, own.stop * ratio)
-        channels, steps = of_groups.split([sum(self._sizes), ratio], -1)
+        channels, steps = torch.split(of_groups, [sum(self._sizes), ratio], -1)
+        assert self.conv1d.bias is not None
         weight, bias = (self._by_channel(x, own) for x in (self.conv1d.weight.squeeze(1), self.conv1d.bias))
         convolved = biased_convolution(channels.flatten(1), weight, bias, plan)
-        x, b, c = convolved.view(channels.shape).split(self._sizes, -1)
+        x, b, c = torch.split(convolved.view(channels.shape), self._sizes, -1)
         x = x.reshape(len(x), -1, size)
         work = torch.promote_types(x.dtype, torch.float32)
         step = F.softplus(steps.flatten(1).to(work) + self.dt_bias[heads].to(work))
@@ -179,8 +180,8 @@ class MambaMixer(torch.nn.Module):
 
     def _by_channel(self, x: Tensor, own: slice) -> Tensor:
         """The rows of the convolution of some groups, in the order of `_by_group`: [channels, ...]."""
-        parts = x.split([self.num_groups * size for size in self._sizes])
-        return torch.cat([part.unflatten(0, (self.num_groups, -1))[own] for part in parts], 1).flatten(0, 1)
+        parts = torch.split(x, [self.num_groups * size for size in self._sizes])
+        return torch.cat([torch.unflatten(part, 0, (self.num_groups, -1))[own] for part in parts], 1).flatten(0, 1)
 
 
 class GroupNorm(torch.nn.Module):
@@ -193,9 +194,10 @@ class GroupNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         work = torch.promote_types(x.dtype, torch.float32)
-        gated = (x.to(work) * F.silu(gate.to(work))).unflatten(-1, (self.num_groups, -1))
+        gated = torch.unflatten(x.to(work) * F.silu(gate.to(work)), -1, (self.num_groups, -1))
         normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
-        return (normed.flatten(-2) * self.weight).to(x.dtype)
+        weighted: Tensor = normed.flatten(-2) * self.weight
+        return weighted.to(x.dtype)
 
 
 def state_space(
@@ -226,7 +228,8 @@ def state_space(
     inside = (between * (query_PGCN @ key_PGCN.mT)[:, :, None]) @ value_PGRCX
     left = (total[..., -1:] - total).exp()[..., None]  # what is left at the chunk's end
     # The heads of a group lie next to each other in the columns of its states.
-    written_PGNRX = (key_PGCN.mT @ (left * value_PGRCX).movedim(2, 3).flatten(-2)).unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    written = key_PGCN.mT @ (left * value_PGRCX).movedim(2, 3).flatten(-2)
+    written_PGNRX = torch.unflatten(written, -1, (-1, size))
     end = total[:, :, None, :, -1:].exp()
 
     state, first, states = written_PGNRX.new_zeros(plan.counts[0], *written_PGNRX.shape[1:]), 0, []
@@ -235,7 +238,7 @@ def state_space(
         states.append(state[:count])
         state = torch.addcmul(written_PGNRX[now], end[now], state[:count])
         first += count
-    read = (query_PGCN @ torch.cat(states).flatten(-2)).unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
+    read = torch.unflatten(query_PGCN @ torch.cat(states).flatten(-2), -1, (-1, size))
     out_PGCRX = inside.movedim(2, 3) + total.movedim(2, 3).exp()[..., None] * read
     out_PC = out_PGCRX.movedim(1, 2).reshape(-1, *x_THX.shape[1:])
     return torch.addcmul(out_PC.index_select(0, plan.place_T), x_THX, skip_H[:, None]).to(x_THX.dtype)

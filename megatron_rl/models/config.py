@@ -117,6 +117,8 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
+    # transformers leaves the number out where a list names the block of each layer.
+    num_layers = size(config, "num_hidden_layers", derived=len(config.get("layers_block_type") or ()) or None)
     vocab_size = size(config, "vocab_size")
     theta, scaling = _rope(config, table)
     rope = Rope(theta, scaling, _rotary_share(config, table))
@@ -139,8 +141,7 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
                 "dims of a head; only even numbers are supported"
             )
     if (blocks := special.get("blocks")) is None:
-        mlps: list[Mlp] = [GatedMlp(ffn_size)] * size(config, "num_hidden_layers")
-        blocks = _blocks(special, sliding, mlps)
+        blocks = _blocks(special, sliding, [GatedMlp(ffn_size)] * num_layers)
     mixture = next((mlp for _, mlp in blocks if isinstance(mlp, Mixture)), None)
     _check_experts(config, mixture)
     shape = ModelShape(
