@@ -195,18 +195,26 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _letters(config: Mapping[str, Any]) -> str:
     """The kinds of the layers' blocks."""
-    key = "hybrid_override_pattern" if "hybrid_override_pattern" in config else "layers_block_type"
-    given = config[key]
-    is_list = isinstance(given, list) and key == "layers_block_type"
-    letters = "".join(_LETTERS.get(kind, "?") if isinstance(kind, str) else "?" for kind in given) if is_list else given
-    if not isinstance(letters, str) or not letters or set(letters) - {*"M*-E"}:
-        kinds = "M, *, - and E" if key == "hybrid_override_pattern" else ", ".join(_LETTERS)
-        raise ValueError(f"{key} must name the block of each layer, of the kinds {kinds}, but it is {given!r}")
+    keys = [key for key in ("layers_block_type", "hybrid_override_pattern") if config.get(key) is not None]
+    if not keys:
+        raise KeyError("hybrid_override_pattern")
+    found = {key: _letters_of(key, config[key]) for key in keys}
+    letters = found[keys[0]]
+    if set(found.values()) != {letters}:
+        raise ValueError(f"{keys[0]} is {config[keys[0]]!r}, but {keys[1]} is {config[keys[1]]!r}; make them equal")
     if not {*"M*"} <= {*letters}:
-        raise ValueError(f"{key} is {given!r}; at least one layer with Mamba-2 and one with attention are needed")
+        raise ValueError(f"{keys[0]} has the blocks {letters}; at least one Mamba-2 and one attention are needed")
     if size(config, "num_hidden_layers", len(letters)) != len(letters):
-        raise ValueError(f"num_hidden_layers is {config['num_hidden_layers']}, but {key} has {len(letters)} layers")
+        raise ValueError(f"num_hidden_layers is {config['num_hidden_layers']}, but {keys[0]} has {len(letters)} layers")
     return letters
+
+
+def _letters_of(key: str, given: Any) -> str:
+    known = dict(zip("M*-E", "M*-E", strict=True)) if key == "hybrid_override_pattern" else _LETTERS
+    kind = str if key == "hybrid_override_pattern" else list
+    if not isinstance(given, kind) or any(one not in known for one in given):
+        raise ValueError(f"{key} is {given!r}; supported is a block for each layer, of {', '.join(known)}")
+    return "".join(known[one] for one in given)
 
 
 def _experts(config: Mapping[str, Any]) -> SquaredReluMixture:
@@ -237,7 +245,8 @@ NEMOTRON_H = _Hybrid(
     read_config=_read,
     known=WINDOWLESS
     | {"use_bias": False, "use_conv_bias": True, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
-    | {"tie_word_embeddings": False, "residual_in_fp32": False, "num_nextn_predict_layers": 0},
+    | {"tie_word_embeddings": False, "residual_in_fp32": False, "num_nextn_predict_layers": 0}
+    | {"mamba_proj_bias": False, "hidden_dropout": 0.0, "block_configs": None},
     absent={"num_key_value_heads": 8, "head_dim": 128},
     rotary_share=0.0,
     vllm_repeats_ends=ALL_ENDS,
