@@ -16,18 +16,8 @@ from megatron_rl.layout.transfer import plan_regions
 from megatron_rl.models import FAMILIES, Shard, slices
 from megatron_rl.models.placement import Placed, Placement
 from megatron_rl.models.shards import local_extents
-from megatron_rl.types import (
-    NO_ATTENTION,
-    NO_MLP,
-    DeltaNet,
-    LatentAttention,
-    Mamba2,
-    Mixture,
-    ModelShape,
-    Rope,
-    SquaredReluMixture,
-    SquaredReluMlp,
-)
+from megatron_rl.types import DeltaNet, LatentAttention, Mixture, ModelShape, Rope
+from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp
 
 _DENSE = model("", 6, 5, 8, 4, 3, 24, 70)
 _EXPERTS = Mixture(num_experts=8, num_active=2, ffn_size=8)

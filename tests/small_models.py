@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from megatron_rl.models import FAMILIES
-from megatron_rl.types import Attention, GatedMlp, Layer, Mlp, ModelShape, Rope, SoftmaxAttention, is_absent
+from megatron_rl.types import Attention, GatedMlp, Layer, Mlp, ModelShape, Rope, SoftmaxAttention
+from megatron_rl.types.mamba import is_absent
 
 
 def model(

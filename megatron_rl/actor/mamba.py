@@ -46,7 +46,8 @@ from megatron_rl.actor import linear_attention, platform
 from megatron_rl.actor.attention import PackedSequences
 from megatron_rl.actor.delta_net import DeltaPlan
 from megatron_rl.actor.linear_attention import DeltaAttention
-from megatron_rl.types import DeltaNet, Layer, Mamba2, ModelShape, SquaredReluMixture, SquaredReluMlp, is_absent
+from megatron_rl.types import DeltaNet, Layer, ModelShape
+from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
 
 def settings(shape: ModelShape) -> dict[str, Any]:

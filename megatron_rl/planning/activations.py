@@ -21,16 +21,13 @@ from megatron_rl.types import (
     GatedMlp,
     LatentAttention,
     Layer,
-    Mamba2,
     Mesh,
     Mixture,
     Mlp,
     ModelShape,
     SoftmaxAttention,
-    SquaredReluMixture,
-    SquaredReluMlp,
-    is_absent,
 )
+from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
 CHUNK_BYTES = 256 * 2**20
 """The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""

@@ -21,7 +21,6 @@ from megatron_rl.types.blocks import (
     SoftmaxAttention,
     YarnRope,
 )
-from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 from megatron_rl.types.mesh import HOLDS, Division, Mesh, Phase
 from megatron_rl.types.model import Adapters, Layer, ModelShape
 from megatron_rl.types.rollouts import (
@@ -66,8 +65,6 @@ __all__ = [
     "HOLDS",
     "LARGEST_SCORE",
     "NOT_JUDGED",
-    "NO_ATTENTION",
-    "NO_MLP",
     "UTILITY",
     "Branch",
     "Conversation",
@@ -84,7 +81,6 @@ __all__ = [
     "LatentAttention",
     "Layer",
     "Llama3Rope",
-    "Mamba2",
     "Mesh",
     "Metrics",
     "MicrobatchPlan",
@@ -100,8 +96,6 @@ __all__ = [
     "Share",
     "Shares",
     "SoftmaxAttention",
-    "SquaredReluMixture",
-    "SquaredReluMlp",
     "StepBatch",
     "TokenNumbers",
     "TokenReward",
@@ -111,5 +105,4 @@ __all__ = [
     "Tokens",
     "Verdict",
     "YarnRope",
-    "is_absent",
 ]

@@ -3,11 +3,15 @@ experts with a squared ReLU, and what stands in the place of the block that a la
 
 An absent block has no heads, or the size 0. So it has no work, keeps nothing, and every mesh divides it: what sums over
 the blocks of a layer needs no case for it. Its norm is absent, too.
+
+A manifest (convert/manifest.py) has the fields of blocks, and no names of classes. So a block that is also another one
+has one more field, by which it is read back as what it was.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_rl.types.blocks import DELTA_CHUNK, DeltaNet, GatedMlp, Mixture
 from megatron_rl.types.mesh import Division, Mesh
@@ -21,6 +25,8 @@ class Mamba2(DeltaNet):
     factor of x follow from one step size for each head, which the input gives."""
 
     interleaved: bool = False
+    rule: Literal["sum"] = "sum"
+    """The state becomes the sum of the old one and what a token writes."""
 
     @property
     def channels(self) -> int:
@@ -68,6 +74,8 @@ class SquaredReluMlp(GatedMlp):
     """An MLP of two matrices: down(relu(up(x))^2) (Primer, arXiv:2109.08668). It is a gated MLP whose gate is the ReLU
     of up itself."""
 
+    unit: Literal["squared_relu"] = "squared_relu"
+
     def multiplications(self, hidden: int) -> int:
         """The multiplications of one token."""
         return 2 * hidden * self.size
@@ -80,6 +88,8 @@ class SquaredReluMlp(GatedMlp):
 @dataclass(frozen=True, slots=True)
 class SquaredReluMixture(Mixture):
     """A mixture of experts, routed and shared ones, that are each a `SquaredReluMlp`."""
+
+    unit: Literal["squared_relu"] = "squared_relu"
 
     def multiplications(self, hidden: int) -> int:
         """The multiplications of one token."""

@@ -195,7 +195,7 @@ def write_models(root: Path, models: Mapping[str, tuple[str, dict]] = MODELS) ->
                     parameter.data.sub_(1.0)
             elif parameter_name.endswith("bias"):  # large ones would send all tokens to the same experts
                 parameter.data.uniform_(-0.3, 0.3)
-            elif name.startswith("glm4") and parameter_name.endswith("gate.weight"):  # zeros in transformers
+            elif name.startswith(("glm4", "nemotron")) and parameter_name.endswith("gate.weight"):  # they are small
                 parameter.data.normal_(0, 0.2)
             elif parameter_name.endswith(".D"):  # ones in transformers
                 parameter.data.uniform_(-1.0, 1.0)
@@ -236,6 +236,7 @@ TRAINED = [
     ("deepseek_v3", "tp2_dp2_ep2_whole"),
     ("gpt_oss", "tp2_dp2_ep2"),
     ("qwen3_next", "tp2_dp2_ep2"),
+    ("nemotron_h_experts", "tp2_dp2_ep2"),
 ]
 """Updates with the optimizer's state of experts, which is split over other ranks than that of the rest."""
 
@@ -342,7 +343,7 @@ def test_a_multi_token_head_is_in_exports_and_checkpoints_as_it_was_if_it_is_kep
 
 
 RESUMED = [("qwen3_moe", 0.0, "float32"), ("deepseek_v3", 0.01, "bfloat16"), ("gpt_oss", 0.0, "bfloat16")]
-RESUMED += [("qwen3_next", 0.0, "bfloat16")]
+RESUMED += [("qwen3_next", 0.0, "bfloat16"), ("nemotron_h_experts", 0.01, "bfloat16")]
 
 
 @pytest.mark.parametrize("name, rate, dtype", cover.essential(RESUMED, RESUMED[1]))
@@ -360,7 +361,9 @@ def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_pat
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name, kept", [("deepseek_v3", "e_score_correction_bias"), ("qwen3_5_moe", "A_log")])
+@pytest.mark.parametrize(
+    "name, kept", [("deepseek_v3", "e_score_correction_bias"), ("qwen3_5_moe", "A_log"), ("nemotron_h", "A_log")]
+)
 def test_a_bf16_export_has_some_tensors_in_float32(trainers, folders, tmp_path, name, kept):
     layout = Layout(Mesh(tensor=2, pipeline=2), dtype="bfloat16")
     folder, target, checkpoint = folders[name], tmp_path / "export", tmp_path / "step0"
@@ -448,6 +451,7 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
         ("deepseek_v3", "tp2_cp2"),
         ("gpt_oss", "tp2_cp2"),
         ("qwen3_next", "tp2_cp2"),
+        ("nemotron_h", "tp2_cp2"),
     ],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):

@@ -87,6 +87,7 @@ ADAPTED = [
     ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), SOME),
     ("qwen3", Layout(Mesh(pipeline=2)), {}),
     *((name, FAMILY_LAYOUTS["tp2_dp2_ep2"], {"base": "fp8"}) for name in ("qwen3_moe", "qwen3_next")),
+    ("nemotron_h", FAMILY_LAYOUTS["tp2"], {"base": "fp8"}),
 ]
 
 

@@ -27,17 +27,8 @@ from megatron_rl.models.family import ALL_ENDS, WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, REPLICATED, ROWS, Piece, Sizes, SplitKind, part
 from megatron_rl.models.traits import ROUTER_BIAS
-from megatron_rl.types import (
-    NO_ATTENTION,
-    NO_MLP,
-    Attention,
-    Mamba2,
-    Mlp,
-    ModelShape,
-    SquaredReluMixture,
-    SquaredReluMlp,
-    is_absent,
-)
+from megatron_rl.types import Attention, Mlp, ModelShape
+from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
 _NORM = (HfTensor("norm.weight", ("hidden",)),)
 """Each layer has one norm, in front of its block."""

@@ -9,13 +9,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from leaks import lasting
+from numbered import SHAPES
+from small_models import changed
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import warnings it silences
+from megatron_rl.actor.attention import can_share_prompts, packed_sequences, rotate
 from megatron_rl.actor.delta_net import CHUNK, plan_delta
 from megatron_rl.actor.mamba import biased_convolution, state_space
-from megatron_rl.types import Mamba2
+from megatron_rl.types import Rope
+from megatron_rl.types.mamba import Mamba2
 
 GROUPS, HEADS, STATE, SIZE = 2, 4, 5, 3
 
@@ -139,6 +143,16 @@ def test_bf16_is_computed_in_fp32():
     exact = state_space(*(one.double() for one in row), plan)
     found = state_space(*row, plan)
     assert found.dtype == torch.bfloat16 and (found.double() - exact).norm() < 2**-8 * exact.norm()
+
+
+def test_prompts_are_not_shared_and_angles_are_empty():
+    """A row has the plans of linear attention, and attention without rotation has no angles."""
+    shape = changed(SHAPES["nemotron_h"], attention={"rope": Rope(1e4, share=0.0)})
+    assert not can_share_prompts(shape, fused=False, context_size=1)
+    row = packed_sequences(torch.tensor([3, 5]), shape, fused=False)
+    assert row.delta is not None and row.full.cos_T.shape == (8, 1, 0)
+    query = torch.randn(8, 2, 4)
+    assert torch.equal(rotate(query, row.full.cos_T, row.full.sin_T), query)
 
 
 def test_the_multiplications_are_what_torch_counts():

@@ -16,19 +16,8 @@ from leaks import lasting
 
 from megatron_rl.models import FAMILIES, critic_config, read_shape
 from megatron_rl.tools.bench.family.proposal import HARMLESS
-from megatron_rl.types import (
-    NO_ATTENTION,
-    NO_MLP,
-    LatentAttention,
-    Llama3Rope,
-    Mamba2,
-    Mixture,
-    ModelShape,
-    Rope,
-    SquaredReluMixture,
-    SquaredReluMlp,
-    YarnRope,
-)
+from megatron_rl.types import LatentAttention, Llama3Rope, Mixture, ModelShape, Rope, YarnRope
+from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
