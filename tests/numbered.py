@@ -17,6 +17,7 @@ from megatron_rl.models import FAMILIES, Shard, slices
 from megatron_rl.models.placement import Placed, Placement
 from megatron_rl.models.shards import local_extents
 from megatron_rl.types import DeltaNet, LatentAttention, Mixture, ModelShape, Rope
+from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp
 
 _DENSE = model("", 6, 5, 8, 4, 3, 24, 70)
 _EXPERTS = Mixture(num_experts=8, num_active=2, ffn_size=8)
@@ -26,6 +27,11 @@ _BIASED = changed(_DENSE, range(2, 6), mlp=_SHARED)
 _DEEPSEEK = changed(_BIASED, attention=_LATENT)
 _DELTA = DeltaNet(num_key_heads=16, num_value_heads=32, key_size=3, value_size=2, convolution=4, interleaved=False)
 _LINEAR = changed(_DENSE, (0, 1, 2, 4), attention=_DELTA)
+_MAMBA = Mamba2(num_key_heads=16, num_value_heads=32, key_size=3, value_size=2, convolution=4)
+_SQUARED = SquaredReluMixture(num_experts=8, num_active=2, ffn_size=8, shared_ffn_size=16)
+_HYBRID = changed(changed(_DENSE, mlp=NO_MLP), (2, 4), attention=_MAMBA)
+_HYBRID = changed(_HYBRID, (1, 3), attention=NO_ATTENTION, mlp=_SQUARED)
+_HYBRID = changed(_HYBRID, (5,), attention=NO_ATTENTION, mlp=SquaredReluMlp(24))
 SHAPES = {
     **{name: changed(_DENSE, family=name) for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3")},
     "qwen3_tied": changed(_DENSE, family="qwen3", tied_embeddings=True),
@@ -44,6 +50,7 @@ SHAPES = {
     **{name: changed(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},
     "gemma3_text": changed(_DENSE, family="gemma3_text", tied_embeddings=True),
     "minimax_m2": changed(_DENSE, family="minimax_m2", mlp=_EXPERTS),
+    "nemotron_h": changed(_HYBRID, family="nemotron_h"),
     "glm4_moe": changed(_BIASED, family="glm4_moe", attention={"qkv_bias": True, "norms": "head"}),
 }
 """Numbers of heads, FFN sizes and numbers of experts divide by at least 4; the other sizes need not divide by

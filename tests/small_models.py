@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.models import FAMILIES
 from megatron_rl.types import Attention, GatedMlp, Layer, Mlp, ModelShape, Rope, SoftmaxAttention
+from megatron_rl.types.mamba import is_absent
 
 
 def model(
@@ -54,7 +55,10 @@ def changed(
 
 
 def _other(block: Any, change: Any) -> Any:
+    """An absent block has no fields to change."""
     if isinstance(change, dict):
+        if is_absent(block):
+            return block
         known = {field.name for field in fields(block)}
         return replace(block, **{name: value for name, value in change.items() if name in known})
     return change or block

@@ -34,8 +34,9 @@ from megatron_rl.actor.attention import GatedSelfAttention, PackedAttention
 from megatron_rl.actor.block_settings import settings_of
 from megatron_rl.actor.fp8_weights import linear_layers_in_fp8
 from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
-from megatron_rl.actor.linear_attention import DeltaAttention, keep_rates_in_float32
 from megatron_rl.actor.logprobs import OutputLayer
+from megatron_rl.actor.mamba import fit_blocks, keep_rates_in_float32
+from megatron_rl.actor.mamba import settings as settings_of_hybrids
 from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.moe.experts import ExpertOutput
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32, prepare_routers
@@ -121,6 +122,7 @@ def transformer_config(
     )
     for block in (shape.attention, *shape.mlps):
         ours |= settings_of(block, shape, fused)
+    ours |= settings_of_hybrids(shape)
     if model.recompute == "full":
         ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     kind = MLATransformerConfig if "kv_lora_rank" in ours else TransformerConfig
@@ -261,7 +263,7 @@ def _fit_fused(spec: ModuleSpec, attention: Attention) -> None:
 
 def _count_load(layer: ModuleSpec) -> None:
     """Give a mixture our router."""
-    if layer.submodules.mlp.module is MoELayer:
+    if getattr(layer.submodules.mlp, "module", None) is MoELayer:
         layer.submodules.mlp.submodules.router = Router
 
 
@@ -302,12 +304,12 @@ def _fit_local(spec: ModuleSpec, layer: Layer) -> None:
     if layer.post_norm:
         spec.module = PostNormLayer
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+    fit_blocks(spec, layer)
     if layer.mixture and layer.mixture.linear_bias:
         spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     attention, own = spec.submodules.self_attention, layer.attention
     match own:
         case DeltaNet():
-            spec.submodules.self_attention = ModuleSpec(DeltaAttention, params={"delta": own})
             return
         case LatentAttention():
             attention.module = LatentSelfAttention

@@ -45,8 +45,8 @@ class OptimizerConfig(Section):
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """The gradient is scaled down if its global norm exceeds this bound; 0 means no bound."""
     rounding: Literal["nearest", "dithered"] = "dithered"
-    """How an update rounds the fp32 copies of weights in 16 bits. `nearest`: most weights stand still while an update is
-    far smaller than the distance between two numbers. `dithered`: each element has its own point above which it is
+    """How an update rounds the fp32 copies of weights in 16 bits. `nearest`: most weights stand still while an update
+    is far smaller than the distance between two numbers. `dithered`: each element has its own point above which it is
     rounded up, the same in all updates and layouts, so that the mean of the weights follows the copies."""
     gradients: Literal["float32", "bfloat16"] = "float32"
     """The data type of gradients while micro-batches and data-parallel ranks add theirs. bfloat16 needs weights in

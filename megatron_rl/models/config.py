@@ -53,6 +53,10 @@ class Special(TypedDict, total=False):
     delta: DeltaNet
     linear_layers: tuple[int, ...]
     """The indices of the layers with linear attention."""
+    blocks: list[tuple[Attention | None, Mlp]]
+    """The blocks of each layer, in the place of all that the keys above say; None: softmax attention."""
+    norm_eps: float
+    """The epsilon of the norms, if it has another key than `rms_norm_eps`."""
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -115,7 +119,9 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
-    num_layers, vocab_size = size(config, "num_hidden_layers"), size(config, "vocab_size")
+    # transformers leaves the number out where a list names the block of each layer.
+    num_layers = size(config, "num_hidden_layers", derived=len(config.get("layers_block_type") or ()) or None)
+    vocab_size = size(config, "vocab_size")
     rope, own = read_ropes(config, table)
     kv_heads = size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads)
     head_dim = size(config, "head_dim", table.absent.get("head_dim"), hidden // heads)
@@ -135,18 +141,18 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
                 f"partial_rotary_factor is {rope.share}, which rotates {attention.rotary_dim} of the {head_dim} "
                 "dims of a head; only even numbers are supported"
             )
-    mixture = special.get("mixture")
+    if (blocks := special.get("blocks")) is None:
+        blocks = _blocks(special, sliding, [GatedMlp(ffn_size, **special.get("dense", {}))] * num_layers)
+    mixture = next((mlp for _, mlp in blocks if isinstance(mlp, Mixture)), None)
     _check_experts(config, mixture)
     shape = ModelShape(
         family=table.name,
         hidden_size=hidden,
         vocab_size=vocab_size,
-        norm_eps=number(config, "rms_norm_eps"),
+        norm_eps=special.get("norm_eps") or number(config, "rms_norm_eps"),
         max_positions=size(config, "max_position_embeddings"),
         tied_embeddings=flag(config, "tie_word_embeddings"),
-        layers=_layers(
-            table, special, attention, sliding, [GatedMlp(ffn_size, **special.get("dense", {}))] * num_layers
-        ),
+        layers=_layers(table, [(block or attention, mlp) for block, mlp in blocks]),
         **special.get("model", {}),
     )
     return critic_shape(shape) if _ends_with_value(config) else shape
@@ -168,10 +174,8 @@ def _windowed(attention: SoftmaxAttention, own: Rope | None, table: Family, spec
     return replace(attention, window=special.get("window"), rope=rope if scaled else replace(rope, scaling=None))
 
 
-def _layers(
-    table: Family, special: Special, attention: Attention, sliding: Attention, mlps: list[Mlp]
-) -> tuple[Layer, ...]:
-    """The layers; equal ones are one object.
+def _blocks(special: Special, sliding: Attention, mlps: list[Mlp]) -> list[tuple[Attention | None, Mlp]]:
+    """`Special.blocks` of a model that has attention and an MLP in each layer.
 
     Args:
         mlps: of models without a mixture.
@@ -181,7 +185,11 @@ def _layers(
         mlps = mlps[:dense] + [mixture] * (len(mlps) - dense)
     others: dict[int, Attention] = dict.fromkeys(special.get("windowed", ()), sliding)
     others |= {n: special["delta"] for n in special.get("linear_layers", ())}
-    blocks = [(others.get(n, attention), mlp) for n, mlp in enumerate(mlps)]
+    return [(others.get(n), mlp) for n, mlp in enumerate(mlps)]
+
+
+def _layers(table: Family, blocks: list[tuple[Attention, Mlp]]) -> tuple[Layer, ...]:
+    """The layers; equal ones are one object."""
     made = {pair: table.layer(*pair) for pair in set(blocks)}
     return tuple(made[pair] for pair in blocks)
 

@@ -45,6 +45,8 @@ def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
     Raises:
         ValueError: the family rotates whole heads, or this is no share.
     """
+    if family.rotary_share == 0.0:  # no class reads the keys
+        return 0.0
     section = _rope_section(config)
     section = section.get(FULL) or section
     where = section if "partial_rotary_factor" in section else config

@@ -27,6 +27,7 @@ from megatron_rl.types import (
     ModelShape,
     SoftmaxAttention,
 )
+from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
 CHUNK_BYTES = 256 * 2**20
 """The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""
@@ -125,9 +126,11 @@ def layer_bytes(
     elements, numbers = attention.elements + mlp.elements, attention.numbers + mlp.numbers
     if layer.norms_on_both_sides:  # the inputs of two norms more
         elements, numbers = elements + 2 * shape.hidden_size * rows, numbers + 2 * rows
+    absent = is_absent(layer.attention) + is_absent(layer.mlp)
+    elements, numbers = elements - absent * 2 * shape.hidden_size * rows, numbers - absent * rows  # one norm is counted
     if "layernorm" in recomputed:  # the outputs of norms that are not a part of Transformer Engine's linear layers
         unfused = isinstance(layer.attention, LatentAttention) + isinstance(layer.mlp, Mixture)
-        elements -= (unfused if fused else 2) * shape.hidden_size * rows
+        elements -= (unfused if fused else 2 - absent) * shape.hidden_size * rows
     return (elements + _adapter_widths(shape, layer, plan)) * width + numbers * 4
 
 
@@ -206,17 +209,31 @@ def _(delta: DeltaNet, plan: Plan) -> Kept:
 
 
 @_kept.register
+def _(mamba: Mamba2, plan: Plan) -> Kept:
+    """fp32 numbers (actor/mamba.py): the convolution's inputs once for each of its weights, and its output before the
+    SiLU; B and C; two square matrices of a chunk for each head and one for each group; two copies of a state for each
+    chunk; x times its step size, the same decayed, what is read, and the output in five steps through gate and norm.
+    In the model's dtype: x, and the input of the last projection."""
+    heads, value = mamba.num_value_heads, mamba.value_width
+    convolution = mamba.channels * (mamba.convolution + 1)
+    squares = (2 * heads + mamba.num_key_heads) * DELTA_CHUNK
+    states = 2 * mamba.state_numbers / DELTA_CHUNK
+    kept, split = convolution + 2 * mamba.key_width + squares + states + 8 * value, 1 / plan.mesh.tensor
+    return Kept(4 * plan.hidden * plan.rows + 2 * value * split, 2 * plan.rows + kept * split)
+
+
+@_kept.register
 def _(mlp: GatedMlp, plan: Plan) -> Kept:
     if "mlp" in plan.recomputed:
         return Kept(0.0)
-    return Kept(_in_unit(plan) * mlp.size * (1 / plan.mesh.tensor))
+    return Kept(_in_unit(mlp, plan) * mlp.size * (1 / plan.mesh.tensor))
 
 
 @_kept.register
 def _(mixture: Mixture, plan: Plan) -> Kept:
     """The shared experts, the tokens that are sent to the rank, the inside of the experts for each of them, and the
     router's scores."""
-    mesh, mlp, split = plan.mesh, _in_unit(plan), 1 / plan.mesh.tensor
+    mesh, mlp, split = plan.mesh, _in_unit(mixture, plan), 1 / plan.mesh.tensor
     if "moe" in plan.recomputed:
         return Kept(0.0)
     shared = 0 if "shared_experts" in plan.recomputed else mixture.shared_ffn_size * mlp * split
@@ -229,8 +246,11 @@ def _(mixture: Mixture, plan: Plan) -> Kept:
     return Kept(shared + elements * plan.rows, numbers * plan.rows)
 
 
-def _in_unit(plan: Plan) -> int:
-    """Of a gated unit: gate and up, and their product. Local layers keep silu of gate, and up a second time, too."""
+def _in_unit(mlp: Mlp, plan: Plan) -> int:
+    """Of a gated unit: gate and up, and their product. Local layers keep silu of gate, and up a second time, too. Of a
+    squared ReLU: the ReLU, and its square."""
+    if isinstance(mlp, SquaredReluMlp | SquaredReluMixture):
+        return 2
     return 3 if plan.fused else 5
 
 

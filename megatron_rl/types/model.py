@@ -9,14 +9,16 @@ from itertools import groupby
 from typing import Literal
 
 from megatron_rl.types.blocks import Attention, DeltaNet, LatentAttention, Mixture, Mlp, SoftmaxAttention
+from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer of a decoder. Equal layers have equal parts, so that a layer is a key."""
+    """A layer of a decoder. Equal layers have equal parts, so that a layer is a key. A layer of one block has an absent
+    one in the other place (types/mamba.py)."""
 
-    attention: Attention
-    mlp: Mlp
+    attention: Attention | Mamba2
+    mlp: Mlp | SquaredReluMlp | SquaredReluMixture
     post_norm: bool = False
     """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
     norms_on_both_sides: bool = False

@@ -57,6 +57,8 @@ LAYOUTS = {
     "gemma3": ("tp2-cp2",),
     "qwen3_next": ("tp2", "pp2", "cp2", "tp2-dp2-ep2"),
     "qwen3_5": ("tp2", "pp2", "tp2-cp2"),
+    "nemotron_h": ("tp2", "tp2-cp2"),
+    "nemotron_h_experts": ("tp2-dp2-ep2",),
 }
 SOME_OF_DELTA = LoraConfig(rank=3, alpha=7, targets=("in_proj_z", "in_proj_a", "in_proj_ba", "out_proj", "q_proj"))
 """Some of the projections that are one weight of Megatron."""
@@ -71,6 +73,8 @@ FORMULA = [
     *((name, LORA) for name in ("deepseek_v3", "minimax_m2", "gemma3")),
     *(("qwen3_next", lora) for lora in (LORA, SOME_OF_DELTA)),
     *(("qwen3_5", lora) for lora in (LORA, SOME_OF_DELTA)),
+    ("nemotron_h", LORA),
+    ("nemotron_h", LoraConfig(rank=3, alpha=7, targets=("in_proj", "k_proj", "down_proj"))),
 ]
 RECOMPUTED = [
     *(("qwen3", "tp2-pp2"), ("qwen2", "pp2"), ("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "tp2")),

@@ -146,14 +146,17 @@ def as_saved(name: str, tensor: np.ndarray, family: str) -> dict[str, np.ndarray
     gate, up, down = ("w1", "w3", "w2") if of_mixtral else ("gate_proj", "up_proj", "down_proj")
     if of_mixtral:
         name = name.replace(".mlp.", ".block_sparse_moe.")
+    if family == "nemotron_h":
+        name = name.replace("model.", "backbone.", 1)
     layer, _, kind = name.partition(".experts.")
     if family == "gpt_oss" and kind:
         return of_gpt_oss(f"{layer}.experts.", kind, tensor)
     if kind == "gate_up_proj":
         halves = zip((gate, up), np.split(tensor, 2, axis=1), strict=True)
         return {f"{layer}.experts.{i}.{half}.weight": part for half, parts in halves for i, part in enumerate(parts)}
-    if kind == "down_proj":
-        return {f"{layer}.experts.{i}.{down}.weight": part for i, part in enumerate(tensor)}
+    if kind in ("up_proj", "down_proj"):
+        own = {"up_proj": up, "down_proj": down}[kind]
+        return {f"{layer}.experts.{i}.{own}.weight": part for i, part in enumerate(tensor)}
     return {name: tensor}
 
 

@@ -117,6 +117,17 @@ DELTA = dict(
 )
 """The norm of a head's output blows rounding up where a query is nearly orthogonal to its keys. With larger weights or
 a smaller epsilon transformers' own logits would be 1e-4 from float64."""
+MAMBA = dict(
+    head_dim=16,
+    mamba_num_heads=8,
+    mamba_head_dim=6,
+    ssm_state_size=10,
+    n_groups=4,
+    rescale_prenorm_residual=False,
+    layer_norm_epsilon=1e-3,
+    initializer_range=0.1,
+)
+"""As in `DELTA`, a small sum of squares in the norm of a group would blow rounding up."""
 GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
@@ -158,10 +169,34 @@ MODELS = {
     ),
     "minimax_m2": ("MiniMaxM2", MINIMAX),
     "gpt_oss": ("GptOss", GPT_OSS),
+    "nemotron_h": ("NemotronH", dict(**MAMBA, hybrid_override_pattern="M-M*-M", num_hidden_layers=6)),
+    "nemotron_h_experts": (
+        "NemotronH",
+        dict(
+            **MAMBA,
+            hybrid_override_pattern="ME*E",
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=20,
+            routed_scaling_factor=1.5,
+        ),
+    ),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
 ZERO_CENTRED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Gemma3")
-_OF_EXPERTS = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek", "kimi", "glm4", "gpt_oss", "minimax")
+_OF_EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_moe",
+    "deepseek",
+    "kimi",
+    "glm4",
+    "gpt_oss",
+    "minimax",
+    "nemotron_h_experts",
+)
 MIXTURES = tuple(name for name in MODELS if name.startswith(_OF_EXPERTS))
 
 
@@ -180,8 +215,10 @@ def write_models(root: Path, models: Mapping[str, tuple[str, dict]] = MODELS) ->
                     parameter.data.sub_(1.0)
             elif parameter_name.endswith("bias"):  # large ones would send all tokens to the same experts
                 parameter.data.uniform_(-0.3, 0.3)
-            elif name.startswith("glm4") and parameter_name.endswith("gate.weight"):  # zeros in transformers
+            elif name.startswith(("glm4", "nemotron")) and parameter_name.endswith("gate.weight"):  # they are small
                 parameter.data.normal_(0, 0.2)
+            elif parameter_name.endswith(".D"):  # ones in transformers
+                parameter.data.uniform_(-1.0, 1.0)
             elif parameter_name.endswith("sinks"):
                 parameter.data.uniform_(-1.0, 3.0)
             if parameter_name.endswith("gate_up_proj_bias"):  # so that one gate and two ups of an expert are clamped
@@ -219,6 +256,7 @@ TRAINED = [
     ("deepseek_v3", "tp2_dp2_ep2_whole"),
     ("gpt_oss", "tp2_dp2_ep2"),
     ("qwen3_next", "tp2_dp2_ep2"),
+    ("nemotron_h_experts", "tp2_dp2_ep2"),
 ]
 """Updates with the optimizer's state of experts, which is split over other ranks than that of the rest."""
 
@@ -325,7 +363,7 @@ def test_a_multi_token_head_is_in_exports_and_checkpoints_as_it_was_if_it_is_kep
 
 
 RESUMED = [("qwen3_moe", 0.0, "float32"), ("deepseek_v3", 0.01, "bfloat16"), ("gpt_oss", 0.0, "bfloat16")]
-RESUMED += [("qwen3_next", 0.0, "bfloat16")]
+RESUMED += [("qwen3_next", 0.0, "bfloat16"), ("nemotron_h_experts", 0.01, "bfloat16")]
 
 
 @pytest.mark.parametrize("name, rate, dtype", cover.essential(RESUMED, RESUMED[1]))
@@ -343,7 +381,9 @@ def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_pat
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name, kept", [("deepseek_v3", "e_score_correction_bias"), ("qwen3_5_moe", "A_log")])
+@pytest.mark.parametrize(
+    "name, kept", [("deepseek_v3", "e_score_correction_bias"), ("qwen3_5_moe", "A_log"), ("nemotron_h", "A_log")]
+)
 def test_a_bf16_export_has_some_tensors_in_float32(trainers, folders, tmp_path, name, kept):
     layout = Layout(Mesh(tensor=2, pipeline=2), dtype="bfloat16")
     folder, target, checkpoint = folders[name], tmp_path / "export", tmp_path / "step0"
@@ -433,6 +473,7 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
         ("qwen3_next", "tp2_cp2"),
         ("minimax_m2", "tp2_cp2"),
         ("gemma3", "tp2_cp2"),
+        ("nemotron_h", "tp2_cp2"),
     ],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):

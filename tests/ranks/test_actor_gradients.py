@@ -66,14 +66,18 @@ LAYOUTS = {
     "qwen3_next": ("tp2", "tp4", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "cp2-ep2"),
     "qwen3_5": ("tp4", "cp4", "pp2-vpp2-cp2"),
     "qwen3_5_moe": ("tp2-cp2", "tp2-ep2-etp1"),
+    "nemotron_h": ("tp2", "tp4", "pp2@5,1", "cp2", "cp4", "tp2-pp2", "tp2-cp2"),
+    "nemotron_h_experts": ("tp2-cp2", "dp2-ep2", "tp2-dp2-ep2-etp1"),
 }
 """qwen3 has heads of 16 and norms of q and k, qwen2_windows biases and sliding windows, qwen3_moe a dense layer and
 three mixtures whose routers are away from ties; qwen2 has one embedding for both ends. qwen3_next has three layers with
-linear attention and one with gated attention; with tp4 two ranks share each KV head."""
+linear attention and one with gated attention; with tp4 two ranks share each KV head. nemotron_h has layers with one
+block each; at pp2@5,1 the last stage has one layer with Mamba-2."""
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 ESSENTIAL = [
     *(("qwen3", layout) for layout in ("tp2-pp2", "pp2-vpp2-cp2")),
     *(("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "pp2-vpp2"), ("qwen3_next", "tp2-cp2")),
+    *(("nemotron_h", "tp2-cp2"), ("nemotron_h_experts", "tp2-cp2")),
     *(("glm4_moe", "tp2-dp2-ep2-etp1"), ("gpt_oss", "tp2-cp2"), ("qwen2_windows", "cp2"), ("olmo2", "tp2")),
 ]
 RECOMPUTED = [
@@ -84,9 +88,11 @@ RECOMPUTED = [
     ("deepseek_v3", "tp2-dp2-ep2"),
     ("gpt_oss", "tp2-dp2-ep2"),
     ("qwen3_next", "cp2-ep2"),
+    ("nemotron_h", "tp2-cp2"),
 ]
 """In these a layer is computed again in the backward pass."""
 WITHOUT_SEQUENCE = [("qwen3", "tp2"), ("llama", "tp2"), ("olmo2", "tp2"), ("olmo3", "tp2"), ("qwen3_5", "tp2")]
+WITHOUT_SEQUENCE += [("nemotron_h", "tp2")]
 """In these TP is without sequence parallelism too."""
 
 

@@ -4,8 +4,10 @@ autograd saves."""
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import cover
+import numpy as np
 import pytest
 from muon_scenarios import MUON
 from scenarios import OPTIMIZER, Layout
@@ -16,7 +18,7 @@ from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, P
 from megatron_rl.models import read_shape
 from megatron_rl.planning.activations import activations, recomputed_modules
 from megatron_rl.planning.parameters import rank_parameters
-from megatron_rl.types import Mesh
+from megatron_rl.types import Mesh, Tokens
 
 MODULE = "memory_scenarios"
 SHAPES = (
@@ -85,6 +87,7 @@ ADAPTED = [
     ("qwen3", Layout(Mesh(tensor=2, data=2), dtype="bfloat16"), SOME),
     ("qwen3", Layout(Mesh(pipeline=2)), {}),
     *((name, FAMILY_LAYOUTS["tp2_dp2_ep2"], {"base": "fp8"}) for name in ("qwen3_moe", "qwen3_next")),
+    ("nemotron_h", FAMILY_LAYOUTS["tp2"], {"base": "fp8"}),
 ]
 
 
@@ -210,6 +213,31 @@ def test_activations_of_other_layers_are_what_autograd_saves(trainers, folders, 
     layout = Layout(recompute=recompute)
     results = saved(trainers, 1, folder=folders[family], samples=equal_samples, layout=layout)
     check_saved(results, folders[family], layout)
+
+
+HYBRIDS = [
+    ("nemotron_h", Layout()),
+    ("nemotron_h", Layout(dtype="bfloat16")),
+    ("nemotron_h", Layout(Mesh(tensor=2), recompute="full")),
+    ("nemotron_h", Layout(Mesh(tensor=2))),
+    ("nemotron_h", Layout(Mesh(pipeline=2, layers=(5, 1)))),
+    ("nemotron_h_experts", Layout()),
+]
+
+
+@pytest.mark.parametrize("family, layout", cover.essential(HYBRIDS, HYBRIDS[4]), ids=str)
+def test_activations_of_layers_with_one_block_are_what_autograd_saves(trainers, folders, equal_samples, family, layout):
+    """Of samples as long as a chunk, as the estimate assumes."""
+    samples = [replace(sample, tokens=_longer(sample.tokens, 64)) for sample in equal_samples]
+    results = saved(trainers, layout.mesh.world_size, folder=folders[family], samples=samples, layout=layout)
+    check_saved(results, folders[family], layout)
+
+
+def _longer(tokens: Tokens, length: int) -> Tokens:
+    """The same tokens once more, up to the length."""
+    return Tokens(
+        *(np.resize(getattr(tokens, name), length) for name in ("ids", "action_mask", "logp_rollout", "version"))
+    )
 
 
 SELECTIVE = [("llama", "mlp"), ("qwen3_moe", "moe")]

@@ -60,6 +60,7 @@ CASES = [
     *(("deepseek_v3", name) for name in ("tp2_dp2_ep2", "dp2_ep2")),
     *(("tied", name) for name in ("pp2", "tp2_dp2")),
     *((model, "tp2_dp2_ep2") for model in ("glm4_moe", "qwen3_next", "qwen3_5_moe", "minimax_m2")),
+    ("nemotron_h_experts", "tp2_dp2_ep2"),
 ]
 ESSENTIAL = [("qwen3", "tp2_dp2_buckets"), ("qwen3_moe", "dp2_ep2")]
 
@@ -107,7 +108,7 @@ class Plain:
 
     def _step(self, name: str, value: np.ndarray, gradient: np.ndarray, number: int) -> None:
         rate, first, second = learning_rate(number), self.first[name], self.second[name]
-        if value.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name:
+        if value.ndim == 2 and "embed" not in name and "lm_head" not in name:
             first *= MUON.momentum
             first += gradient
             step = orthogonal(gradient + MUON.momentum * first if self.nesterov else first)

@@ -72,6 +72,18 @@ DELTA = dict(
     linear_value_head_dim=7,
     linear_conv_kernel_dim=3,
 )
+MAMBA = dict(
+    head_dim=12,
+    mamba_num_heads=12,
+    mamba_head_dim=5,
+    ssm_state_size=7,
+    n_groups=4,
+    conv_kernel=3,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    moe_shared_expert_intermediate_size=20,
+)
 GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=20)
 MODELS = {
     "llama": ("Llama", {}),
@@ -124,6 +136,8 @@ MODELS = {
     "minimax_m2": ("MiniMaxM2", MINIMAX),
     "minimax_m2_shared": ("MiniMaxM2", MINIMAX | {"num_key_value_heads": 1}),
     "glm4_moe_plain": ("Glm4Moe", GLM | {"first_k_dense_replace": 1}),  # vLLM wants a mixture on every stage
+    "nemotron_h": ("NemotronH", MAMBA | {"hybrid_override_pattern": "M-*MEM", "num_hidden_layers": 6}),
+    "nemotron_h_dense": ("NemotronH", MAMBA | {"hybrid_override_pattern": "M-*M-M", "num_hidden_layers": 6}),
 }
 """Sizes apart from each other, so that no two symbols of the tables can be mistaken for one another."""
 
@@ -253,6 +267,27 @@ def test_class_names_extents_and_rectangles_are_those_of_vllm(folders, tmp_path)
             check_parameters(shards, parameters, f"{name}, rank {rank} of TP{tensor} PP{pipeline}")
             assert set(recording.shards) == set(shards), f"{name}, rank {rank} of TP{tensor} PP{pipeline}"
             assert len(recording.shards) == len(shards)
+
+
+HYBRIDS = [(2, 1, False), (1, 2, False)]
+
+
+def test_rectangles_of_a_hybrid_are_those_of_vllm_but_for_the_rates(folders, tmp_path):
+    """vLLM computes -exp(A_log) while it loads, which the bridge does not. Without the exponential all of its
+    rectangles are the family's table. On CPUs it builds no experts without a gate, which are not seen here."""
+    folder = folders["nemotron_h_dense"]
+    shape = read_shape(folder)
+    asked = [(str(folder), *ways, form) for ways in HYBRIDS for form in ("plain_rates", "nemotron_h")]
+    calls = [("vllm_models", "rank_parameters", f"file://{tmp_path}/meeting", rank, asked) for rank in range(2)]
+    ranks = warm.together(in_process, calls, deadline(240))
+    for i, (tensor, pipeline, expert_parallel) in enumerate(HYBRIDS):
+        for rank in range(tensor * pipeline):
+            model, parameters, recording = ranks[rank][2 * i]
+            assert model == FAMILIES[shape.family].vllm_model
+            shards = vllm_shards(shape, tensor, rank, expert_parallel, pipeline)
+            check_parameters(shards, parameters, f"rank {rank} of TP{tensor} PP{pipeline}")
+            assert set(recording.shards) == set(shards) and len(recording.shards) == len(shards)
+            assert re.search(r"vLLM computes model.layers.\d.mixer.A from the checkpoint", ranks[rank][2 * i + 1][2])
 
 
 STACKED = [

@@ -4,8 +4,8 @@ in a process for each rank over gloo. No weight is loaded."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names as absent_layers_by_id
@@ -39,7 +40,8 @@ def parameters(
     none.
 
     Args:
-        form: a family of tests/file_forms.py, in the form of which the loaders get the folder's tensors.
+        form: a family of tests/file_forms.py, in the form of which the loaders get the folder's tensors; or
+            plain_rates, see there.
     """
     config = EngineArgs(
         model=folder,
@@ -55,7 +57,9 @@ def parameters(
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(tensor * pipeline, rank, url, local_rank=rank, backend="gloo")
         parallel_state.initialize_model_parallel(tensor, pipeline, backend="gloo")
-        model = initialize_model(config)
+        with plain_rates() if form == "plain_rates" else nullcontext():
+            model = initialize_model(config)
+        form = None if form == "plain_rates" else form
         found = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         before = dict(model.named_parameters())
         shape = read_shape(Path(folder))
@@ -73,6 +77,16 @@ def parameters(
     parallel_state.destroy_distributed_environment()
     absent_layers_by_id.clear()  # vLLM keys it by id(model), which the next model of this process can have too
     return type(model).__name__, found, recording
+
+
+@contextmanager
+def plain_rates() -> Iterator[None]:
+    """Inside the block a loader of Mamba-2's rates is built that copies A_log as it is."""
+    known, mamba_mixer2.composed_weight_loader = mamba_mixer2.composed_weight_loader, lambda loader, function: loader
+    try:
+        yield
+    finally:
+        mamba_mixer2.composed_weight_loader = known
 
 
 def record_form(model: torch.nn.Module, shape: ModelShape, form: str) -> Recording | str:

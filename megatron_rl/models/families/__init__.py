@@ -12,6 +12,7 @@ from megatron_rl.models.families.llama import LLAMA
 from megatron_rl.models.families.minimax_m2 import MINIMAX_M2
 from megatron_rl.models.families.mistral import MISTRAL
 from megatron_rl.models.families.mixtral import MIXTRAL
+from megatron_rl.models.families.nemotron_h import NEMOTRON_H
 from megatron_rl.models.families.olmo import OLMO2, OLMO3
 from megatron_rl.models.families.qwen2 import QWEN2
 from megatron_rl.models.families.qwen3 import QWEN3
@@ -24,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, MIXTRAL, OLMO2, OLMO3),
-        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS, MINIMAX_M2, GEMMA3_TEXT),
+        *(DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, GLM4_MOE, GPT_OSS, MINIMAX_M2, GEMMA3_TEXT, NEMOTRON_H),
     )
 }
 

@@ -90,6 +90,18 @@ _GATED = {
     "moe_intermediate_size": 8,
     "shared_expert_intermediate_size": 16,
 }
+_HYBRID = {
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-*E",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 3,
+    "ssm_state_size": 5,
+    "n_groups": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "moe_shared_expert_intermediate_size": 16,
+}
 CONFIGS = {
     **{name: _COMMON | {"model_type": name} for name in ("llama", "qwen2", "qwen3", "olmo2")},
     "qwen3_tied": _COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
@@ -108,6 +120,7 @@ CONFIGS = {
     "gemma3_text": _COMMON | _GEMMA,
     "minimax_m2": _COMMON | _MINIMAX,
     "glm4_moe": _COMMON | _LATENT | _GLM,
+    "nemotron_h": _COMMON | _HYBRID,
 }
 """The config.json of each model."""
 assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)

@@ -302,7 +302,7 @@ def test_a_fault_is_one_line_and_an_exit_code(forms, tmp_path, capfd):
     assert said.out == "" and said.err.count("\n") == 1 and "__0_0.distcp has 100 bytes" in said.err
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "olmo3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "olmo3", "gpt_oss", "nemotron_h"])
 def test_a_manifest_of_an_earlier_version_lacks_the_layers_and_newer_fields(tmp_path, name):
     folder = write_folder(tmp_path / "hub", name)
     write(to_open(open_checkpoint(folder), Options()), tmp_path / "open")

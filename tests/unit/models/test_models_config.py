@@ -17,6 +17,7 @@ from leaks import lasting
 from megatron_rl.models import FAMILIES, critic_config, read_shape
 from megatron_rl.tools.bench.family.proposal import HARMLESS
 from megatron_rl.types import LatentAttention, Llama3Rope, Mixture, ModelShape, Rope, YarnRope
+from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -335,6 +336,14 @@ GEMMA = {
 MINIMAX = MIXTRAL | {
     "model_type": "minimax_m2", "scoring_func": "sigmoid", "use_routing_bias": True, "head_dim": 128, "rotary_dim": 64,
 }  # fmt: skip
+NEMOTRON_H = {
+    "model_type": "nemotron_h", "num_hidden_layers": 5, "hybrid_override_pattern": "M-*ME", "hidden_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "vocab_size": 60,
+    "max_position_embeddings": 128, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 8, "mamba_head_dim": 6,
+    "ssm_state_size": 10, "n_groups": 4, "conv_kernel": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 20, "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "tie_word_embeddings": False,
+}  # fmt: skip
 GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {"model_type": "glm4_moe", "head_dim": 128}
 WHOLE = "must be a whole number above 0, but it is "
 
@@ -453,6 +462,7 @@ BASES = {
     "gpt_oss": GPT_OSS,
     "minimax_m2": MINIMAX,
     "gemma3_text": GEMMA,
+    "nemotron_h": NEMOTRON_H,
 }
 """A configuration of each family, which has windows if the family can have them."""
 ENGINES = {
@@ -470,8 +480,18 @@ family."""
 UNREAD = {
     "_attn_implementation": "it chooses a kernel",
     "dtype": "model.dtype decides",
-    "get_text_config": "it is a method",
-    **dict.fromkeys(("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers"), "it is of the multi-token head"),
+    **dict.fromkeys(("get_text_config", "get_nemotron_h_config_for_layer"), "it is a method"),
+    **dict.fromkeys(
+        ("num_mtp_layers", "num_mtp_modules", "num_nextn_predict_layers", "mtp_layers_block_type"),
+        "it is of the multi-token head",
+    ),
+    **dict.fromkeys(("chunk_size", "use_mamba_kernels", "moe_shared_expert_overlap"), "it is of kernels"),
+    **dict.fromkeys(("expand", "time_step_limit", "num_logits_to_keep"), "no model computes with it"),
+    **dict.fromkeys(
+        ("time_step_max", "time_step_floor", "rescale_prenorm_residual"), "it is of the first values of weights"
+    ),
+    "time_step_min": "only transformers bounds step sizes by it, and not while it generates",
+    "mamba_ssm_cache_dtype": "it is of the engine's cache",
     "ada_rms_norm_t_cond_dim": "vLLM reads it only with ada_rms_norm_t_cond, which is refused",
     "max_model_len": "vLLM sets it",
     "target_layer_count": "it is of a draft model",
@@ -544,13 +564,57 @@ def keys_of_vendors(family: str) -> set[str]:
     return keys
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "M-*MX"}, "hybrid_override_pattern is 'M-.MX'; supported is .* of M, .*, -, E"),
+        ({"hybrid_override_pattern": "M-MME"}, "has the blocks M-MME; at least one Mamba-2 and one attention"),
+        ({"hybrid_override_pattern": "-*-*E"}, "at least one Mamba-2 and one attention"),
+        ({"hybrid_override_pattern": None}, "the key 'hybrid_override_pattern' is missing"),
+        ({"num_hidden_layers": 6}, "num_hidden_layers is 6, but hybrid_override_pattern has 5 layers"),
+        ({"layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba"]}, "make them equal"),
+        ({"layers_block_type": ["mamba", "rnn"]}, "layers_block_type is .*'rnn'.*; supported is a block"),
+        ({"mamba_num_heads": 6}, "mamba_num_heads is 6, which must be a multiple of n_groups, 4"),
+        ({"n_shared_experts": 2}, "n_shared_experts is 2; only 1 is supported"),
+        ({"moe_latent_size": 16}, "moe_latent_size is 16; only None is supported"),
+        ({"n_group": 2}, "n_group is 2; only 1"),
+        ({"use_conv_bias": False}, "use_conv_bias is False; for the family nemotron_h only True"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; for the family nemotron_h only 'relu2'"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1; for the family nemotron_h only 0"),
+        ({"block_configs": [{}]}, "block_configs is "),
+        ({"intermediate_size": [48, 48]}, "intermediate_size must be a whole number"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True; .* only False"),
+    ],
+)
+def test_another_hybrid_than_the_tables_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, NEMOTRON_H | changes)
+
+
+def test_each_layer_of_a_hybrid_has_one_block(tmp_path):
+    """The list of transformers means the same as the pattern of the published files, with and without the number."""
+    shape = read(tmp_path, NEMOTRON_H)
+    mamba = Mamba2(num_key_heads=4, num_value_heads=8, key_size=10, value_size=6, convolution=4)
+    assert [layer.attention for layer in shape.layers] == [mamba, NO_ATTENTION, shape.attention, mamba, NO_ATTENTION]
+    experts = SquaredReluMixture(4, 2, 24, 20, "sigmoid", scaling_factor=2.5, router_bias=True)
+    assert [layer.mlp for layer in shape.layers] == [NO_MLP, SquaredReluMlp(48), NO_MLP, NO_MLP, experts]
+    assert shape.attention.rotary_dim == 0 and shape.norm_eps == 1e-5
+    kinds = ["linear_attention", "mlp", "full_attention", "linear_attention", "moe"]
+    without = {
+        key: value for key, value in NEMOTRON_H.items() if key not in ("hybrid_override_pattern", "num_hidden_layers")
+    }
+    assert read(tmp_path, without | {"layers_block_type": kinds}) == shape
+    assert read(tmp_path, NEMOTRON_H | {"layers_block_type": kinds}) == shape
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_key_that_the_vendors_classes_compute_with_is_read_or_refused(tmp_path, family):
     """A value that no key can have is refused with the key's name wherever the key is read at all."""
     base, silent = BASES[family], set()
     read(tmp_path, base)
     keys = keys_of_vendors(family)
-    assert keys > {"hidden_size", "rope_parameters", "num_attention_heads"}
+    rotated = {"rope_parameters"} if FAMILIES[family].rotary_share != 0.0 else set()
+    assert keys > {"hidden_size", "num_attention_heads"} | rotated
     for key in keys - HARMLESS:
         try:
             read(tmp_path, base | {key: "odd"})

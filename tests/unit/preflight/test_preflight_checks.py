@@ -22,7 +22,7 @@ from megatron_rl.commands.size_run import read
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.data import ItemSource, ShuffledStream
-from megatron_rl.models import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, read_shape
 from megatron_rl.models.peft import base_digest, require_fitting
 from megatron_rl.observe.provenance import write_provenance
 from megatron_rl.planning.shapes import planned_shape
@@ -318,6 +318,23 @@ def with_head(home: Path, **head: tuple[int, ...]) -> ModelShape:
     (home / "model/a.safetensors").write_bytes(safetensors(tensors))
     (home / "model/b.safetensors").write_bytes(safetensors(head))
     return read_shape(home / "model")
+
+
+def test_engines_of_a_hybrid_are_refused_and_its_training_is_not(home):
+    """Mamba-2 is linear attention to Transformer Engine's layers, and its engine has the exponentials of its rates."""
+    config = CONFIG | {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "num_hidden_layers": 2}
+    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 2, "ssm_state_size": 4, "n_groups": 2, "intermediate_size": 8}
+    (home / "model/config.json").write_text(json.dumps(config | sizes))
+    (home / "model/model.safetensors.index.json").unlink(missing_ok=True)
+    for path in (home / "model").glob("*.safetensors"):
+        path.unlink()
+    shape = read_shape(home / "model")
+    (home / "model/a.safetensors").write_bytes(safetensors(FAMILIES["nemotron_h"].hf_tensors(shape)))
+    [fault] = [one for one in faults(grpo()) if "A_log" in one]
+    assert "rollout.backend: vLLM computes -exp(A_log) while it loads" in fault and "megatron-rl sft" in fault
+    assert obstacle_to_fused_layers(shape, 1) == (
+        "Megatron's linear attention takes no packed rows, and nemotron_h has layers with it"
+    )
 
 
 def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
