@@ -85,11 +85,10 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The data type of the weights in the trainer's forward pass and in the engine. The optimizer computes in fp32.
     `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16
-    takes much longer. `float16` rounds 8 times as finely as bfloat16, which brings trainer and engine closer
-    (arXiv:2510.26788), and holds no number above 65,504. Its loss has a dynamic scale, as in Megatron-Core: gradients
-    that overflow are computed again with a smaller scale, and `loss_scale_window` updates in a row without an
-    overflow double it. `megatron.optimizer` has its settings: `initial_loss_scale` (65536 here), `min_loss_scale`,
-    `loss_scale_window`. An overflow at `min_loss_scale`, of a weight or of an activation is an error."""
+    takes much longer. `float16` rounds 8 times as finely as bfloat16 (arXiv:2510.26788), and holds no number
+    above 65,504. Gradients that overflow are computed again with a smaller loss scale, which `loss_scale_window`
+    updates without an overflow double. An overflow at `min_loss_scale`, of a weight or of an activation is an error.
+    `megatron.optimizer` has these settings, and `initial_loss_scale` (65536)."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """The trainer's layers. `transformer_engine`: that library's fused layers, on GPUs. `local`: Megatron's linear
     layers with this project's attention and norms, everywhere. `auto`: Transformer Engine's if it is installed, `dtype`

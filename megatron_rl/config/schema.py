@@ -85,8 +85,8 @@ class SftConfig(OfflineConfig):
 
 class DpoConfig(OfflineConfig):
     rows: Rows
-    """The rows, from the same kinds of files as `data.train`, with `prompt`, `chosen` and `rejected`; without `prompt`
-    the turns with which both chats begin. For `kto` also `prompt`, `completion` and `label` (true or false)."""
+    """The rows, with `prompt`, `chosen` and `rejected`; without `prompt` it is the turns with which both chats begin. For
+    `kto` also with `prompt`, `completion` and `label`."""
     loss: PreferenceLoss = DpoLoss()
 
 
