@@ -29,7 +29,7 @@ class PreferenceLossConfig(Method):
 
 
 class DpoLoss(PreferenceLossConfig):
-    """Direct preference optimisation (Rafailov et al. 2023), with the label smoothing of cDPO (Mitchell 2023)."""
+    """Direct preference optimisation (Rafailov et al. 2023), with cDPO's label smoothing."""
 
     formula: ClassVar[str] = "-(1 - e) log s(beta (h_c - h_r)) - e log s(-beta (h_c - h_r)), where e is label_smoothing"
     source: ClassVar[str] = "arXiv:2305.18290 eq. 7"

@@ -85,8 +85,8 @@ class SftConfig(OfflineConfig):
 
 class DpoConfig(OfflineConfig):
     rows: Rows
-    """The rows, with `prompt`, `chosen` and `rejected`; without `prompt` it is the turns with which both chats begin. For
-    `kto` also with `prompt`, `completion` and `label`."""
+    """The rows, with `prompt`, `chosen` and `rejected`; without `prompt` it is the turns that both chats begin with.
+    For `kto` also `prompt`, `completion`, `label`."""
     loss: PreferenceLoss = DpoLoss()
 
 
