@@ -16,7 +16,7 @@ FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs",
 IMAGES = "it reads images, and the models here are of text alone"
 MISSING = {
     r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.\dv|vla\b|pixtral|mistral-small-3\.[1-9]": IMAGES,
-    r"(?i)gemma|phi-?\d|seed-?oss|minimax|falcon|mimo|baichuan|internlm|qwen1\.5-moe|qwen2[-_.].*a14b|"
+    r"(?i)gemma(?!-?3(?!n))|phi-?\d|seed-?oss|minimax(?!-?m2)|falcon|mimo|baichuan|internlm|qwen1\.5-moe|qwen2[-_.].*a14b|"
     r"glm-?5|chatglm|glm-?4(?![.-]?[567])|nemotron|deepseek-?v4|hunyuan|^hy-?\d": "its family is not here",
 }
 """Names of models of families that do not exist here, and why."""
