@@ -34,7 +34,8 @@ def test_a_run_whose_gradients_overflow_goes_on_to_the_bit_after_kills(recipe, r
     expected = lines(folder)
     scales, repeats = ([record[name] for record in expected[:-1]] for name in ("loss_scale", "update_repeated"))
     assert repeats[0] > 0 and repeats[-1] == 0, "the first scale is too large, and the last one is not"
-    assert scales == [8192.0 / 2 ** sum(repeats[: step + 1]) for step in range(6)]
+    halvings = [2**number - 1 for number in repeats]
+    assert scales == [8192.0 / 2 ** sum(halvings[: step + 1]) for step in range(6)]
     assert expected[0]["lr"] == 2e-4 / 5, "the warm-up counts an update once"
     assert all("grad_norm" in record for record in expected[:-1]), "every step has an update"
     assert all(0 < record["mismatch/mean_abs"] < 0.02 for record in expected[:-1])
