@@ -152,14 +152,14 @@ def gated_delta_rule(
     return out_PC.index_select(0, plan.place_T).to(value_TVE.dtype)
 
 
-def causal_convolution(x_TF: Tensor, weight_FW: Tensor, plan: DeltaPlan) -> Tensor:
+def causal_convolution(x_TF: Tensor, weight_FW: Tensor, plan: DeltaPlan, bias_F: Tensor | None = None) -> Tensor:
     """The SiLU of a convolution along each sequence, each channel alone: entry W - 1 of a channel's weights belongs to
     the token itself, entry W - 2 to the one before it. Before its first token a sequence has zeros. [T, F]."""
-    if HAS_KERNELS and x_TF.is_cuda:
+    if HAS_KERNELS and x_TF.is_cuda and bias_F is None:
         return _convolution_of_kernels(x_TF, weight_FW, plan)
     work = torch.promote_types(x_TF.dtype, torch.float32)
     x, weight = x_TF.to(work), weight_FW.to(work)
-    y = x * weight[:, -1]
+    y = x * weight[:, -1] if bias_F is None else torch.addcmul(bias_F.to(work), x, weight[:, -1])
     for back in range(1, min(weight.shape[1], len(x))):
         earlier = F.pad(x[:-back], (0, 0, back, 0)).masked_fill((plan.offset_T < back)[:, None], 0.0)
         y = torch.addcmul(y, earlier, weight[:, -1 - back])

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from megatron_rl.actor import linear_attention, platform
 from megatron_rl.actor.attention import PackedSequences
-from megatron_rl.actor.delta_net import DeltaPlan
+from megatron_rl.actor.delta_net import DeltaPlan, causal_convolution
 from megatron_rl.actor.linear_attention import DeltaAttention
 from megatron_rl.types import DeltaNet, Layer, ModelShape
 from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
@@ -172,7 +172,7 @@ class MambaMixer(torch.nn.Module):
         channels, steps = torch.split(of_groups, [sum(self._sizes), ratio], -1)
         assert self.conv1d.bias is not None
         weight, bias = (self._by_channel(x, own) for x in (self.conv1d.weight.squeeze(1), self.conv1d.bias))
-        convolved = biased_convolution(channels.flatten(1), weight, bias, plan)
+        convolved = causal_convolution(channels.flatten(1), weight, plan, bias)
         x, b, c = torch.split(convolved.view(channels.shape), self._sizes, -1)
         x = x.reshape(len(x), -1, size)
         work = torch.promote_types(x.dtype, torch.float32)
@@ -243,15 +243,3 @@ def state_space(
     out_PGCRX = inside.movedim(2, 3) + total.movedim(2, 3).exp()[..., None] * read
     out_PC = out_PGCRX.movedim(1, 2).reshape(-1, *x_THX.shape[1:])
     return torch.addcmul(out_PC.index_select(0, plan.place_T), x_THX, skip_H[:, None]).to(x_THX.dtype)
-
-
-def biased_convolution(x_TF: Tensor, weight_FW: Tensor, bias_F: Tensor, plan: DeltaPlan) -> Tensor:
-    """The SiLU of a convolution with a bias along each sequence, each channel alone; see
-    `delta_net.causal_convolution`. [T, F]."""
-    work = torch.promote_types(x_TF.dtype, torch.float32)
-    x, weight = x_TF.to(work), weight_FW.to(work)
-    y = torch.addcmul(bias_F.to(work), x, weight[:, -1])
-    for back in range(1, min(weight.shape[1], len(x))):
-        earlier = F.pad(x[:-back], (0, 0, back, 0)).masked_fill((plan.offset_T < back)[:, None], 0.0)
-        y = torch.addcmul(y, earlier, weight[:, -1 - back])
-    return F.silu(y).to(x_TF.dtype)

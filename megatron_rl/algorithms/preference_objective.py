@@ -23,13 +23,14 @@ from torch import Tensor
 from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
 from megatron_rl.algorithms.passes import Needs
+from megatron_rl.algorithms.plain_objective import PlainObjective
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.preferences import KtoLoss, PreferenceLossConfig
-from megatron_rl.types import Denominators, Metrics, TrainingRow
+from megatron_rl.types import Denominators, TrainingRow
 
 
-class PreferenceObjective:
+class PreferenceObjective(PlainObjective):
     """The mean loss of the pairs of a step, or for KTO of its rows.
 
     The answers 2 i and 2 i + 1 of the step belong to row i. `advantage_T` has their labels.
@@ -47,11 +48,6 @@ class PreferenceObjective:
 
     def __init__(self, cfg: PreferenceLossConfig) -> None:
         self.cfg = cfg
-
-    def credit(
-        self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
-    ) -> tuple[list[PackedColumns], Tensor]:
-        raise AssertionError("an answer has no advantage")
 
     def prepare(
         self,
@@ -112,12 +108,6 @@ class PreferenceObjective:
             described["preference/chosen"] = (is_chosen_S * known_S).sum() / rows
             described["preference/rejected"] = (~is_chosen_S * known_S).sum() / rows
         return loss, {name: Metric(value, "sum") for name, value in described.items()}
-
-    def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
-        return metrics
-
-    def stops(self, metrics: Metrics) -> bool:
-        return False
 
     def _numbers(self, logp_T: Tensor, columns: PackedColumns) -> Tensor:
         """float64 [T]: the number of each sample, by its index in the micro-batch."""

@@ -5,36 +5,22 @@ Shape letters: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
+from megatron_rl.algorithms.objective import Metric, require_finite
 from megatron_rl.algorithms.passes import Needs
-from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.types import Denominators, Metrics
+from megatron_rl.algorithms.plain_objective import PlainObjective
+from megatron_rl.types import Denominators
 
 
-class SupervisedObjective:
+class SupervisedObjective(PlainObjective):
     """The negative log-likelihood of the action tokens, which are the completions of the rows. Its metric is `loss`."""
 
     needs = Needs()
-
-    def credit(
-        self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
-    ) -> tuple[list[PackedColumns], Tensor]:
-        raise AssertionError("a completion has no advantage")
-
-    def prepare(
-        self,
-        columns: Sequence[PackedColumns],
-        first_pass: Sequence[FirstPass] | None,
-        denominators: Denominators,
-        sum_over_ranks: SumOverRanks,
-    ) -> list[PackedColumns]:
-        return list(columns)
 
     def __call__(
         self,
@@ -48,9 +34,3 @@ class SupervisedObjective:
         mask_T = columns.action_mask_T
         loss = -(torch.where(mask_T, columns.weight_T, 0.0) * torch.where(mask_T, logp_T, 0.0)).sum()
         return loss, {"loss": Metric(loss.detach(), "sum")}
-
-    def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
-        return metrics
-
-    def stops(self, metrics: Metrics) -> bool:
-        return False

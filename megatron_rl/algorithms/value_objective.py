@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
+from megatron_rl.algorithms.objective import Metric, require_finite
 from megatron_rl.algorithms.passes import Needs
+from megatron_rl.algorithms.plain_objective import PlainObjective
 from megatron_rl.algorithms.value_loss import explained_variance, value_loss
 from megatron_rl.algorithms.whitening import SumOverRanks, moments
 from megatron_rl.config.value_loss import ValueLossConfig
-from megatron_rl.types import Denominators, Metrics
+from megatron_rl.types import Denominators
 
 
-class ValueObjective:
+class ValueObjective(PlainObjective):
     """The sum over action tokens of the value loss, each with its weight.
 
     Metrics: `loss`; `clipfrac`, the share of the action tokens whose loss is constant because of the clip.
@@ -29,20 +30,6 @@ class ValueObjective:
 
     def __init__(self, cfg: ValueLossConfig) -> None:
         self.cfg = cfg
-
-    def credit(
-        self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
-    ) -> tuple[list[PackedColumns], Tensor]:
-        raise AssertionError("a critic has no advantages")
-
-    def prepare(
-        self,
-        columns: Sequence[PackedColumns],
-        first_pass: Sequence[FirstPass] | None,
-        denominators: Denominators,
-        sum_over_ranks: SumOverRanks,
-    ) -> list[PackedColumns]:
-        return list(columns)
 
     def __call__(
         self,
@@ -71,12 +58,6 @@ class ValueObjective:
         loss = (actions(columns.weight_T) * loss_T).sum()
         clipped = (clipped_T & mask_T).sum() / denominators.num_tokens
         return loss, {"loss": Metric(loss.detach(), "sum"), "clipfrac": Metric(clipped, "sum")}
-
-    def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
-        return metrics
-
-    def stops(self, metrics: Metrics) -> bool:
-        return False
 
 
 def describe_values(columns: Sequence[PackedColumns], sum_over_ranks: SumOverRanks) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -54,18 +55,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for one in (options.folder, options.rejected)
             )
             pairs = by_model(chosen, rejected, left_out)
-        num_pairs = 0
-        with open_text(options.out, "w") as file:
+        num_pairs, unfinished = 0, options.out.with_name(f"{options.out.name}.partial")
+        with open_text(unfinished, "w") as file:
             for pair in pairs:
                 file.write(json.dumps(pair, ensure_ascii=False) + "\n")
                 num_pairs += 1
+        os.replace(unfinished, options.out)
     except (ValueError, OSError) as error:
         console.print("[bold red]error:[/]", end=" ")
         console.print(str(error), markup=False, soft_wrap=True)
         return 1
     console.print(f"{options.out}: {counted(num_pairs, 'pair')}", markup=False, soft_wrap=True)
     for reason, number in left_out.most_common():
-        console.print(f"  {number:,} {reason}", markup=False, soft_wrap=True)
+        console.print(f"  {reason}: {number:,}", markup=False, soft_wrap=True)
     return 0 if num_pairs else 1
 
 

@@ -114,8 +114,8 @@ class ExplainedStep:
     is_exact: bool = True
     """Whether the numbers belong to the weights that the step began with."""
     earlier: Mapping[int, Mapping[int, np.ndarray]] = field(default_factory=dict)
-    """By the version of older weights and the index of the answer, float32 [L]: the trainer's log-probs under them.
-    Empty if trainer and engine agree."""
+    """The trainer's log-probs under older weights, float32 [L], by the version of the weights and the index of the
+    answer. Empty if trainer and engine agree."""
 
     @property
     def groups(self) -> list[list[ExplainedAnswer]]:

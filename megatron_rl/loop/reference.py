@@ -113,10 +113,12 @@ def _read(path: Path) -> np.ndarray:
 
 
 def _digest(config: DpoRunConfig, shape: ModelShape, rows: Sequence[TrainingRow]) -> str:
-    """What the log-probs depend on: weights, data type, and tokens."""
+    """The digest of everything that the log-probs depend on: weights, data type, and tokens."""
     state = blake2b(digest_size=16)
     state.update(base_digest(config.model.weights or config.model.path).encode() + config.model.dtype.encode())
     state.update(repr(shape.base).encode())
+    if lora := config.policy.lora:  # a run may begin with adapters
+        state.update(repr((lora.base, lora.alpha, lora.start and base_digest(lora.start))).encode())
     for row in rows:
         for tokens in row.samples:
             state.update(tokens.ids.tobytes() + tokens.action_mask.tobytes())

@@ -1,4 +1,4 @@
-"""Which parameters are matrices inside the layers. An optimizer may treat these apart from all others."""
+"""Tells which parameters are matrices inside the layers. An optimizer may treat these apart from all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where parts of the weights are: rectangles of Hugging Face tensors, which are the canonical form of both sides.
+"""The places of parts of the weights: rectangles of Hugging Face tensors, which are the canonical form of both sides.
 
 A `Shard` says that a rectangle of an HF tensor is a rectangle of a local parameter. A rank is a list of shards;
 loading, export and the bridge are loops over such lists. Invariants (tests/unit/models): both rectangles of a shard

@@ -247,8 +247,8 @@ def _(mixture: Mixture, plan: Plan) -> Kept:
 
 
 def _in_unit(mlp: Mlp, plan: Plan) -> int:
-    """Of a gated unit: gate and up, and their product. Local layers keep silu of gate, and up a second time, too. Of a
-    squared ReLU: the ReLU, and its square."""
+    """The number of tensors that an MLP keeps of its inner width. A gated unit keeps gate and up, and their product;
+    local layers also keep silu of gate, and up a second time. A squared ReLU keeps the ReLU and its square."""
     if isinstance(mlp, SquaredReluMlp | SquaredReluMixture):
         return 2
     return 3 if plan.fused else 5

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 INITIAL = 2.0**16
-"""The first scale. Megatron-Core's, 2^32, overflows in the first 10 to 20 passes of every run."""
+"""The first scale. Megatron-Core's, 2^32, overflows in the first passes of a run."""
 
 
 @dataclass(slots=True)

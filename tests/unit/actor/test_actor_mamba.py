@@ -16,8 +16,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 
 import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import warnings it silences
 from megatron_rl.actor.attention import can_share_prompts, packed_sequences, rotate
-from megatron_rl.actor.delta_net import CHUNK, plan_delta
-from megatron_rl.actor.mamba import biased_convolution, state_space
+from megatron_rl.actor.delta_net import CHUNK, causal_convolution, plan_delta
+from megatron_rl.actor.mamba import state_space
 from megatron_rl.types import Rope
 from megatron_rl.types.mamba import Mamba2
 
@@ -115,7 +115,7 @@ def test_no_state_goes_over_a_boundary():
     channels = torch.randn(29, 6), torch.randn(29, 6)
     weight, bias = torch.randn(6, 4), torch.randn(6)
     joined = torch.cat((channels[1][:20], channels[0][20:]))
-    before, after = (biased_convolution(x, weight, bias, plan) for x in (channels[0], joined))
+    before, after = (causal_convolution(x, weight, plan, bias) for x in (channels[0], joined))
     assert torch.equal(before[20:], after[20:]) and not torch.equal(before[:20], after[:20])
 
 
@@ -131,7 +131,7 @@ def test_the_convolution_is_torchs_for_each_sequence(lengths):
         return torch.cat([F.silu(F.conv1d(one, weight[:, None], bias, groups=6))[0].T for one in padded])
 
     plan = plan_delta(torch.tensor(lengths))
-    found = values_and_gradients(lambda *row: biased_convolution(*row, plan), [x, weight, bias])
+    found = values_and_gradients(lambda x, weight, bias: causal_convolution(x, weight, plan, bias), [x, weight, bias])
     for got, want in zip(found, values_and_gradients(of_torch, [x, weight, bias]), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 

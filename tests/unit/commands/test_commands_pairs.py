@@ -72,8 +72,8 @@ def test_the_best_and_the_worst_answer_make_a_pair(tmp_path, capsys):
         },
     ]
     told = capsys.readouterr().out
-    assert "2 pairs" in told and "2 prompts whose answers all have the same reward" in told
-    assert "1 answers that a limit has cut" in told
+    assert "2 pairs" in told and "prompts whose answers all have the same reward: 2" in told
+    assert "answers that a limit has cut: 1" in told
 
 
 def test_two_models_answers_make_pairs_by_the_prompts_name(tmp_path, capsys):
@@ -87,12 +87,13 @@ def test_two_models_answers_make_pairs_by_the_prompts_name(tmp_path, capsys):
     status, found = run(tmp_path, str(tmp_path / "large"), "--rejected", str(tmp_path / "small"))
     assert status == 0 and [(one["prompt"], one["chosen"], one["rejected"]) for one in found] == [("3", "d", "e")]
     told = capsys.readouterr().out
-    assert (
-        "1 prompts that only one of the folders has answered" in told and "1 prompts with the same answer twice" in told
-    )
+    assert "prompts that only one of the folders has answered: 1" in told
+    assert "prompts with the same answer twice: 1" in told
 
 
 def test_a_folder_without_answers_is_told(tmp_path, capsys):
     (tmp_path / "run").mkdir()
+    (tmp_path / "pairs.jsonl").write_text("of before")
     assert pairs.main([str(tmp_path / "run"), "--out", str(tmp_path / "pairs.jsonl")]) == 1
     assert "rollout.dump=true" in capsys.readouterr().out
+    assert (tmp_path / "pairs.jsonl").read_text() == "of before"

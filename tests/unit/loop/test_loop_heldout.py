@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron_rl.config.load import validate
+from megatron_rl.config.policy import LoraConfig
 from megatron_rl.config.schema import DpoRunConfig, SftRunConfig
 from megatron_rl.loop import reference
 from megatron_rl.loop.heldout import evaluate_rows
@@ -97,6 +98,13 @@ def test_the_reference_scores_once_for_all_runs_and_continues_after_a_stop(tmp_p
     none = Scores(fails_after=0)
     assert [one.logp_reference for one in scored(none, other)] == LOGP
     assert [one.logp_reference for one in scored(none, is_resumed=True)] == LOGP
+    (tmp_path / "adapters").mkdir()
+    save_file({"a": np.ones(3, np.float32)}, tmp_path / "adapters" / "adapter_model.safetensors")
+    for start in (None, tmp_path / "adapters"):
+        adapted = config.policy.model_copy(update={"lora": LoraConfig(start=start)})
+        with pytest.raises(KeyboardInterrupt):
+            scored(Scores(fails_after=0), config.model_copy(update={"policy": adapted}))
+        scored(Scores(), config.model_copy(update={"policy": adapted}))
     save_file({"w": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(KeyboardInterrupt):
         scored(none)
