@@ -36,6 +36,7 @@ from megatron_rl.config.rewards import (
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.slurm import SlurmConfig
+from megatron_rl.config.teachers import TeacherConfig
 from megatron_rl.types import Adapters, ModelShape
 
 
@@ -249,6 +250,9 @@ class GrpoRunConfig(BaseConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
     """The critic of PPO; null means that there is none."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """The models that the policy learns from, with `algorithm.distillation`. A row has the first one that teaches its
+    data set."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
     """The reward functions. An answer's reward is the sum of their scores, each multiplied by its weight."""
     eval: EvalConfig = EvalConfig()
