@@ -128,6 +128,7 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
     action_mask_T, logp_rollout_T = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
     padding_T, reward_T = np.ones(num_tokens, bool), np.zeros(num_tokens)
+    logp_teacher_T = np.full(num_tokens, np.nan, np.float32)
     for i, (sample, mine, start, (_, skipped)) in enumerate(zip(samples, tokens, starts, holders, strict=False)):
         here, predicting = slice(start, start + own[i]), slice(start, start + own[i] - 1)
         ids_T[here] = mine.ids[skipped:]
@@ -136,6 +137,8 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         target_T[predicting] = mine.ids[skipped + 1 :]
         action_mask_T[predicting] = action_T
         logp_rollout_T[predicting] = mine.logp_rollout[skipped + 1 :]
+        if mine.logp_teacher is not None:
+            logp_teacher_T[predicting] = mine.logp_teacher[skipped + 1 :]
         reward_T[predicting] = _rewards(share, sample, mine)[skipped + 1 :]
         lag_T[predicting] = np.where(action_T, share.version - mine.version[skipped + 1 :], 0)
         token_T[start : start + padded[i]] = (int(share.index[sample]) << 32) + skipped + np.arange(1, padded[i] + 1)
@@ -153,6 +156,8 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         logp_rollout_T=torch.from_numpy(logp_rollout_T),
         lag_T=torch.from_numpy(lag_T),
         reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
+        teacher_weight_T=None if share.teacher_weights is None else spread(share.teacher_weights),
+        logp_teacher_T=None if share.teacher_weights is None else torch.from_numpy(logp_teacher_T),
     )
     if share.logp_reference is not None:
         packed = {f.name: getattr(columns, f.name) for f in fields(columns)}

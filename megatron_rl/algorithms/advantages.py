@@ -131,6 +131,12 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
     active = scored & has_signal_G[group_of] if cfg.drop_zero_signal else scored
     overlong = scored & batch.is_cut & cfg.overlong_filter
     active = active & ~overlong
+    if cfg.distillation is not None:
+        assert batch.teacher_weights is not None, "a run with distillation has teachers"
+        # A teacher gives a gradient to samples whose outcome gives none.
+        active = active & cfg.distillation.outcome
+        advantages = np.where(active, advantages, 0.0)
+        active = active | ((batch.teacher_weights > 0) & ~(batch.is_cut & cfg.overlong_filter))
     answers = of_answers(batch)
     _, std_G, spread_G = group_statistics(answers.rewards, answers.group_of)
     any_reward = bool((spread_G >= 0).any())

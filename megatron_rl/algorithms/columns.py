@@ -43,6 +43,10 @@ class PackedColumns:
     update computes them itself: see `Needs.passes`."""
     logp_ref_T: Tensor | None = None
     """Log-probs under the reference policy; None if the loss does not need them."""
+    teacher_weight_T: Tensor | None = None
+    """The weight of the sample's teacher; 0 if it has none. None without teachers."""
+    logp_teacher_T: Tensor | None = None
+    """Log-probs under the teacher; None if no sample has any."""
     mean_weight_T: Tensor | None = None
     """The mean importance weight of the mini-batch, by which each weight is divided; None means 1."""
     selected_T: Tensor | None = None

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.correction import importance_weight, mean_weight, rejected
+from megatron_rl.algorithms.distillation import over_scored, teacher_advantage
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
-from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
+from megatron_rl.algorithms.losses.terms import LOWEST_LOGP, MAX_LOG_RATIO, Terms
 from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.token_advantages import token_advantages
@@ -35,10 +36,6 @@ from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.correction import WeightConfig
 from megatron_rl.types import Denominators, Metrics
-
-LOWEST_LOGP = -100.0
-"""The lowest log-prob that is taken from an engine; it replaces -inf. No token with the probability e^-100 is ever
-sampled in fp32, and its ratio is beyond every bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +215,14 @@ class PolicyObjective:
             padded token, multiplied by a mask later, gives NaN."""
             return torch.where(mask_T, x_T, 0.0)
 
+        advantage_T, of_teacher = actions(columns.advantage_T), dict[str, Tensor]()
+        if cfg.distillation:
+            taught_T, of_teacher = teacher_advantage(columns, actions(anchor_T))
+            advantage_T = advantage_T + taught_T
         terms = Terms(
             mask_T=mask_T,
             sample_T=columns.sample_T,
-            advantage_T=actions(columns.advantage_T),
+            advantage_T=advantage_T,
             logp_T=actions(logp_T),
             anchor_T=actions(anchor_T),
             logp_rollout_T=actions(columns.logp_rollout_T),
@@ -230,7 +231,7 @@ class PolicyObjective:
         )
         loss_T, shares = self._token_loss(terms)
         kept_T, factor_T, described = self._corrected(terms, columns)
-        shares |= described
+        shares |= described | of_teacher
         policy_T = torch.where(kept_T, loss_T * factor_T, 0.0)
         total_T = policy_T
         shares["masked"] = ~kept_T
@@ -259,7 +260,7 @@ class PolicyObjective:
         return loss, metrics
 
     def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
-        metrics = over_judged(metrics)
+        metrics = over_scored(over_judged(metrics))
         problem = None if max_mismatch is None else disagreement(metrics, max_mismatch)
         if problem:
             raise ValueError(problem)

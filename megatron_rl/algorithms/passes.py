@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple, cast
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 
-Column = Literal["logp", "logp_old", "logp_ref", "entropy", "value", "return", "reward", "advantage"]
+Column = Literal["logp", "logp_old", "logp_ref", "logp_teacher", "entropy", "value", "return", "reward", "advantage"]
 """A number at each token. `logp` and `entropy` are under the weights that an update begins with, `logp_old` and `value`
-under the weights at the step's start, `logp_ref` under the reference policy's."""
+under the weights at the step's start, `logp_ref` under the reference policy's, `logp_teacher` under a teacher's."""
 
 STOPPED = "stopped"
 """The metric of an update that was not made, because `Objective.stops` was true."""
@@ -36,7 +36,7 @@ overflowed."""
 class Pass(NamedTuple):
     """A pass of a model over tokens of a step."""
 
-    model: Literal["policy", "reference", "critic"]
+    model: Literal["policy", "reference", "teacher", "critic"]
     computes: Literal["log-probs", "values", "gradient"]
     leaves: Column | None = None
     """The column that later passes find; None if only the update that follows needs the numbers."""
@@ -55,6 +55,8 @@ class Needs:
     sample is whole in one micro-batch."""
     loss: frozenset[Column] = frozenset()
     """The columns for the loss of a token."""
+    teacher: bool = False
+    """Whether the policy's ranks compute `logp_teacher`; otherwise it comes with the tokens."""
 
     @classmethod
     def of(cls, cfg: AlgorithmConfig) -> Needs:
@@ -75,14 +77,18 @@ class Needs:
                 logp_old=selects or normalises,
             ),
             loss=_columns(
-                entropy=True, logp_ref=cfg.kl is not None and not cfg.kl_in_reward, logp_old=not cfg.is_around_engine
+                entropy=True,
+                logp_ref=cfg.kl is not None and not cfg.kl_in_reward,
+                logp_old=not cfg.is_around_engine,
+                logp_teacher=cfg.distillation is not None,
             ),
+            teacher=cfg.distillation is not None and cfg.distillation.by == "trainer",
         )
 
     @property
     def kept(self) -> list[Column]:
         """The columns that a step computes once and that later epochs take."""
-        once: list[Column] = ["logp_old", "logp_ref"]
+        once: list[Column] = ["logp_old", "logp_ref", *(["logp_teacher"] if self.teacher else [])]
         kept = [column for column in once if column in self.statistics | self.loss]
         return [*kept, "advantage"] if self.credit else kept
 
@@ -101,6 +107,8 @@ class Needs:
             passes.append(Pass("critic", "values", "value"))
         if "logp_ref" in self:
             passes.append(Pass("reference", "log-probs", "logp_ref"))
+        if self.teacher:
+            passes.append(Pass("teacher", "log-probs", "logp_teacher"))
         begins_with_pass = "logp_old" in self and (num_updates > 1 or self.is_before_update)
         if begins_with_pass:
             passes.append(Pass("policy", "log-probs", "logp_old"))

@@ -8,15 +8,17 @@ Invariant (tests/e2e): an engine that dies is replaced by one with its index, se
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
@@ -33,6 +35,8 @@ from megatron_rl.config.function import load_function
 from megatron_rl.config.observe import PrometheusEndpoint
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data.encode import chat_text, plain_ids
+from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
 from megatron_rl.processes import starting
@@ -62,10 +66,17 @@ class EngineRank(TracedProcess):
     generates."""
 
     def __init__(
-        self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool, record: str, loads_weights: bool = False
+        self, config: GrpoRunConfig, name: tuple[str, int], logs: str, spans_nodes: bool, record: str, loads: bool
     ) -> None:
-        self.logs, self.index, self.name = Path(logs), index, f"engine {index}"
-        begin_process(self.logs / f"engine_{index}.log", self.name)
+        """
+        Args:
+            name: its role and its index.
+            loads: whether it loads the weights of the model's folder.
+        """
+        (role, self.index), self.logs, loads_weights = name, Path(logs), loads
+        self.name = f"{role} {self.index}"
+        begin_process(log_of(self.logs, role, self.index), self.name)
+        self._scoring = asyncio.Lock()
         self.config, self.spans_nodes, self.record, self.loads_weights = config, spans_nodes, record, loads_weights
 
     async def locate(self) -> Location:
@@ -170,12 +181,52 @@ class EngineRank(TracedProcess):
         counts, objects = objects_of(tokens, len(samples), self.config.policy.routing_replay)
         return (*([rollout for rollout, _ in part] for part in given), counts), *objects
 
+    async def score(
+        self, payload: Sequence[Any], num_prompt_tokens: int, prompt: str | Sequence[Mapping[str, Any]] | None
+    ) -> tuple[int, list[np.ndarray]]:
+        """The log-probs of all actions of a group, as its teacher: `Tokens.logp_teacher` of each sample, and the number
+        of tokens. The calls of an engine follow each other, so that the tokens that are computed together, and with
+        them the rounding, do not depend on the time when a group is complete.
+
+        Args:
+            prompt: the teacher's own prompt, in place of the samples'; None: the samples'.
+        """
+        tokens = await asyncio.to_thread(fetch, payload)
+        kept = [one for one in tokens if one.action_mask.any()]
+        sizes = [len(one.ids) - int(one.action_mask.argmax()) for one in kept]
+        before = None if prompt is None else self._ids_of(prompt)
+        texts = [
+            one.ids.tolist() if before is None else [*before, *one.ids[num_prompt_tokens:].tolist()] for one in kept
+        ]
+        async with self._scoring:
+            found = iter(await self.engine.score(list(zip(texts, sizes, strict=True))))
+        scores = []
+        for one in tokens:
+            logp = np.zeros(len(one.ids), np.float32)
+            if one.action_mask.any():
+                given = next(found)
+                logp[-len(given) :] = given
+            scores.append(np.where(one.action_mask, logp, np.float32(0)))
+        return sum(sizes), scores
+
+    def _ids_of(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a prompt, which is text or chat turns."""
+        tokenizer = open_tokenizer(self.config.model.path)
+        if not isinstance(prompt, str):
+            prompt = chat_text(tokenizer, prompt, True, self.config.data.chat_template)
+        return plain_ids(tokenizer, prompt)
+
     async def cancel(self, ticket: int) -> None:
         await self.engine.cancel(ticket)
 
     async def close(self) -> None:
         """End vLLM's processes, so that they free their resources."""
         self.engine.close()
+
+
+def log_of(logs: Path, role: str, index: int) -> Path:
+    """The log of an engine."""
+    return logs / f"{role.replace(' ', '_')}_{index}.log"
 
 
 def sampler_of(rollout: RolloutConfig) -> Callable[[EngineSpec], Sampler]:
@@ -200,6 +251,8 @@ class EngineGroup:
     """
 
     role, rank = "engine", EngineRank
+    records = "unfinished"
+    """The folder of the records of unfinished answers."""
 
     def __init__(
         self,
@@ -213,11 +266,11 @@ class EngineGroup:
         self.deadlines = placement.deadlines
         self.loads_weights = loads_weights
         num = config.rollout.num_engines
-        self._records = logs.parent / "unfinished"
+        self._records = logs.parent / self.records
         remove_records(self._records)
         self.record_of: dict[int, str] = {}
         """The file where each engine, by its index, records the tokens of its unfinished answers."""
-        self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
+        self.processes = [Process(f"{self.role} {i}", log_of(logs, self.role, i), self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """The number of engines that were replaced since the run began."""
         self.bring_weights: Callable[[int], object] = self._start_again if loads_weights else _no_bridge
@@ -231,10 +284,11 @@ class EngineGroup:
         return [process.actor for process in self.processes]
 
     def _new(self, index: int) -> Any:
-        options = self._placement.group_options("engine", index) | {"max_concurrency": MAX_CALLS}
-        spans_nodes = self._placement.spans_nodes("engine", index)
+        options = self._placement.group_options(self.role, index) | {"max_concurrency": MAX_CALLS}
+        spans_nodes = self._placement.spans_nodes(self.role, index)
         self.record_of[index] = str(self._records / f"engine_{index}_{secrets.token_hex(4)}.tokens")
-        arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index], self.loads_weights)
+        name, record = (self.role, index), self.record_of[index]
+        arguments = (self._config, name, str(self._logs), spans_nodes, record, self.loads_weights)
         return ray.remote(self.rank).options(**options).remote(*arguments)
 
     def wait(self) -> None:
@@ -290,7 +344,7 @@ class EngineGroup:
         dead = [index for index, answer in enumerate(answers) if answer is not True]
         if dead:
             said = next((answer for answer in answers if isinstance(answer, str) and answer), "")
-            lost = f"engine {', '.join(map(str, dead))} died or does not answer"
+            lost = f"{self.role} {', '.join(map(str, dead))} died or does not answer"
             self._restarts.spend(f"{lost}: {said}" if said else lost, lasts=bool(said))
         for index in dead:
             log.info("%s is replaced", self.processes[index])
@@ -300,7 +354,7 @@ class EngineGroup:
             replaced = {index: self.processes[index] for index in dead}
             timeout_s = self._config.cluster.start_timeout_s
             try:
-                self._placement.start_again("engine", replaced, self._new, timeout_s)
+                self._placement.start_again(self.role, replaced, self._new, timeout_s)
                 calls = [process.actor.start.remote() for process in replaced.values()]
                 gather(calls, list(replaced.values()), "to start vLLM", timeout_s)
             except BaseException:  # also a stop, which saves: nobody may wait for memory until vLLM has started

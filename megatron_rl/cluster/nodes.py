@@ -25,8 +25,8 @@ from megatron_rl.config.schema import BaseConfig
 POOL_LABEL = "pool"
 """The label of a Ray node that names its pool, as in `ray start --labels pool=train`."""
 
-ROLES = ("trainer", "critic", "engine", "verifier")
-"""What a run consists of."""
+ROLES = ("trainer", "critic", "engine", "teacher", "verifier")
+"""What a run consists of, each as the first word of the roles in its placement."""
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,9 @@ class RayPlacement:
             ValueError: there is no room.
         """
         self._config = config
-        self.plan: Placement = place([demand for demand in demands_of(config) if demand.role in roles], read_nodes())
+        self.plan: Placement = place(
+            [demand for demand in demands_of(config) if demand.role.split()[0] in roles], read_nodes()
+        )
         self._spanning: dict[tuple[str, int], PlacementGroup] = {}
         self.deadlines = Deadlines(config.cluster.step_timeout_s)
         """The time limits of all processes of the run."""

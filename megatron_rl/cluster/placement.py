@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, lcm
 
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.teachers import served_teachers
 from megatron_rl.types import Mesh
 
 
@@ -154,8 +155,28 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         beside="trainer" if cluster.colocate else None,
         stage=config.rollout.parallel.tensor,
     )
+    teachers = [
+        replace(
+            engine,
+            role=role_of_teacher(number),
+            num_groups=teacher.num_engines,
+            group_size=teacher.parallel.num_ranks,
+            block=teacher.parallel.num_ranks,
+            gpus=cluster.gpus_per_engine_rank if teacher.path is not None else 0,
+            advice=f"lower teachers.{number}.num_engines or teachers.{number}.parallel",
+            pool=cluster.pools.get("teacher"),
+            can_span=True,
+            beside=None,
+            stage=teacher.parallel.tensor,
+        )
+        for number, teacher in served_teachers(config)
+    ]
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
-    return (*trainers, engine, verifier)
+    return (*trainers, engine, *teachers, verifier)
+
+
+def role_of_teacher(number: int) -> str:
+    return f"teacher {number} engine"
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:

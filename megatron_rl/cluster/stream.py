@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +42,7 @@ from megatron_rl.cluster.running_groups import (
     deal,
     largest_part,
 )
+from megatron_rl.cluster.teachers import Teachers
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.prefix_values import PrefixValues
@@ -52,6 +53,8 @@ from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
 
+Taught = Callable[[Sequence[Group]], list[Group]]
+"""Gives groups the log-probs of their teachers."""
 ANSWERING = "to answer"
 """What engines are asked to do, as messages name it."""
 LINGER_S = 0.1
@@ -88,8 +91,10 @@ class RayStream:
     """Judges, journals and hands out each group as soon as its answers are complete. A lost part goes on with the
     tokens that it had, in any engine."""
 
-    def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
-        self._config, self._engines, self._verifiers = config, engines, verifiers
+    def __init__(
+        self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup, teachers: Teachers | None = None
+    ) -> None:
+        self._config, self._engines, self._verifiers, self._teachers = config, engines, verifiers, teachers
         self._tickets, self._batches = count(), count()
         self._asked: dict[int, AskedGroup] = {}
         """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
@@ -274,7 +279,7 @@ class RayStream:
             try:
                 complete = [done for sent, future in answered if (done := self._completed(sent, future))]
                 if complete:
-                    self._events.put(self._verified(verifier, complete))
+                    self._events.put(self._verified(verifier, complete, self._teach(complete)))
             except Exception as error:  # the driver raises it
                 self._events.put(error)
 
@@ -294,10 +299,19 @@ class RayStream:
         self._events.put(Lost(sent, error))
         return None
 
-    def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
+    def _teach(self, complete: list[tuple[AskedGroup, int, Group]]) -> Taught:
+        """Ask the teachers of the groups that are trained on. What is returned waits for them."""
+        if (teachers := self._teachers) is None:
+            return list
+        asked = [teachers.begin(group) if asked.request.number >= 0 else None for asked, _, group in complete]
+        return lambda groups: [teachers.finish(group, one) for group, one in zip(groups, asked, strict=True)]
+
+    def _verified(
+        self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]], taught: Taught
+    ) -> VerifiedGroups:
         groups, values = [group for _, _, group in complete], self._config.rollout.prefix_values
         verdicts, metrics = verifier.score(to_judge(groups, values))
-        groups = judged(groups, verdicts, values)
+        groups = taught(judged(groups, verdicts, values))
         whole = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
         to_train_on = {asked.request.number: group for asked, _, group in whole if asked.request.number >= 0}
         if to_train_on:
@@ -344,12 +358,19 @@ class BatchStream(RayStream):
                             self._ready.pop(asked.request.number, None)
         return again.values()
 
-    def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
-        groups = to_judge((group for _, _, group in complete), self._config.rollout.prefix_values)
+    def _verified(
+        self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]], taught: Taught
+    ) -> VerifiedGroups:
+        groups, values = [group for _, _, group in complete], self._config.rollout.prefix_values
         early = [i for i, reward in enumerate(self._config.rewards) if not reward.needs_all_answers]
-        return VerifiedGroups(complete, {}, (groups, verifier.scored(groups, early) if early else {}))
+        scored = verifier.scored(to_judge(groups, values), early) if early else {}
+        groups = taught(groups)
+        whole = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
+        return VerifiedGroups(whole, {}, (to_judge(groups, values), scored))
 
 
-def open_stream(config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> RayStream:
+def open_stream(
+    config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup, teachers: Teachers | None = None
+) -> RayStream:
     """The stream of a run, which begins to verify."""
-    return (RayStream if config.rollout.one_by_one else BatchStream)(config, engines, verifiers)
+    return (RayStream if config.rollout.one_by_one else BatchStream)(config, engines, verifiers, teachers)

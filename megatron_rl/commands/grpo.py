@@ -66,6 +66,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.stream import open_stream
+    from megatron_rl.cluster.teachers import Teachers
     from megatron_rl.cluster.verifier import VerifierGroup
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.cluster.watchers import observe_run
@@ -98,6 +99,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 engines = EngineGroup(config, logs, placement, restarts)
                 cleaning.callback(engines.close)
                 verifier = VerifierGroup(config, logs, placement, restarts)
+                teachers = Teachers(config, logs, placement, restarts)
+                cleaning.callback(teachers.close)
             others = start_others(config, shape, logs, placement)
             policy = PolicyGroup(spec, config.cluster, logs, placement)
             models = Models(policy, restarts, others, config.num_warmup_steps)
@@ -118,11 +121,12 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             if config.rollout.replay is None:
                 tell("the engines start vLLM (logs/engine_0.log)")
                 engines.wait()
+                teachers.wait()
                 tell("the verifiers load the rewards (logs/verifier.log)")
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
-                ports = Ports(models, bridge, open_stream(config, engines, verifier))
-                observe_run(config, sink, [*models.groups, engines, verifier])
+                ports = Ports(models, bridge, open_stream(config, engines, verifier, teachers))
+                observe_run(config, sink, [*models.groups, engines, *([teachers] if config.teachers else []), verifier])
             else:
                 ports = ports_without_engines(models)
                 observe_run(config, sink, models.groups)

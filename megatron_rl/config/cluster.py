@@ -94,7 +94,7 @@ class ClusterConfig(Section):
     """true: trainers, a critic and engines share GPUs. While engines generate, the states of trainers and critic are in
     the node's memory; while these train, the engines have nothing on the GPUs. The numbers of engine, trainer and
     critic ranks must be equal. false: each has its own GPUs."""
-    pools: dict[Literal["trainer", "critic", "engine", "verifier"], str] = {}
+    pools: dict[Literal["trainer", "critic", "engine", "teacher", "verifier"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
     verifiers: PositiveInt = 1

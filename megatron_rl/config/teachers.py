@@ -30,9 +30,10 @@ class DistillationConfig(Section):
     """How the policy learns from `teachers`. With s and t as the probabilities of policy and teacher:"""
 
     form: Literal["sampled", "forward", "reverse", "jensen_shannon"] = "sampled"
-    """`sampled`: the advantage of a token is log t - log s, the reverse KL's estimate from the sampled token. The others
-    are terms of the loss, over `top_k` tokens and all others together as one more: `forward` is KL(t || s), `reverse`
-    KL(s || t), `jensen_shannon` half of KL(s || m) + KL(t || m) with m = (s + t) / 2. They need `by: trainer`."""
+    """`sampled`: the advantage of a token is log t - log s, the reverse KL's estimate from the sampled token. The
+    others are terms of the loss, over `top_k` tokens and all others together as one more: `forward` is KL(t || s),
+    `reverse` KL(s || t), `jensen_shannon` half of KL(s || m) + KL(t || m) with m = (s + t) / 2. They need
+    `by: trainer`."""
     by: Literal["engine", "trainer"] = "engine"
     """Who computes the teacher's log-probs. `engine`: engines of its own while others generate, its server, or the
     policy's engines. `trainer`: the policy's trainer ranks, in a pass before the update, with the teacher's weights in
@@ -61,8 +62,8 @@ class DistillationConfig(Section):
             yield "algorithm.distillation learns from teachers, and there are none; give teachers, or remove it"
         if algorithm.kl is not None:
             yield (
-                "algorithm.kl pulls the policy to its beginning, and algorithm.distillation to a teacher; remove one of "
-                "the two"
+                "algorithm.kl pulls the policy to its beginning, and algorithm.distillation to a teacher; remove one "
+                "of the two"
             )
         if self.in_loss and self.by == "engine":
             yield (
@@ -83,8 +84,8 @@ class DistillationConfig(Section):
             )
         if algorithm.loss.level == "sequence" and not self.in_loss:
             yield (
-                f"algorithm.distillation.form sampled gives each token an advantage, and loss {algorithm.loss.kind} has "
-                "one ratio for each sample; choose a loss of tokens, such as dual_clip"
+                f"algorithm.distillation.form sampled gives each token an advantage, and loss {algorithm.loss.kind} "
+                "has one ratio for each sample; choose a loss of tokens, such as dual_clip"
             )
 
 
@@ -99,7 +100,8 @@ class TeacherConfig(Section):
     """The model's name on the server; null means the only one that it has."""
     prompt: str | None = None
     """The column of the rows with the prompt, text or chat turns, that the teacher reads in place of the policy's, for
-    example with the right answer. The policy's tokens follow it unchanged, so that no token is merged with another."""
+    example with the right answer. The policy's tokens follow it unchanged, so that no token is merged with another. It
+    may be twice as long as `rollout.max_prompt_tokens`."""
     datasets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """The rows that it teaches, by their column `dataset`; null means all that no teacher before it has."""
     weight: PositiveFloat = 1.0
@@ -107,7 +109,8 @@ class TeacherConfig(Section):
     num_engines: PositiveInt = 1
     """The number of its engines."""
     parallel: EngineParallel = EngineParallel()
-    """How each of its engines is split over ranks, which have GPUs of their own: `cluster.gpus_per_engine_rank` each."""
+    """How each of its engines is split over ranks. They have GPUs of their own, `cluster.gpus_per_engine_rank` each,
+    also with `cluster.colocate`."""
     timeout_s: PositiveFloat = 600
     """The longest time of a request to the server, in seconds. It is made three times; then the run stops with its
     state saved."""
@@ -152,12 +155,19 @@ def teacher_of(teachers: Sequence[TeacherConfig], columns: Mapping[str, Any]) ->
     return next((i for i, one in enumerate(teachers) if one.teaches(columns)), None)
 
 
+def served_teachers(run: GrpoRunConfig) -> list[tuple[int, TeacherConfig]]:
+    """The teachers that have processes of their own, with their numbers."""
+    by = run.algorithm.distillation and run.algorithm.distillation.by
+    return [(i, one) for i, one in enumerate(run.teachers) if by == "engine" and not one.is_policy]
+
+
 def engine_config(run: GrpoRunConfig, number: int) -> GrpoRunConfig:
     """The configuration of a teacher's engines: they load its folder, and score texts as long as the run's answers."""
     teacher, rollout = run.teachers[number], run.rollout
     plain = {"thinking": None, "environment": None, "prefix_values": None, "backend": None, "quantization": None}
     own = {"num_engines": teacher.num_engines, "parallel": teacher.parallel, "delimiter": "", "prefix_cache": "cleared"}
-    lengths = {"max_prompt_tokens": rollout.max_model_tokens, "max_response_tokens": 1, "max_lag": 0}
+    longest = rollout.max_model_tokens + (rollout.max_prompt_tokens if teacher.prompt is not None else 0)
+    lengths = {"max_prompt_tokens": longest, "max_response_tokens": 1, "max_lag": 0}
     changes: dict[str, Any] = {
         "model": run.model.model_copy(update={"path": teacher.path, "weights": None}),
         "rollout": rollout.model_copy(update=plain | own | lengths),

@@ -40,6 +40,7 @@ from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
 from megatron_rl.preflight.rows import Tell, check_resumed_rows, faults_of_hub, faults_of_rows, missing_rows
+from megatron_rl.preflight.teachers import faults_of_teachers
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
@@ -125,6 +126,8 @@ def preflight(
             tell(f"not checked, because the folder {config.critic.model.path} is not there: the critic")
         else:
             faults += faults_of_critic(config, shape, tokenizer)
+    if shape and isinstance(config, GrpoRunConfig):
+        faults += faults_of_teachers(config, tokenizer, tell)
     broken = faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else []
     faults += broken
     absent = missing_rows(config) if elsewhere else []

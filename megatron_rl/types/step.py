@@ -134,6 +134,8 @@ class StepBatch:
     """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
+    teacher_weights: np.ndarray | None = None
+    """float64 [S]: the weight of the sample's teacher; 0 if it has none. None without teachers."""
 
     @property
     def index_in_group(self) -> np.ndarray:
@@ -256,6 +258,8 @@ class Share:
     """float64 [N]: see `TrainingRow.logp_reference`; None if there are none."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
+    teacher_weights: np.ndarray | None = None
+    """float64 [N]: see `StepBatch.teacher_weights`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The numbers at the tokens of each sample that the step has computed already, by the name of the column, such as
     `value` of a critic: float32 [L] by `index`, or references to them."""
