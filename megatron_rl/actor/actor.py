@@ -22,6 +22,7 @@ from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.credit import require_finite_rewards
 from megatron_rl.actor.packing import by_sample
 from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.actor.teacher import FrozenTeacher
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained_tokens import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
@@ -39,6 +40,7 @@ class MegatronActor(MegatronTrainer):
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
         self._sent: dict[str, Tensor] = {}
         """The copies of `sent`."""
+        self._teacher: FrozenTeacher | None = None
         self._untrained: list[int] | None = None
         """The tokens that `find_untrained` found; None until the first step."""
 
@@ -88,6 +90,10 @@ class MegatronActor(MegatronTrainer):
             if one.leaves == "logp_ref":
                 with self._as_reference():
                     self._keep("logp_ref", self._forward(list(self.rows)))
+            elif one.leaves == "support":
+                self._keep_numbers("support", self.schedule.top(list(self.rows), self.spec.top_k))
+            elif one.model == "teacher":
+                self._ask_teacher()
             elif one.leaves == "logp_old":
                 results = self._forward(list(self.rows))
                 remaining = iter(results)
@@ -155,10 +161,29 @@ class MegatronActor(MegatronTrainer):
         finally:
             exchange()
 
+    def load_teacher(self) -> None:
+        """Load the frozen teacher, if the objective needs one on these ranks."""
+        if (model := self.spec.teacher) is not None:
+            self._teacher = FrozenTeacher(self, model)
+            self.shares_prompts = self.shares_prompts and self._teacher.shares_prompts
+
+    def _ask_teacher(self) -> None:
+        """Give the rows the teacher's log-probs of the sampled tokens, of its own most probable tokens, or of the
+        support that the policy has left."""
+        teacher, rows = self._teacher, list(self.rows)
+        assert teacher is not None, "`load_teacher` comes first"
+        if self.spec.objective.needs.teacher == "teacher":
+            self._keep_numbers("support", teacher.top(rows, self.spec.top_k))
+        self._keep_numbers("logp_teacher", teacher.log_probs(list(self.rows)))
+
     def _keep(self, column: str, passes: Sequence[FirstPass]) -> None:
         """Store the log-probs of the passes as a column of the rows."""
-        if passes:
-            self.rows.set(column, [one.logp_T for one in passes])
+        self._keep_numbers(column, [one.logp_T for one in passes])
+
+    def _keep_numbers(self, column: str, numbers: Sequence[Tensor]) -> None:
+        """Store what the last pipeline stage has of each row; the others have nothing."""
+        if numbers:
+            self.rows.set(column, numbers)
 
     def _give_credit(self, coefficients: Mapping[str, float]) -> Metrics:
         """Give the step's tokens the advantages that the objective computes."""

@@ -48,10 +48,11 @@ def token_numbers(actor: MegatronActor, coefficients: Mapping[str, float]) -> di
     for index, microbatches in enumerate(actor.rows.minibatches):
         columns, denominators = actor.prepared(index), actor.rows.denominators[index]
 
-        def look(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, None]:
+        def look(i: int, logp_T: Tensor, entropy_T: Tensor | None, support_TK: Tensor | None) -> tuple[Tensor, None]:
             batch = microbatches[i]  # noqa: B023  # the pass ends before the next mini-batch
             if batch.names and actor.reports_metrics:
-                given = columns[i], denominators, coefficients  # noqa: B023
+                own = replace(columns[i], logp_support_T=support_TK)  # noqa: B023
+                given = own, denominators, coefficients  # noqa: B023
                 numbers = _numbers(actor.spec.objective, logp_T, entropy_T, *given)
                 for name, x_T in numbers.items():
                     for sample, values in by_sample(batch, torch.where(columns[i].action_mask_T, x_T, 0.0)).items():  # noqa: B023
@@ -96,11 +97,12 @@ def gradient_of(actor: MegatronActor, minibatch: int, part: TokenSpan, coefficie
     rows = (own + [i for i in range(len(batches)) if i not in own])[:num_rows]
     chosen = [batches[i] for i in rows]
 
-    def loss(k: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, None]:
+    def loss(k: int, logp_T: Tensor, entropy_T: Tensor | None, support_TK: Tensor | None) -> tuple[Tensor, None]:
         if not chosen[k].names:
             return logp_T.sum() * 0.0, None
         given = columns[rows[k]]
-        given = replace(given, weight_T=torch.where(masks[rows[k]], given.weight_T, 0.0))
+        weight_T = torch.where(masks[rows[k]], given.weight_T, 0.0)
+        given = replace(given, weight_T=weight_T, logp_support_T=support_TK)
         value, _ = actor.spec.objective(logp_T, entropy_T, given, actor.rows.denominators[minibatch], coefficients)
         return value, None
 

@@ -214,11 +214,11 @@ def targets_after_next(batch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
-    """A column as numbers at the tokens of each sample, each [L] in float32, or in the column's float64, by
+    """A column as numbers at the tokens of each sample, each [L], or [L, K], in float32, or in the column's float64, by
     the sample's index in the step. A sample's first token, which nothing predicts, has 0."""
     values_T = (x_T.detach() if x_T.dtype == torch.float64 else x_T.detach().float()).cpu().numpy()
     return {
-        index: np.concatenate([np.zeros(1, values_T.dtype), values_T[shared], values_T[own]])
+        index: np.concatenate([np.zeros_like(values_T[:1]), values_T[shared], values_T[own]])
         for index, shared, own in _predicting(batch)
     }
 
@@ -226,8 +226,8 @@ def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
 def column_of(batch: Microbatch, numbers: Mapping[int, np.ndarray]) -> Tensor:
     """The inverse of `by_sample`: a column with these numbers, on the device of the micro-batch; 0 at other tokens. A
     shared prompt has the numbers of the sample that holds it."""
-    dtype = next((one.dtype for one in numbers.values()), np.dtype(np.float32))
-    column_T = np.zeros(len(batch.ids_T), dtype)
+    like = next(iter(numbers.values()), np.zeros(0, np.float32))
+    column_T = np.zeros((len(batch.ids_T), *like.shape[1:]), like.dtype)
     for index, shared, own in _predicting(batch):
         column_T[own] = numbers[index][1 + shared.stop - shared.start :]
     return torch.from_numpy(column_T).to(batch.ids_T.device)

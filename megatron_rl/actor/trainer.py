@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ class MegatronTrainer:
         self.fused_norms = uses_fused_layers(spec.model, spec.shape, parallel.context)
         """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
         parameters have other names."""
+        self.shares_prompts = can_share_prompts(spec.shape, self.fused_norms, self.mesh.context)
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, data = self.mesh.coordinates(rank)
         is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
@@ -158,7 +160,7 @@ class MegatronTrainer:
         self.require("training")
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
-            self.rows = EpochRows(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
+            self.rows = EpochRows(share, self.shares_prompts)
             for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
         self.rows.to(platform.device())
@@ -195,12 +197,15 @@ class MegatronTrainer:
         columns = self.prepared(minibatch)
         problems: list[str] = []
 
-        def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
+        def loss(
+            i: int, logp_T: Tensor, entropy_T: Tensor | None, support_TK: Tensor | None
+        ) -> tuple[Tensor, dict[str, Metric]]:
             batch = microbatches[i]
             if not batch.names:
                 return logp_T.sum() * 0.0, {}
             try:
-                return self.spec.objective(logp_T, entropy_T, columns[i], denominators, coefficients)
+                own = columns[i] if support_TK is None else replace(columns[i], logp_support_T=support_TK)
+                return self.spec.objective(logp_T, entropy_T, own, denominators, coefficients)
             except NotFiniteError as error:
                 # Other ranks wait for this one in the schedule, so it must be finished before all raise together.
                 problems.append(f"sample {batch.names[error.sample]}: {error}")
@@ -308,7 +313,7 @@ class MegatronTrainer:
             temperature: None means the sampling temperature.
         """
 
-        def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, FirstPass]:
+        def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None, _: Tensor | None) -> tuple[Tensor, FirstPass]:
             return logp_T.new_zeros(()), FirstPass(logp_T, entropy_T)
 
         with platform.running(), torch.no_grad():

@@ -46,7 +46,12 @@ class PackedColumns:
     teacher_weight_T: Tensor | None = None
     """The weight of the sample's teacher; 0 if it has none. None without teachers."""
     logp_teacher_T: Tensor | None = None
-    """Log-probs under the teacher; None if no sample has any."""
+    """Log-probs of the tokens under the teacher, or [T, K] of those in `support_T`; None without teachers."""
+    support_T: Tensor | None = None
+    """[T, K]: the tokens at each position over which the policy is compared with its teacher; None for the sampled
+    token alone. They may be whole numbers in float32."""
+    logp_support_T: Tensor | None = None
+    """[T, K]: their log-probs under the current policy, with the gradient."""
     mean_weight_T: Tensor | None = None
     """The mean importance weight of the mini-batch, by which each weight is divided; None means 1."""
     selected_T: Tensor | None = None

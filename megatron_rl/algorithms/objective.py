@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.correction import importance_weight, mean_weight, rejected
-from megatron_rl.algorithms.distillation import over_scored, teacher_advantage
+from megatron_rl.algorithms.distillation import over_scored, teacher_term
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.losses.terms import LOWEST_LOGP, MAX_LOG_RATIO, Terms
@@ -215,10 +215,10 @@ class PolicyObjective:
             padded token, multiplied by a mask later, gives NaN."""
             return torch.where(mask_T, x_T, 0.0)
 
-        advantage_T, of_teacher = actions(columns.advantage_T), dict[str, Tensor]()
+        advantage_T, shares = actions(columns.advantage_T), dict[str, Tensor]()
         if cfg.distillation:
-            taught_T, of_teacher = teacher_advantage(columns, actions(anchor_T))
-            advantage_T = advantage_T + taught_T
+            taught_T, shares = teacher_term(cfg.distillation, columns, actions(anchor_T))
+            advantage_T = advantage_T if cfg.distillation.in_loss else advantage_T + taught_T
         terms = Terms(
             mask_T=mask_T,
             sample_T=columns.sample_T,
@@ -229,11 +229,11 @@ class PolicyObjective:
             lag_T=columns.lag_T,
             selected_T=columns.selected_T,
         )
-        loss_T, shares = self._token_loss(terms)
+        loss_T, of_loss = self._token_loss(terms)
         kept_T, factor_T, described = self._corrected(terms, columns)
-        shares |= described | of_teacher
+        shares |= of_loss | described
         policy_T = torch.where(kept_T, loss_T * factor_T, 0.0)
-        total_T = policy_T
+        total_T = policy_T + taught_T if cfg.distillation and cfg.distillation.in_loss else policy_T
         shares["masked"] = ~kept_T
         if self._kl:
             kl, logp_ref_T = self._kl, actions(given["logp_ref"])
@@ -261,8 +261,7 @@ class PolicyObjective:
 
     def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
         metrics = over_scored(over_judged(metrics))
-        problem = None if max_mismatch is None else disagreement(metrics, max_mismatch)
-        if problem:
+        if max_mismatch is not None and (problem := disagreement(metrics, max_mismatch)):
             raise ValueError(problem)
         squares = metrics.get("correction/mean_square")
         if squares is None:

@@ -32,6 +32,7 @@ from megatron_rl.commands.dry_run import (  # noqa: E402
 from megatron_rl.commands.screen import waiting  # noqa: E402
 from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
+from megatron_rl.config.teachers import teacher_on_ranks  # noqa: E402
 from megatron_rl.layout import Links  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
@@ -156,6 +157,8 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
         total_steps=(config.run.steps - config.num_warmup_steps) * config.algorithm.num_updates,
         seed=config.run.seed,
         collective_timeout=config.cluster.collective_timeout,
+        teacher=teacher_on_ranks(config),
+        top_k=config.algorithm.distillation.top_k if config.algorithm.distillation else 0,
         forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
     )
 

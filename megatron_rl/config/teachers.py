@@ -23,6 +23,7 @@ from megatron_rl.config.rollout import EngineParallel
 from megatron_rl.config.section import Section
 
 if TYPE_CHECKING:
+    from megatron_rl.config.policy import ModelConfig
     from megatron_rl.config.schema import GrpoRunConfig
 
 
@@ -50,6 +51,13 @@ class DistillationConfig(Section):
     def follows(self) -> Literal["teacher", "student"]:
         """`support` if it is given, else the form's own."""
         return self.support or ("teacher" if self.form == "forward" else "student")
+
+    @property
+    def on_ranks(self) -> Literal["sampled", "teacher", "student"] | None:
+        """See `passes.Needs.teacher`."""
+        if self.by == "engine":
+            return None
+        return self.follows if self.in_loss else "sampled"
 
     @property
     def in_loss(self) -> bool:
@@ -159,6 +167,13 @@ def served_teachers(run: GrpoRunConfig) -> list[tuple[int, TeacherConfig]]:
     """The teachers that have processes of their own, with their numbers."""
     by = run.algorithm.distillation and run.algorithm.distillation.by
     return [(i, one) for i, one in enumerate(run.teachers) if by == "engine" and not one.is_policy]
+
+
+def teacher_on_ranks(run: GrpoRunConfig) -> ModelConfig | None:
+    """The teacher that the policy's ranks compute; None if there is none."""
+    if run.algorithm.distillation is None or run.algorithm.distillation.by == "engine":
+        return None
+    return run.model.model_copy(update={"path": run.teachers[0].path, "weights": None})
 
 
 def engine_config(run: GrpoRunConfig, number: int) -> GrpoRunConfig:
