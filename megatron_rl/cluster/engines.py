@@ -250,7 +250,8 @@ class EngineGroup:
             bring them.
     """
 
-    role, rank = "engine", EngineRank
+    role: str = "engine"
+    rank: type[EngineRank] = EngineRank
     records = "unfinished"
     """The folder of the records of unfinished answers."""
 

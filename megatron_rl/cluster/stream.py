@@ -340,7 +340,13 @@ class BatchStream(RayStream):
         pieces = [one.piece for one, _ in self._scored if one.piece is not None and one.is_current]
         values = self._config.rollout.prefix_values
         verdicts, metrics = self._verifiers.decide(to_judge(groups.values(), values), pieces)
-        return dict(zip(groups, judged(groups.values(), verdicts, values), strict=True)), metrics
+        told = judged(groups.values(), verdicts, values)
+        if (teachers := self._teachers) is not None:
+            asked = [
+                teachers.begin(group, idle=True) if n >= 0 else None for n, group in zip(groups, told, strict=True)
+            ]
+            told = [teachers.finish(group, one) for group, one in zip(told, asked, strict=True)]
+        return dict(zip(groups, told, strict=True)), metrics
 
     def _again(self, lost: Sequence[AskedPart]) -> Iterable[Sequence[AskedPart]]:
         """All parts of the engines that died, and the parts that were lost although their engines live, in order. The

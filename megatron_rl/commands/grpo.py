@@ -100,7 +100,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 engines = EngineGroup(config, logs, placement, restarts)
                 cleaning.callback(engines.close)
                 verifier = VerifierGroup(config, logs, placement, restarts)
-                teachers = Teachers(config, logs, placement, restarts)
+                teachers = Teachers(config, logs, placement, restarts, engines)
                 cleaning.callback(teachers.close)
             others = start_others(config, shape, logs, placement)
             policy = PolicyGroup(spec, config.cluster, logs, placement)

@@ -184,7 +184,8 @@ def engine_config(run: GrpoRunConfig, number: int) -> GrpoRunConfig:
     longest = rollout.max_model_tokens + (rollout.max_prompt_tokens if teacher.prompt is not None else 0)
     lengths = {"max_prompt_tokens": longest, "max_response_tokens": 1, "max_lag": 0}
     changes: dict[str, Any] = {
-        "model": run.model.model_copy(update={"path": teacher.path, "weights": None}),
+        "teachers": (teacher,),
+        "model": run.model.model_copy(update={"path": teacher.path or run.model.path, "weights": None}),
         "rollout": rollout.model_copy(update=plain | own | lengths),
         "policy": run.policy.model_copy(update={"lora": None, "routing_replay": False}),
         "cluster": run.cluster.model_copy(update={"colocate": False}),

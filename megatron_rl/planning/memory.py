@@ -12,15 +12,19 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.teachers import teacher_on_ranks
 from megatron_rl.planning.activations import trains_fused
 from megatron_rl.planning.engine import EngineMemory, engine_memory, gpu_bytes
 from megatron_rl.planning.gpu import PHASES, GpuMemory, always
 from megatron_rl.planning.nodes import NodeMemory, node_memory
 from megatron_rl.planning.parameters import BYTES, stage_parameters
-from megatron_rl.planning.shapes import planned_critic_shape
+from megatron_rl.planning.shapes import planned_critic_shape, planned_teacher_shape
 from megatron_rl.planning.trainer import sharing, trainer_memory
 from megatron_rl.planning.transfer import BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
+
+TEACHER = "teacher"
+"""The weights of a teacher that the trainer ranks compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     """
     cluster, parallel, model = config.cluster, config.policy.parallel, config.model
     on_gpus = cluster.gpus_per_trainer > 0
-    communicators, engine, critic, reference = BridgeBytes(), None, None, 0.0
+    communicators, engine, critic, reference, teacher = BridgeBytes(), None, None, 0.0, 0.0
     if isinstance(config, GrpoRunConfig):
         plan = planned_transfer(config, shape, parallel.mesh)
         if on_gpus:
@@ -112,6 +116,9 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         if config.algorithm.kl is not None and shape.adapters is None:  # with adapters the base is the reference
             held = stage_parameters(shape.served, parallel.mesh, trains_fused(config, shape, parallel.context))
             reference = float(max(one.total for one in held) * BYTES[model.dtype])
+        if teacher_on_ranks(config) is not None:
+            held = stage_parameters(planned_teacher_shape(config, 0), parallel.mesh)
+            teacher = float(max(one.total for one in held) * BYTES[model.dtype])
         if config.critic is not None:
             critic = _critic_memory(config)
             critic = sharing(critic, "critic") if cluster.colocate else critic
@@ -128,6 +135,10 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         )
         if reference:
             memory = replace(memory, host={**memory.host, "reference policy": reference})
+        if teacher:  # on the device during its pass, which ends before there are activations: an upper bound
+            part, remedy = {TEACHER: (teacher, 0.0, 0.0)}, {TEACHER: "set algorithm.distillation.by to engine"}
+            memory = replace(memory, host={**memory.host, TEACHER: teacher})
+            memory = replace(memory, parts={**memory.parts, **part}, remedies={**memory.remedies, **remedy})
         return sharing(memory, "trainer") if cluster.colocate else memory
 
     trainer = of_trainer(model.recompute)

@@ -33,6 +33,15 @@ def planned_critic_shape(config: GrpoRunConfig) -> ModelShape:
     return config.critic.trainer.adapted(critic_shape(shape))
 
 
+def planned_teacher_shape(config: GrpoRunConfig, number: int) -> ModelShape:
+    """The sizes of a teacher's model, which has a path, found like the sizes of the policy.
+
+    Raises:
+        ValueError: see `planned_shape`.
+    """
+    return _read(config.model.model_copy(update={"path": config.teachers[number].path}), f"teachers.{number}")
+
+
 def _read(model: ModelConfig, key: str) -> ModelShape:
     stand_in = find_shipped(Path("configs", "model", f"{model.path.name}.json"))
     try:

@@ -126,7 +126,9 @@ class AnyTeachers:
     def __init__(self):
         self.asked: list[str] = []
 
-    def begin(self, group):
+    def begin(self, group, idle=False):
+        if idle:  # the policy itself
+            return None
         self.asked.append(group.prompt.uid)
         return f"scores of {group.prompt.uid}"
 
