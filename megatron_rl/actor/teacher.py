@@ -53,6 +53,8 @@ class FrozenTeacher(MegatronTrainer):
         _, stage, _ = self.mesh.coordinates(self.rank)
         with platform.running():
             self.chunks = build_model(shape, model, settings, stage, is_frozen=True)
+            for chunk in self.chunks:  # Megatron multiplies frozen weights in another way, with other rounding
+                chunk.requires_grad_(True)
             context = policy.schedule.context
             self.schedule = Schedule(self.chunks, shape, self.spec.temperature, False, context, self.spec.forbidden)
         load_weights(self, model.weights or model.path)

@@ -86,7 +86,7 @@ class Needs:
                 logp_old=not cfg.is_around_engine,
                 logp_teacher=cfg.distillation is not None,
             ),
-            teacher=cfg.distillation and cfg.distillation.on_ranks,
+            teacher=None if cfg.distillation is None else cfg.distillation.on_ranks,
         )
 
     @property

@@ -35,6 +35,7 @@ from megatron_rl.config.function import load_function
 from megatron_rl.config.observe import PrometheusEndpoint
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.teachers import rollout_of_engines
 from megatron_rl.data.encode import chat_text, plain_ids
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.environments import Sessions
@@ -90,7 +91,7 @@ class EngineRank(TracedProcess):
         with starting():
             spec = EngineSpec(
                 model=config.model,
-                rollout=config.rollout,
+                rollout=rollout_of_engines(config),
                 seed=config.run.seed,
                 spans_nodes=self.spans_nodes,
                 returns_routes=config.policy.routing_replay,

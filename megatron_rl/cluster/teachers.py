@@ -121,7 +121,7 @@ class Teachers:
             ValueError: the row has no prompt for its teacher.
         """
         number = teacher_of(self._config.teachers, group.prompt.columns)
-        if number not in self._groups or not group.rollouts:
+        if number is None or number not in self._groups or not group.rollouts:
             return None
         waits = number not in self._own and not self._config.rollout.one_by_one
         if waits != idle:

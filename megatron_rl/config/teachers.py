@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.rewards import datasets_of
-from megatron_rl.config.rollout import EngineParallel
+from megatron_rl.config.rollout import EngineParallel, RolloutConfig
 from megatron_rl.config.section import Section
 
 if TYPE_CHECKING:
@@ -72,6 +72,11 @@ class DistillationConfig(Section):
             yield (
                 "algorithm.kl pulls the policy to its beginning, and algorithm.distillation to a teacher; remove one "
                 "of the two"
+            )
+        if run.rollout.active_sampling:
+            yield (
+                "rollout.active_sampling replaces groups whose rewards are equal, and a teacher teaches them, too; "
+                "remove one of the two"
             )
         if self.in_loss and self.by == "engine":
             yield (
@@ -174,6 +179,13 @@ def teacher_on_ranks(run: GrpoRunConfig) -> ModelConfig | None:
     if run.algorithm.distillation is None or run.algorithm.distillation.by == "engine":
         return None
     return run.model.model_copy(update={"path": run.teachers[0].path, "weights": None})
+
+
+def rollout_of_engines(run: GrpoRunConfig) -> RolloutConfig:
+    """`rollout`, with room for the prompt of a teacher that is the policy."""
+    if run.algorithm.distillation is None or not any(one.is_policy for one in run.teachers):
+        return run.rollout
+    return run.rollout.model_copy(update={"max_prompt_tokens": 2 * run.rollout.max_prompt_tokens + 1})
 
 
 def engine_config(run: GrpoRunConfig, number: int) -> GrpoRunConfig:

@@ -48,7 +48,7 @@ class TeacherServer:
                 raise ValueError("a log-prob is no finite number")
             return found
 
-        return await asyncio.gather(*(self._ask(ids, partial(read, ids, number)) for ids, number in texts))
+        return list(await asyncio.gather(*(self._ask(ids, partial(read, ids, number)) for ids, number in texts)))
 
     async def check(self, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
         """Compare the server's texts of some tokens, one after the other, with those of the policy's tokenizer.

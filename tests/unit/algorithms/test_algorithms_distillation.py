@@ -12,6 +12,7 @@ from batches import batch_without_tokens
 from test_algorithms_objective import columns_of, evaluate, real
 
 from megatron_rl.algorithms import PolicyObjective, estimate_advantages
+from megatron_rl.algorithms.distillation import DIVERGENCES, divergence
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Denominators
 
@@ -64,3 +65,41 @@ def test_a_teacher_keeps_samples_whose_outcome_gives_no_gradient(outcome):
     assert credit.active.tolist() == [True] * 5 + [False] * 3
     assert credit.advantages.tolist() == ([0, 0, 0.5, -0.5, 0, 0, 0, 0] if outcome else [0.0] * 8)
     assert metrics["samples/active"] == 5
+
+
+def categories(p: torch.Tensor, k: int) -> torch.Tensor:
+    return torch.cat([p[:, :k], 1 - p[:, :k].sum(1, keepdim=True)], 1)
+
+
+@pytest.mark.parametrize("form", DIVERGENCES)
+def test_divergences_are_those_of_the_tokens_and_all_others(form):
+    """Value and gradient by autograd in float64; never negative, and at most the one over the whole vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    logits, other = (torch.randn(50, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+    student_TK = logits.log_softmax(-1)[:, :4].clone().requires_grad_()
+    found_T = divergence(student_TK, other.log_softmax(-1)[:, :4], form)
+    (gradient_TK,) = torch.autograd.grad(found_T.sum(), student_TK)
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum(1)
+
+    def naive(s, t):
+        return {"forward": kl(t, s), "reverse": kl(s, t)}.get(form, (kl(s, (s + t) / 2) + kl(t, (s + t) / 2)) / 2)
+
+    again_TK = student_TK.detach().clone().requires_grad_()
+    s = torch.cat([again_TK.exp(), 1 - again_TK.exp().sum(1, keepdim=True)], 1)
+    expected_T = naive(s, categories(other.softmax(-1), 4))
+    (expected_TK,) = torch.autograd.grad(expected_T.sum(), again_TK)
+    assert found_T.tolist() == pytest.approx(expected_T.tolist(), rel=1e-9)
+    assert gradient_TK.flatten().tolist() == pytest.approx(expected_TK.flatten().tolist(), rel=1e-9, abs=1e-12)
+    assert (found_T >= 0).all() and (found_T <= naive(logits.softmax(-1), other.softmax(-1)) + 1e-12).all()
+
+
+@pytest.mark.parametrize("form", DIVERGENCES)
+def test_equal_distributions_have_a_gradient_of_exactly_zero(form):
+    """Also if the tokens have all the probability, if some have none, and in float32."""
+    logits = torch.tensor([[5.0, 1.0, -3.0], [200.0, 0.0, -math.inf], [0.1, 0.2, 0.3]])
+    student_TK = logits.log_softmax(-1)[:, :3].requires_grad_()
+    found_T = divergence(student_TK, student_TK.detach(), form)
+    (gradient_TK,) = torch.autograd.grad(found_T.sum(), student_TK)
+    assert not found_T.any() and not gradient_TK.any()

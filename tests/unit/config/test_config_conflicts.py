@@ -32,6 +32,7 @@ CONFLICTS = [
             ),
             ("by: engine, form: sampled", "algorithm.kl={}", "algorithm.kl pulls the policy to its beginning"),
             ("by: engine, form: sampled", "algorithm.loss={kind: gspo}", "loss gspo has one ratio for each sample"),
+            ("by: engine, form: sampled", "rollout.active_sampling=true", "and a teacher teaches them, too"),
             ("by: engine, form: sampled", "algorithm.adv_estimator={kind: grpo_process}", "has no use"),
             (
                 "by: engine, form: sampled",
