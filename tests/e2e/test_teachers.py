@@ -67,7 +67,7 @@ def arguments(name, task, rows, teachers, *more):
         f"data.train={rows}",
         "data.eval=null",
         "policy.parallel.tensor=1",
-        "rollout.prompts_per_step=8",
+        "rollout.prompts_per_step=32",
         "rollout.samples_per_prompt=2",
         "rollout.max_response_tokens=24",
         "rollout.dump=true",

@@ -69,11 +69,13 @@ def compared(form: str, s_TV: torch.Tensor, t_TV: torch.Tensor) -> torch.Tensor:
     return kl(*by_form[case["form"]])
 
 
-def dense(folder, teacher_folder, samples, form: str):
-    """(loss, gradient norm, mean divergence of scored tokens) of the first update, in float64."""
+def dense(folder, teacher_folder, samples, form: str, of_teacher=torch.float64):
+    """(loss, gradient norm, mean divergence of scored tokens, their share) of the first update, in float64. The teacher
+    may have another type: transformers' experts have no kernels for float64."""
     from transformers import AutoModelForCausalLM
 
-    policy, teacher = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.float64) for f in (folder, teacher_folder))
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    teacher = AutoModelForCausalLM.from_pretrained(teacher_folder, dtype=of_teacher)
     num_tokens = sum(int(s.tokens.action_mask.sum()) for s in samples)
     loss, total, scored = torch.zeros((), dtype=torch.float64), 0.0, 0
     for sample in samples:
@@ -82,7 +84,7 @@ def dense(folder, teacher_folder, samples, form: str):
         weight = weight_of(sample.index)
         s_TV = (policy(ids[None]).logits[0, :-1] / TEMPERATURE).softmax(-1)[mask]
         with torch.no_grad():
-            t_TV = (teacher(ids[None]).logits[0, :-1] / TEMPERATURE).softmax(-1)[mask]
+            t_TV = (teacher(ids[None]).logits[0, :-1].double() / TEMPERATURE).softmax(-1)[mask]
         target = ids[1:][mask][:, None]
         log_s, log_t = (x.gather(1, target)[:, 0].log() for x in (s_TV, t_TV))
         advantage_T = torch.full_like(log_s, sample.advantage)
@@ -156,3 +158,21 @@ def test_a_teacher_that_is_the_policy_gives_a_gradient_of_exactly_zero(trainers,
     results = trainers.run("teacher_scenarios.learn", layout.mesh.world_size, **folders, **given)
     first, _ = results[0]
     assert first["grad_norm"] == 0.0 and first["teacher/kl"] == 0.0
+
+
+@pytest.mark.deep
+def test_a_teacher_with_experts(trainers, model_folder, samples, tmp_path):
+    """Which the policy lacks."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**sizes, **experts, head_dim=16, vocab_size=VOCAB_SIZE, initializer_range=0.2)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    given = {"samples": samples, "layout": LAYOUTS["tp2"], "algorithm": algorithm_of("sampled")}
+    [(first, _), _] = trainers.run("teacher_scenarios.learn", 2, folder=model_folder, teacher=tmp_path, **given)
+    loss, norm, kl, _ = dense(model_folder, tmp_path, samples, "sampled", torch.float32)
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert first["teacher/kl"] == pytest.approx(kl, rel=1e-5) and first["loss"] == pytest.approx(loss, abs=1e-6)
