@@ -15,8 +15,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -60,6 +61,15 @@ ATTEMPTS = 3
 """How often a prompt is asked at most if its engine dies."""
 
 log = logging.getLogger(__name__)
+
+
+class ScoringJob(NamedTuple):
+    """A group that a teacher scores."""
+
+    payload: Sequence[Any]
+    num_prompt_tokens: int
+    prompt: str | Sequence[Mapping[str, Any]] | None
+    """The teacher's own prompt, in place of the samples'; None: the samples'."""
 
 
 class EngineRank(TracedProcess):
@@ -182,33 +192,25 @@ class EngineRank(TracedProcess):
         counts, objects = objects_of(tokens, len(samples), self.config.policy.routing_replay)
         return (*([rollout for rollout, _ in part] for part in given), counts), *objects
 
-    async def score(
-        self, payload: Sequence[Any], num_prompt_tokens: int, prompt: str | Sequence[Mapping[str, Any]] | None
-    ) -> tuple[int, list[np.ndarray]]:
-        """The log-probs of all actions of a group, as its teacher: `Tokens.logp_teacher` of each sample, and the number
-        of tokens. The calls of an engine follow each other, so that the tokens that are computed together, and with
-        them the rounding, do not depend on the time when a group is complete.
-
-        Args:
-            prompt: the teacher's own prompt, in place of the samples'; None: the samples'.
-        """
-        tokens = await asyncio.to_thread(fetch, payload)
-        kept = [one for one in tokens if one.action_mask.any()]
-        sizes = [len(one.ids) - int(one.action_mask.argmax()) for one in kept]
-        before = None if prompt is None else self._ids_of(prompt)
-        texts = [
-            one.ids.tolist() if before is None else [*before, *one.ids[num_prompt_tokens:].tolist()] for one in kept
-        ]
+    async def score(self, jobs: Sequence[ScoringJob]) -> tuple[int, list[np.ndarray]]:
+        """The log-probs of all actions of groups, as their teacher: the number of tokens, and `Tokens.logp_teacher` of
+        each sample. The calls of an engine follow each other, so that the tokens that are computed together, and with
+        them the rounding, do not depend on the time when a group is complete."""
+        tokens = await asyncio.to_thread(fetch, [one for job in jobs for one in job.payload])
+        remaining, texts = iter(tokens), list[tuple[Sequence[int], int]]()
+        for job in jobs:
+            before = None if job.prompt is None else self._ids_of(job.prompt)
+            for one in islice(remaining, len(job.payload)):
+                own = one.ids.tolist()
+                text = own if before is None else [*before, *own[job.num_prompt_tokens :]]
+                texts.append((text, len(own) - int(one.action_mask.argmax()) if one.action_mask.any() else 0))
         async with self._scoring:
-            found = iter(await self.engine.score(list(zip(texts, sizes, strict=True))))
-        scores = []
-        for one in tokens:
-            logp = np.zeros(len(one.ids), np.float32)
-            if one.action_mask.any():
-                given = next(found)
-                logp[-len(given) :] = given
-            scores.append(np.where(one.action_mask, logp, np.float32(0)))
-        return sum(sizes), scores
+            found = iter(await self.engine.score([text for text in texts if text[1]]))
+        scores = [np.zeros(len(one.ids), np.float32) for one in tokens]
+        for score, one, (_, size) in zip(scores, tokens, texts, strict=True):
+            if size:
+                score[-size:] = np.where(one.action_mask[-size:], next(found), 0)
+        return sum(size for _, size in texts), scores
 
     def _ids_of(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a prompt, which is text or chat turns."""

@@ -279,7 +279,8 @@ class RayStream:
             try:
                 complete = [done for sent, future in answered if (done := self._completed(sent, future))]
                 if complete:
-                    self._events.put(self._verified(verifier, complete, self._teach(complete)))
+                    taught = self._teach([(asked.request.number, group) for asked, _, group in complete])
+                    self._events.put(self._verified(verifier, complete, taught))
             except Exception as error:  # the driver raises it
                 self._events.put(error)
 
@@ -299,12 +300,23 @@ class RayStream:
         self._events.put(Lost(sent, error))
         return None
 
-    def _teach(self, complete: list[tuple[AskedGroup, int, Group]]) -> Taught:
-        """Ask the teachers of the groups that are trained on. What is returned waits for them."""
+    def _teach(self, groups: Sequence[tuple[int, Group]], idle: bool = False) -> Taught:
+        """Ask the teachers of the groups that are trained on. What is returned waits for them.
+
+        Args:
+            groups: with the numbers of their requests.
+            idle: see `Teachers.begin`.
+        """
         if (teachers := self._teachers) is None:
             return list
-        asked = [teachers.begin(group) if asked.request.number >= 0 else None for asked, _, group in complete]
-        return lambda groups: [teachers.finish(group, one) for group, one in zip(groups, asked, strict=True)]
+        own = [i for i, (number, _) in enumerate(groups) if number >= 0]
+        asked = teachers.begin([groups[i][1] for i in own], idle)
+
+        def taught(groups: Sequence[Group]) -> list[Group]:
+            found = dict(zip(own, teachers.finish([groups[i] for i in own], asked), strict=True))
+            return [found.get(i, group) for i, group in enumerate(groups)]
+
+        return taught
 
     def _verified(
         self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]], taught: Taught
@@ -341,12 +353,8 @@ class BatchStream(RayStream):
         values = self._config.rollout.prefix_values
         verdicts, metrics = self._verifiers.decide(to_judge(groups.values(), values), pieces)
         told = judged(groups.values(), verdicts, values)
-        if (teachers := self._teachers) is not None:
-            asked = [
-                teachers.begin(group, idle=True) if n >= 0 else None for n, group in zip(groups, told, strict=True)
-            ]
-            told = [teachers.finish(group, one) for group, one in zip(told, asked, strict=True)]
-        return dict(zip(groups, told, strict=True)), metrics
+        taught = self._teach(list(zip(groups, told, strict=True)), idle=True)
+        return dict(zip(groups, taught(told), strict=True)), metrics
 
     def _again(self, lost: Sequence[AskedPart]) -> Iterable[Sequence[AskedPart]]:
         """All parts of the engines that died, and the parts that were lost although their engines live, in order. The

@@ -8,7 +8,7 @@ asked for is asked again; nothing is trained without its teacher's log-probs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import ray
 
-from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup, EngineRank
+from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup, EngineRank, ScoringJob
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import ObjectItem
 from megatron_rl.cluster.placement import role_of_teacher
@@ -31,6 +31,8 @@ from megatron_rl.verifiers.teacher_server import TeacherServer
 
 SCORING = "to score for a teacher"
 """What a teacher is asked to do, as messages name it."""
+SHADOW_TOKENS = 16_384
+"""A group that may have so many tokens keeps an engine busy alone; smaller ones are scored together."""
 
 
 class ServedRank(EngineRank):
@@ -64,11 +66,13 @@ class TeacherGroup(EngineGroup):
 
 @dataclass(frozen=True, slots=True)
 class AskedTeacher:
-    """A call of a teacher's process for a group."""
+    """A call of a teacher's process."""
 
     teacher: int
     engine: int
-    arguments: tuple[Any, ...]
+    groups: Sequence[int]
+    """The indices of its groups."""
+    jobs: Sequence[ScoringJob]
     count: ray.ObjectRef
     scores: ray.ObjectRef
 
@@ -109,35 +113,52 @@ class Teachers:
         for group in self._own.values():
             group.close()
 
-    def begin(self, group: Group, idle: bool = False) -> AskedTeacher | None:
-        """Ask the group's teacher for its log-probs; None if it has none. Returns at once.
+    def begin(self, groups: Sequence[Group], idle: bool = False) -> list[AskedTeacher]:
+        """Ask the teachers of groups for their log-probs. Returns at once.
 
         Args:
-            idle: whether the policy's engines answer nothing now. If all groups of a step are handed out together, the
-                policy scores itself only then: the tokens that engines compute together would otherwise be others each
-                time. The other teachers have then been asked.
+            idle: whether the policy's engines answer nothing now. If all groups of a step are handed out together,
+                small groups are scored only then, all in one call, and so are all groups whose teacher is the policy:
+                the tokens that an engine computes together, and with them the rounding, are then always the same.
 
         Raises:
-            ValueError: the row has no prompt for its teacher.
+            ValueError: a row has no prompt for its teacher.
         """
-        number = teacher_of(self._config.teachers, group.prompt.columns)
-        if number is None or number not in self._groups or not group.rollouts:
-            return None
-        waits = number not in self._own and not self._config.rollout.one_by_one
-        if waits != idle:
-            return None
-        arguments = (list(group.payload), group.rollouts[0].num_prompt_tokens, self._own_prompt(number, group.prompt))
-        return self._ask(number, arguments)
+        rollout = self._config.rollout
+        of_teachers: dict[int, list[int]] = {}
+        for i, group in enumerate(groups):
+            number = teacher_of(self._config.teachers, group.prompt.columns)
+            if number is not None and number in self._groups and group.rollouts:
+                of_teachers.setdefault(number, []).append(i)
+        large = rollout.samples_per_group * rollout.max_model_tokens >= SHADOW_TOKENS
+        asked = []
+        for number, own in of_teachers.items():
+            if not rollout.one_by_one and idle == (number in self._own and large):
+                continue
+            engines, alone = len(self._groups[number].engines), not rollout.one_by_one and not idle
+            parts = [[i] for i in own] if alone else [own[k::engines] for k in range(engines)]
+            asked += [self._ask(number, part, [self._job(number, groups[i]) for i in part]) for part in parts if part]
+        return asked
 
-    def finish(self, group: Group, asked: AskedTeacher | None) -> Group:
-        """The group with its teacher's log-probs, when they are there.
+    def finish(self, groups: Sequence[Group], asked: Sequence[AskedTeacher]) -> list[Group]:
+        """The groups that `begin` got with their teachers' log-probs, when they are there.
 
         Raises:
-            ValueError: the teacher cannot score the group.
+            ValueError: a teacher cannot score a group.
             ProcessLost: its processes were lost each time.
         """
-        if asked is None:
-            return group
+        taught = list(groups)
+        for one in asked:
+            scores, first = self._scores(one), 0
+            for i in one.groups:
+                payload = taught[i].payload
+                items = [ObjectItem(scores, first + k) for k in range(len(payload))]
+                first += len(payload)
+                own = [replace(tokens, teacher=item) for tokens, item in zip(payload, items, strict=True)]
+                taught[i] = replace(taught[i], payload=own)
+        return taught
+
+    def _scores(self, asked: AskedTeacher) -> ray.ObjectRef:
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 self._wait_for(asked)
@@ -147,9 +168,8 @@ class Teachers:
                     raise
                 with self._lock:
                     self._own[asked.teacher].replace_dead()
-                asked = self._ask(asked.teacher, asked.arguments)
-        payload = [replace(one, teacher=ObjectItem(asked.scores, i)) for i, one in enumerate(group.payload)]
-        return replace(group, payload=payload)
+                asked = self._ask(asked.teacher, asked.groups, asked.jobs)
+        return asked.scores
 
     def _wait_for(self, asked: AskedTeacher) -> None:
         process = self._groups[asked.teacher].processes[asked.engine]
@@ -159,14 +179,18 @@ class Teachers:
             with self._lock:
                 self._load[asked.teacher][asked.engine] -= 1
 
-    def _ask(self, number: int, arguments: tuple[Any, ...]) -> AskedTeacher:
+    def _ask(self, number: int, groups: Sequence[int], jobs: Sequence[ScoringJob]) -> AskedTeacher:
         with self._lock:
             load = self._load[number]
             engine = min(load, key=load.__getitem__)
             load[engine] += 1
             actor = self._groups[number].engines[engine]
-        count, scores = actor.score.options(num_returns=2).remote(*arguments)
-        return AskedTeacher(number, engine, arguments, count, scores)
+        count, scores = actor.score.options(num_returns=2).remote(jobs)
+        return AskedTeacher(number, engine, groups, jobs, count, scores)
+
+    def _job(self, number: int, group: Group) -> ScoringJob:
+        prompt = self._own_prompt(number, group.prompt)
+        return ScoringJob(list(group.payload), group.rollouts[0].num_prompt_tokens, prompt)
 
     def _own_prompt(self, number: int, prompt: Prompt) -> Any:
         if (column := self._config.teachers[number].prompt) is None:

@@ -126,16 +126,18 @@ class AnyTeachers:
     def __init__(self):
         self.asked: list[str] = []
 
-    def begin(self, group, idle=False):
-        if idle:  # the policy itself
-            return None
-        self.asked.append(group.prompt.uid)
-        return f"scores of {group.prompt.uid}"
+    def begin(self, groups, idle=False):
+        if idle:  # all have been asked
+            return []
+        self.asked += [group.prompt.uid for group in groups]
+        return [f"scores of {group.prompt.uid}" for group in groups]
 
-    def finish(self, group, asked):
-        return (
-            group if asked is None else replace(group, payload=[replace(one, teacher=asked) for one in group.payload])
-        )
+    def finish(self, groups, asked):
+        given = zip(groups, asked or [None] * len(groups), strict=True)
+        return [self._with(group, one) if one else group for group, one in given]
+
+    def _with(self, group, scores):
+        return replace(group, payload=[replace(one, teacher=scores) for one in group.payload])
 
 
 def make_stage(is_asynchronous: bool, teachers: AnyTeachers | None = None) -> SimpleNamespace:
