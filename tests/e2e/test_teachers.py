@@ -35,7 +35,8 @@ def rows(tmp_path):
 
 
 class Scores:
-    """The log-probs of a model's folder, as a server gives them."""
+    """The log-probs of a model's folder, as a server gives them. Rows of the vocabulary without a token are never
+    sampled."""
 
     def __init__(self, folder):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,7 +48,10 @@ class Scores:
     def of(self, ids) -> list[float]:
         """One for each token but the first."""
         ids = torch.tensor(list(map(int, ids)))
-        return self.model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
+        logits = self.model(ids[None]).logits[0, :-1]
+        known = torch.tensor(sorted(self.tokenizer.get_vocab().values()))
+        only = torch.full_like(logits, -torch.inf).index_copy(1, known, logits[:, known])
+        return only.log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
 
     def reply(self, body, earlier):
         ids = body["prompt"]
