@@ -173,7 +173,6 @@ class MegatronActor(MegatronTrainer):
         """Load the frozen teacher, if the objective needs one on these ranks."""
         if (model := self.spec.teacher) is not None:
             self._teacher = FrozenTeacher(self, model)
-            self.shares_prompts = self.shares_prompts and self._teacher.shares_prompts
 
     def _ask_teacher(self) -> None:
         """Give the rows the teacher's log-probs of the sampled tokens, of its own most probable tokens, or of the

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns
+from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns, TaughtColumns
 from megatron_rl.algorithms.process_rewards import at_actions
 from megatron_rl.types import ModelShape, Share, Tokens
 
@@ -156,11 +156,12 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         logp_rollout_T=torch.from_numpy(logp_rollout_T),
         lag_T=torch.from_numpy(lag_T),
         reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
-        teacher_weight_T=None if share.teacher_weights is None else spread(share.teacher_weights),
-        logp_teacher_T=None if share.teacher_weights is None else torch.from_numpy(logp_teacher_T),
     )
+    packed = {f.name: getattr(columns, f.name) for f in fields(columns)}
+    if share.teacher_weights is not None:
+        weight_T, logp_T = spread(share.teacher_weights), torch.from_numpy(logp_teacher_T)
+        columns = TaughtColumns(**packed, teacher_weight_T=weight_T, logp_teacher_T=logp_T)
     if share.logp_reference is not None:
-        packed = {f.name: getattr(columns, f.name) for f in fields(columns)}
         columns = ComparedColumns(**packed, logp_reference_T=spread(share.logp_reference, np.float64))
     return Microbatch(
         names=tuple(names),

@@ -31,6 +31,7 @@ from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
 from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
 from megatron_rl.actor.value_head import values
+from megatron_rl.algorithms.columns import support_of
 from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
 from megatron_rl.algorithms.top_logprobs import logprobs_at, top_tokens
 from megatron_rl.types import ModelShape
@@ -168,7 +169,8 @@ class Schedule:
             number_T, entropy_T = values(hidden_1TH[0], self.last), None
         else:
             number_T, entropy_T = self._logprobs(hidden_1TH, batch, temperature)
-        support_TK = None if batch.columns.support_T is None else self._support(hidden_1TH, batch, temperature)
+        token_TK = support_of(batch.columns)
+        support_TK = None if token_TK is None else self._support(hidden_1TH, batch, token_TK.long(), temperature)
         if self.context is not None:
             number_T = self.context.whole(number_T, batch.lengths_S)
             entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
@@ -192,11 +194,10 @@ class Schedule:
             entropy=self.entropy,
         )
 
-    def _support(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> Tensor:
-        """[T, K]: the log-probs of the row's support."""
+    def _support(self, hidden_1TH: Tensor, batch: Microbatch, token_TK: Tensor, temperature: float) -> Tensor:
+        """[T, K]: the log-probs of these tokens of the row."""
         weight_VH, vocabulary = self._output()
-        assert batch.columns.support_T is not None
-        token_TK = self._part(batch.columns.support_T, batch).long()
+        token_TK = self._part(token_TK, batch)
         mask_T = self._part(batch.columns.action_mask_T, batch)
         logp_TK = logprobs_at(hidden_1TH[0], weight_VH, token_TK, vocabulary, temperature=temperature, mask_T=mask_T)
         return logp_TK if self.context is None else self.context.whole(logp_TK, batch.lengths_S)

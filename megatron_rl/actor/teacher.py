@@ -49,7 +49,12 @@ class FrozenTeacher(MegatronTrainer):
         self.rank, self.mesh, self.agreement = policy.rank, parallel.mesh, policy.agreement
         self.fused_norms = uses_fused_layers(model, shape, parallel.context)
         self.shards = megatron_shards(shape, self.mesh, self.rank, self.fused_norms)
-        self.shares_prompts = can_share_prompts(shape, self.fused_norms, self.mesh.context)
+        policys = policy.spec.shape, policy.fused_norms, self.mesh.context
+        if can_share_prompts(*policys) and not can_share_prompts(shape, self.fused_norms, self.mesh.context):
+            raise ValueError(
+                f"{model.path}: the policy's rows hold the prompt of several answers once, and the teacher's layers "
+                "cannot read it so; set algorithm.distillation.by to engine"
+            )
         _, stage, _ = self.mesh.coordinates(self.rank)
         with platform.running():
             self.chunks = build_model(shape, model, settings, stage, is_frozen=True)

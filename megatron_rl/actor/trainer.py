@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.actor.training_state import TrainingState
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import PackedColumns, with_support
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
 from megatron_rl.algorithms.passes import REPEATED, STOPPED, Column
 from megatron_rl.models import check_parameters, megatron_shards
@@ -76,7 +75,6 @@ class MegatronTrainer:
         self.fused_norms = uses_fused_layers(spec.model, spec.shape, parallel.context)
         """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
         parameters have other names."""
-        self.shares_prompts = can_share_prompts(spec.shape, self.fused_norms, self.mesh.context)
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, data = self.mesh.coordinates(rank)
         is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
@@ -160,7 +158,7 @@ class MegatronTrainer:
         self.require("training")
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
-            self.rows = EpochRows(share, self.shares_prompts)
+            self.rows = EpochRows(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
             for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
         self.rows.to(platform.device())
@@ -197,15 +195,13 @@ class MegatronTrainer:
         columns = self.prepared(minibatch)
         problems: list[str] = []
 
-        def loss(
-            i: int, logp_T: Tensor, entropy_T: Tensor | None, support_TK: Tensor | None
-        ) -> tuple[Tensor, dict[str, Metric]]:
+        def loss(i: int, logp_T: Tensor, *more: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
             batch = microbatches[i]
             if not batch.names:
                 return logp_T.sum() * 0.0, {}
             try:
-                own = columns[i] if support_TK is None else replace(columns[i], logp_support_T=support_TK)
-                return self.spec.objective(logp_T, entropy_T, own, denominators, coefficients)
+                own = with_support(columns[i], more[1])
+                return self.spec.objective(logp_T, more[0], own, denominators, coefficients)
             except NotFiniteError as error:
                 # Other ranks wait for this one in the schedule, so it must be finished before all raise together.
                 problems.append(f"sample {batch.names[error.sample]}: {error}")
@@ -290,8 +286,7 @@ class MegatronTrainer:
         return self._state.snapshot()
 
     def restore(self, snapshot: np.ndarray) -> None:
-        """Restore what `snapshot` returned on the same rank of the same mesh. The optimizer keeps the settings of this
-        run."""
+        """Restore what `snapshot` returned on the same rank and mesh. The optimizer keeps the settings of this run."""
         self.require("training")
         self._state.restore(snapshot)
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import PackedColumns, TaughtColumns
 from megatron_rl.algorithms.losses.terms import LOWEST_LOGP
 from megatron_rl.config.teachers import DistillationConfig
 from megatron_rl.types import Metrics
@@ -56,6 +56,7 @@ def teacher_term(cfg: DistillationConfig, columns: PackedColumns, logp_T: Tensor
     Args:
         logp_T: the log-probs of the policy that the loss's ratio is around; 0 where the target is no action.
     """
+    assert isinstance(columns, TaughtColumns), "`pack` makes them of shares with teachers"
     given, weight_T = columns.logp_teacher_T, columns.teacher_weight_T
     assert given is not None and weight_T is not None, "`pack` and the passes give them"
     scored_T = columns.action_mask_T & (weight_T > 0)

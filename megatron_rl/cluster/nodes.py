@@ -16,7 +16,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_rl.cluster.deadlines import Deadlines
-from megatron_rl.cluster.placement import Node, Placement, demands_of, place, place_again
+from megatron_rl.cluster.demands import demands_of
+from megatron_rl.cluster.placement import Node, Placement, place, place_again
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.profiling import nsight_environment
 from megatron_rl.cluster.waiting import explain, settle

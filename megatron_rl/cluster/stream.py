@@ -111,8 +111,8 @@ class RayStream:
         """Each scoring since groups were handed out, with the number of its answers."""
         self._lost: list[Lost] = []
         """The calls whose answers were lost, and are not asked for again yet."""
-        self._num_again = self._num_restarts = 0
-        """The number of parts that were asked for again since the last `collect`."""
+        self._counts = Counter[str]()
+        """The parts that were asked for again since the last `collect`, and the restarts of verifiers before it."""
         for verifier in verifiers.verifiers:
             in_thread(partial(self._verify, verifier), "verify")
 
@@ -212,10 +212,10 @@ class RayStream:
             for number in groups:
                 del self._asked[number]
             idle_s, span_s = self._idle.take(time.perf_counter())
-        again, self._num_again = self._num_again, 0
-        own = {"stream/asked_again": float(again), "stream/idle_s": idle_s, "stream/span_s": span_s}
-        before, self._num_restarts = self._num_restarts, self._verifiers.num_restarts
-        return Collected(groups, metrics | own | {"verifier/restarts": float(self._num_restarts - before)})
+        before, self._counts = self._counts, Counter(restarts=self._verifiers.num_restarts)
+        own = {"stream/asked_again": float(before["again"]), "stream/idle_s": idle_s, "stream/span_s": span_s}
+        restarts = float(self._counts["restarts"] - before["restarts"])
+        return Collected(groups, metrics | own | {"verifier/restarts": restarts})
 
     def _judged(self, groups: dict[int, Group]) -> tuple[dict[int, Group], Metrics]:
         """The groups to hand out with their verdicts, and the metrics of all scorings since the last ones."""
@@ -247,7 +247,7 @@ class RayStream:
             self._engines.bring_weights(version)  # if the policy is lost, the loop recovers and collects again
         self._lost = []
         for batch in self._again([one.sent.part for one in lost]):
-            self._num_again += len(batch)
+            self._counts["again"] += len(batch)
             self._send(batch, version)
         self._engines.deadlines.begin(ANSWERING)
 

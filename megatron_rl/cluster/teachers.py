@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import ray
 
+from megatron_rl.cluster.demands import role_of_teacher
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup, EngineRank, ScoringJob
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import ObjectItem
-from megatron_rl.cluster.placement import role_of_teacher
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, gather

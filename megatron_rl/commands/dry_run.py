@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
+from megatron_rl.cluster.demands import demands_of
+from megatron_rl.cluster.placement import Placement, smallest_cluster
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.config.teachers import TeacherConfig, teacher_on_ranks

@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.cluster.critic import CriticGroup
+    from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.nodes import RayPlacement
+    from megatron_rl.cluster.restarts import Restarts
+    from megatron_rl.cluster.teachers import Teachers
     from megatron_rl.data.prompt_table import PromptTable
     from megatron_rl.loop.source import Prompts
 
@@ -60,14 +63,12 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.colocation import Colocation, shared_links
-    from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.models import Models
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.stream import open_stream
-    from megatron_rl.cluster.teachers import Teachers
     from megatron_rl.cluster.verifier import VerifierGroup
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.cluster.watchers import observe_run
@@ -97,11 +98,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
                 check_nodes(config, placement.plan)
             if config.rollout.replay is None:
-                engines = EngineGroup(config, logs, placement, restarts)
-                cleaning.callback(engines.close)
+                engines, teachers = start_engines(config, logs, placement, restarts, cleaning)
                 verifier = VerifierGroup(config, logs, placement, restarts)
-                teachers = Teachers(config, logs, placement, restarts, engines)
-                cleaning.callback(teachers.close)
             others = start_others(config, shape, logs, placement)
             policy = PolicyGroup(spec, config.cluster, logs, placement)
             models = Models(policy, restarts, others, config.num_warmup_steps)
@@ -161,6 +159,20 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
         top_k=config.algorithm.distillation.top_k if config.algorithm.distillation else 0,
         forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
     )
+
+
+def start_engines(
+    config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts, cleaning: ExitStack
+) -> tuple[EngineGroup, Teachers]:
+    """The processes of the engines, the policy's and the teachers', which end with the context."""
+    from megatron_rl.cluster.engines import EngineGroup
+    from megatron_rl.cluster.teachers import Teachers
+
+    engines = EngineGroup(config, logs, placement, restarts)
+    cleaning.callback(engines.close)
+    teachers = Teachers(config, logs, placement, restarts, engines)
+    cleaning.callback(teachers.close)
+    return engines, teachers
 
 
 def start_others(

@@ -126,10 +126,7 @@ def preflight(
             tell(f"not checked, because the folder {config.critic.model.path} is not there: the critic")
         else:
             faults += faults_of_critic(config, shape, tokenizer)
-    if shape and isinstance(config, GrpoRunConfig):
-        faults += faults_of_teachers(config, tokenizer, tell)
-    broken = faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else []
-    faults += broken
+    faults += (broken := faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else [])
     absent = missing_rows(config) if elsewhere else []
     if broken:
         tell("not checked, because rollout.environment has a fault: rows and reward functions")
@@ -140,7 +137,7 @@ def preflight(
     num_updates = config.run.steps
     if isinstance(config, GrpoRunConfig):
         num_updates *= config.algorithm.num_updates
-        faults += faults_of_backend(config, trains=True)
+        faults += faults_of_backend(config, trains=True) + faults_of_teachers(config, tokenizer, tell)
         if (saved := config.rollout.replay) is not None:
             attempt(lambda: require_step(saved, config.run.steps - 1))
         if config.eval.every and config.data.eval is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from batches import batch_without_tokens
 from test_algorithms_objective import columns_of, evaluate, real
 
 from megatron_rl.algorithms import PolicyObjective, estimate_advantages
+from megatron_rl.algorithms.columns import TaughtColumns
 from megatron_rl.algorithms.distillation import DIVERGENCES, divergence
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Denominators
@@ -21,9 +22,9 @@ NUMBERS = Denominators(num_tokens=3, num_samples=1)
 
 def taught(logp_teacher, weight: float = 1.0, advantage=(0.0, 0.0, 0.0, 0.0), mask=(1, 0, 1, 1)):
     columns = columns_of(mask, list(advantage), [-1.0, 9.0, -2.0, -3.0], weight=1 / 3)
-    return replace(
-        columns, teacher_weight_T=torch.full((4,), weight), logp_teacher_T=real([x or math.nan for x in logp_teacher])
-    )
+    packed = {field.name: getattr(columns, field.name) for field in fields(columns)}
+    given = real([x or math.nan for x in logp_teacher])
+    return TaughtColumns(**packed, teacher_weight_T=torch.full((4,), weight), logp_teacher_T=given)
 
 
 @pytest.mark.parametrize("outcome", [0.0, 0.5])
