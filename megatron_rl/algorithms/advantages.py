@@ -50,7 +50,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.section import Method
-from megatron_rl.types import Credit, Metrics, StepBatch, TokenRewards
+from megatron_rl.types import Credit, Metrics, StepBatch, TaughtBatch, TokenRewards
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
@@ -132,7 +132,7 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
     overlong = scored & batch.is_cut & cfg.overlong_filter
     active = active & ~overlong
     if cfg.distillation is not None:
-        assert batch.teacher_weights is not None, "a run with distillation has teachers"
+        assert isinstance(batch, TaughtBatch), "a run with distillation has teachers"
         # A teacher gives a gradient to samples whose outcome gives none.
         active = active & cfg.distillation.outcome
         advantages = np.where(active, advantages, 0.0)

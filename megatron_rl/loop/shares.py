@@ -29,6 +29,7 @@ from megatron_rl.types import (
     Share,
     Shares,
     StepBatch,
+    TaughtBatch,
     TokenNumbers,
     TokenRewards,
 )
@@ -86,7 +87,7 @@ def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBat
         return batch
     teachers = [teacher_of(config.teachers, group.prompt.columns) for group in rollouts.groups]
     of_groups = np.array([0.0 if number is None else config.teachers[number].weight for number in teachers])
-    return replace(batch, teacher_weights=of_groups[batch.group_of])
+    return TaughtBatch.of(batch, of_groups[batch.group_of])
 
 
 def with_columns(shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[Share]:
@@ -143,7 +144,7 @@ def _share(
         tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
         epochs=epochs,
-        teacher_weights=None if batch.teacher_weights is None else batch.teacher_weights[index],
+        teacher_weights=batch.teacher_weights[index] if isinstance(batch, TaughtBatch) else None,
     )
 
 

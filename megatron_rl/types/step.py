@@ -7,7 +7,7 @@ sample. A sample is a rollout, or a supervised row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,8 +134,6 @@ class StepBatch:
     """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
-    teacher_weights: np.ndarray | None = None
-    """float64 [S]: the weight of the sample's teacher; 0 if it has none. None without teachers."""
 
     @property
     def index_in_group(self) -> np.ndarray:
@@ -192,6 +190,18 @@ class StepBatch:
             is_cut=np.zeros(len(samples), bool),
             rewards=np.array([label for row in rows for label in row.labels], np.float64),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtBatch(StepBatch):
+    """The batch of a run with teachers."""
+
+    teacher_weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """float64 [S]: the weight of the sample's teacher; 0 if it has none."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, teacher_weights: np.ndarray) -> TaughtBatch:
+        return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)}, teacher_weights=teacher_weights)
 
 
 def numbers(values: Iterable[float | None]) -> np.ndarray:
@@ -259,7 +269,7 @@ class Share:
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
     teacher_weights: np.ndarray | None = None
-    """float64 [N]: see `StepBatch.teacher_weights`."""
+    """float64 [N]: see `TaughtBatch.teacher_weights`; None without teachers."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The numbers at the tokens of each sample that the step has computed already, by the name of the column, such as
     `value` of a critic: float32 [L] by `index`, or references to them."""
