@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.machine import num_cores, threads_of_ranks
-from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.planning.activations import attention_of, delta_rule_of, has_fused_layers, trains_fused
 from megatron_rl.planning.engine import step_tokens
@@ -71,11 +71,9 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     if isinstance(config, OfflineRunConfig):
         offline = config.offline
         table.add_row("rows of a step", f"{offline.rows_per_step}, of at most {offline.max_tokens} tokens")
-    if isinstance(config, DpoRunConfig):
-        reference = (
-            "with the model at the start as reference" if config.dpo.loss.has_reference else "no reference model"
-        )
-        table.add_row("loss", f"{config.dpo.loss.kind}, {reference}")
+        if loss := config.preferences:
+            reference = "with the model at the start as reference" if loss.has_reference else "no reference model"
+            table.add_row("loss", f"{loss.kind}, {reference}")
     if isinstance(config, SftRunConfig):
         trained = {"all": "all turns of the assistant", "last": "the last turn"}[config.sft.turns]
         table.add_row("trained in chats", f"{trained}, with the stop token (sft.turns)")

@@ -31,7 +31,7 @@ from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
-from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.shapes import planned_model
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.critic import faults_of_critic
@@ -100,7 +100,7 @@ def preflight(
 
     folder = config.model.path
     elsewhere = planning and not folder.exists()
-    shape: ModelShape | None = attempt(lambda: planned_shape(config).base.served if planning else read_shape(folder))
+    shape: ModelShape | None = attempt(lambda: planned_model(config) if planning else read_shape(folder))
     splits = tokenizer = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
@@ -160,7 +160,8 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     Raises:
         ValueError: trainer or engine cannot split the model as configured.
     """
-    if shape.value_head:
+    loss = config.preferences if isinstance(config, OfflineRunConfig) else None
+    if shape.value_head and not (loss and loss.has_head):
         raise ValueError(
             f"model.path: {config.model.path} ends with one number in place of logits, as reward models and critics "
             "do, so it writes no text; give the folder of a model that does"

@@ -15,13 +15,14 @@ from jinja2 import TemplateError
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
-from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstration_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of
 from megatron_rl.data.prompts import check_columns, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, counted
+from megatron_rl.data.scored_texts import scored_text
 from megatron_rl.data.supervised import check_length as check_demonstration
 from megatron_rl.data.supervised import ids_of
 from megatron_rl.data.template_coverage import require_turns
@@ -98,6 +99,16 @@ class _Lengths:
             return None
         return len(ids_of(demonstration, self._tokenizer.ids, 0)[0])
 
+    def of_scored(self, row: Row, bound: int) -> int | None:
+        """The same of a reward model's row."""
+        try:
+            text = scored_text(row, self._render, "")
+        except Unrendered:
+            return None
+        if self._tokenizer is None or len(text.encode()) < bound:
+            return None
+        return len(self._tokenizer.ids(text))
+
     def _render(self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, arguments: Row) -> str:
         self.without_template |= self._no_template
         text = self._template.render(turns, add_generation_prompt, arguments) if self._template else None
@@ -151,8 +162,12 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
 
         def check_row(row: Row) -> None:
-            for answer, _ in answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]:
-                length = lengths.of_demonstration(answer, turns, offline.max_tokens)
+            loss = config.preferences
+            for answer, _ in answers_of(row, loss) if loss else [(row, 0.0)]:
+                if loss and loss.has_head:
+                    length = lengths.of_scored(answer, offline.max_tokens)
+                else:
+                    length = lengths.of_demonstration(answer, turns, offline.max_tokens)
                 if length is not None:
                     check_demonstration(length, offline.max_tokens, config.section)
 
@@ -235,7 +250,7 @@ def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:
     saved = find_checkpoints(config.run_folder / "checkpoints")
     if not isinstance(config, OfflineRunConfig) or resume is None or not saved:
         return
-    if isinstance(config, DpoRunConfig) and not config.dpo.loss.has_pairs:  # a pair may be two rows
+    if config.preferences and not config.preferences.has_pairs:  # a pair may be two rows
         return
     rows, folder = config.offline.rows, saved[max(saved) if resume == "auto" else resume]
     if not isinstance(rows, Path) or not rows.exists():  # names of the hub may have to be downloaded first

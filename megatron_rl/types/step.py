@@ -84,7 +84,7 @@ class TrainingRow:
     """One for each sample: 1 if it is liked, -1 if it is not, and 0 otherwise."""
     logp_reference: tuple[float, ...] = ()
     """The log-prob of all actions of each sample together under the reference model, for preferences; 0 if the loss has
-    no reference. Empty for supervised rows."""
+    no reference; for reward models the margin of the pair. Empty for supervised rows."""
 
     @property
     def names(self) -> list[str]:
