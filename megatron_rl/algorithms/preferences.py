@@ -1,7 +1,8 @@
 """The losses of preferences (config/preferences.py), as functions of one number for each answer.
 
 The number is the log-prob of all tokens of an answer, or its mean over them, minus the same of the reference model if
-the loss has one; of a reward model it is the score. All losses are functions of the numbers of two answers; KTO's second one is z.
+the loss has one; of a reward model it is the score. All losses are functions of the numbers of two answers; KTO's
+second one is z.
 
 Shape letter: S answers.
 """

@@ -25,7 +25,7 @@ from megatron_rl.config.schema import BaseConfig
 POOL_LABEL = "pool"
 """The label of a Ray node that names its pool, as in `ray start --labels pool=train`."""
 
-ROLES = ("trainer", "critic", "engine", "verifier")
+ROLES = ("trainer", "critic", "engine", "verifier", "reward_model")
 """What a run consists of."""
 
 log = logging.getLogger(__name__)

@@ -155,7 +155,11 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         stage=config.rollout.parallel.tensor,
     )
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
-    return (*trainers, engine, verifier)
+    if not (num_models := len(config.scored_by_model)):
+        return (*trainers, engine, verifier)
+    advice, pool = "lower cluster.gpus_per_reward_model", cluster.pools.get("reward_model")
+    model = Demand("reward_model", num_models, 1, 1, 0, cluster.reward_model_gpus, advice=advice, pool=pool)
+    return (*trainers, engine, verifier, model)
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:

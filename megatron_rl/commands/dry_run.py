@@ -30,6 +30,7 @@ from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
 COLUMNS = {"trainer": "trainer ranks", "critic": "critic ranks", "engine": "engines", "verifier": "verifier"}
+COLUMNS["reward_model"] = "reward models"
 """The title of each role's column in the table of nodes."""
 
 
@@ -225,6 +226,8 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
         title.append(f"with the rates of {config.cluster.calibration}")
     if config.critic:
         title.append("the critic's work is not counted")
+    if config.scored_by_model:
+        title.append("the reward models' GPUs are not counted")
     table = Table(title="; ".join(title), title_justify="left")
     for column in ("", *steps):
         table.add_column(column, justify="right" if column else "left")

@@ -32,6 +32,7 @@ from megatron_rl.config.rewards import (
     ExactAnswerReward,
     GroundTruthReward,
     RewardConfig,
+    RewardModelReward,
 )
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
@@ -61,7 +62,7 @@ class OfflineConfig(Section):
             has_none = f"but {key}.eval gives no held-out rows; give them, or remove it"
             yield f"{key}.eval_every is {self.eval_every}, {has_none}"
         if run.policy.routing_replay:
-            yield f"policy.routing_replay replays the choices of engines, and `megatron-rl {command}` has none; remove it"
+            yield f"policy.routing_replay: `megatron-rl {command}` has no engines, whose choices it replays; remove it"
         if run.cluster.colocate:
             yield f"cluster.colocate: `megatron-rl {command}` has no engines; remove it"
         if run.balance.oversize == "refuse" and cap < self.max_tokens:
@@ -277,6 +278,11 @@ class GrpoRunConfig(BaseConfig):
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
     """The reward functions. An answer's reward is the sum of their scores, each multiplied by its weight."""
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def scored_by_model(self) -> list[int]:
+        """The indices of the rewards that have a process of their own: reward models with a folder."""
+        return [i for i, one in enumerate(self.rewards) if isinstance(one, RewardModelReward) and one.path is not None]
 
     @property
     def deciding_rewards(self) -> list[int]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_rl.data.encode import encodable, plain_ids, rendered
 from megatron_rl.data.forms import Reading, recognise
-from megatron_rl.data.rows import BadRow, LongRow, Row, text_of, turns_of
+from megatron_rl.data.rows import BadRow, LongRow, Row, turns_of
 from megatron_rl.data.template_coverage import Turn
 from megatron_rl.types import Tokens
 
@@ -28,7 +28,8 @@ READING = Reading(is_supervised=True)
 
 
 def scored_text(row: Row, render: Callable[[Sequence[Turn], bool, Row], str], end: str) -> str:
-    """The text of a row with `prompt` and `completion`, each as text or as chat turns.
+    """The text of a row with `prompt` and `completion`, each as text or as chat turns. An answer as text to a chat is
+    the assistant's turn; it may be empty.
 
     Args:
         render: writes turns, with a generation prompt or without, with arguments of the chat template.
@@ -37,11 +38,14 @@ def scored_text(row: Row, render: Callable[[Sequence[Turn], bool, Row], str], en
     Raises:
         BadRow: a column has a wrong value, or the template refuses the turns.
     """
-    question = recognise(row, READING)
+    question, answer = recognise(row, READING), row["completion"]
     if isinstance(question.messages, str):
-        text = question.messages + text_of(row, "completion")
+        if not isinstance(answer, str):
+            raise BadRow(f"`prompt` is a text, and the answer is not: {answer!r}")
+        text = question.messages + answer
         return text if text.endswith(end) else text + end
-    return render([*question.messages, *turns_of(row, "completion")], False, question.template)
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else turns_of(row, "completion")
+    return render([*question.messages, *turns], False, question.template)
 
 
 def scored_ids(tokenizer: PreTrainedTokenizerBase, row: Row, padding: int | None) -> list[int]:
@@ -49,6 +53,10 @@ def scored_ids(tokenizer: PreTrainedTokenizerBase, row: Row, padding: int | None
 
     Args:
         padding: the reward model's padding token (`padding_id`); None if it has none.
+
+    Raises:
+        BadRow: see `scored_text`.
+        ValueError: chat turns, and the tokenizer has no chat template.
     """
 
     def render(turns: Sequence[Turn], add_generation_prompt: bool, arguments: Row) -> str:

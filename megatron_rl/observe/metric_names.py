@@ -83,7 +83,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "eval/recall@{k}": "the share of the right items that are among the first k (`rollout.beams`)",
         "eval/num_samples": "held-out answers",
         "eval/abstained": "held-out answers without a score",
-        "eval/loss": "the mean loss of a trained token of `sft.eval`, in nats, or of a row of `dpo.eval` or `reward_model.eval`",
+        "eval/loss": "the mean loss of a trained token of `sft.eval`, in nats, or of a held-out row of preferences",
         "eval/tokens": "the number of trained tokens of `sft.eval`",
         "eval/response_mean": "the mean length of a held-out answer, in tokens",
         "eval/dataset/{dataset}/reward_mean": "the same of the rows of one data set, if there are several",
@@ -91,7 +91,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "Preferences": {
         "preference/accuracy": "the share of pairs whose chosen answer is ahead; for KTO of answers on their side of z",
-        "preference/margin": "the mean lead of the chosen answer, by what the loss compares: log-probs, or a reward model's scores",
+        "preference/margin": "the mean lead of the chosen answer, in what the loss compares: log-probs or scores",
         "preference/chosen": "the mean of these numbers of chosen answers",
         "preference/rejected": "the mean of rejected answers",
         "preference/kl": "z of KTO: the estimate of the KL from the reference model, in nats",

@@ -7,7 +7,7 @@ allocator are left out, because `cluster.gpu_memory_gb` leaves room for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.policy import ParallelConfig
@@ -17,6 +17,7 @@ from megatron_rl.planning.engine import EngineMemory, engine_memory, gpu_bytes
 from megatron_rl.planning.gpu import PHASES, GpuMemory, always
 from megatron_rl.planning.nodes import NodeMemory, node_memory
 from megatron_rl.planning.parameters import BYTES, stage_parameters
+from megatron_rl.planning.reward_models import reward_model_memory
 from megatron_rl.planning.shapes import planned_critic_shape
 from megatron_rl.planning.trainer import sharing, trainer_memory
 from megatron_rl.planning.transfer import BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
@@ -44,6 +45,8 @@ class RunMemory:
     """What the ranks keep in the memory of their nodes."""
     critic: GpuMemory | None = None
     """None if there is no critic. It has the memory that a trainer rank has."""
+    scoring: tuple[Sequence[GpuMemory], float] = ((), 0.0)
+    """The reward models on GPUs, and the bytes of memory that each has."""
 
     @property
     def on_gpus(self) -> bool:
@@ -57,12 +60,14 @@ class RunMemory:
     def _limited(self) -> list[tuple[GpuMemory, float]]:
         """The fullest GPU of each kind, and the memory that it has."""
         trainers = [(one, self.trainer_limit) for one in (self.trainer, self.critic) if one is not None]
+        models, limit = self.scoring
+        scoring = [(one, limit) for one in models]
         if self.engine is None:
-            return trainers
+            return trainers + scoring
         if self.is_shared:
             sides = [one for one, _ in trainers]
-            return [(GpuMemory.together(*sides, self.engine.gpu), self.trainer_limit)]
-        return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages)]
+            return [(GpuMemory.together(*sides, self.engine.gpu), self.trainer_limit), *scoring]
+        return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages), *scoring]
 
     @property
     def problems(self) -> list[str]:
@@ -102,6 +107,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     cluster, parallel, model = config.cluster, config.policy.parallel, config.model
     on_gpus = cluster.gpus_per_trainer > 0
     communicators, engine, critic, reference = BridgeBytes(), None, None, 0.0
+    scoring: list[GpuMemory] = []
     if isinstance(config, GrpoRunConfig):
         plan = planned_transfer(config, shape, parallel.mesh)
         if on_gpus:
@@ -112,6 +118,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         if config.algorithm.kl is not None and shape.adapters is None:  # with adapters the base is the reference
             held = stage_parameters(shape.served, parallel.mesh, trains_fused(config, shape, parallel.context))
             reference = float(max(one.total for one in held) * BYTES[model.dtype])
+        scoring = reward_model_memory(config)
         if config.critic is not None:
             critic = _critic_memory(config)
             critic = sharing(critic, "critic") if cluster.colocate else critic
@@ -142,6 +149,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         fused=trains_fused(config, shape, parallel.context),
         nodes=node_memory(config, {role: gpu.host for role, gpu in gpus.items() if gpu}),
         critic=critic,
+        scoring=(scoring, gpu_bytes(config) * cluster.reward_model_gpus),
     )
 
 
