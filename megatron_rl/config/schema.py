@@ -62,7 +62,8 @@ class OfflineConfig(Section):
             has_none = f"but {key}.eval gives no held-out rows; give them, or remove it"
             yield f"{key}.eval_every is {self.eval_every}, {has_none}"
         if run.policy.routing_replay:
-            yield f"policy.routing_replay: `megatron-rl {command}` has no engines, whose choices it replays; remove it"
+            has_none = f"and `megatron-rl {command}` has none; remove it"
+            yield f"policy.routing_replay replays the choices of engines, {has_none}"
         if run.cluster.colocate:
             yield f"cluster.colocate: `megatron-rl {command}` has no engines; remove it"
         if run.balance.oversize == "refuse" and cap < self.max_tokens:
