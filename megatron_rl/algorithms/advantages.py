@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rl.algorithms.outcomes import (
+    a2po,
     gdpo,
     gpg,
     group_statistics,
@@ -31,6 +32,7 @@ from megatron_rl.algorithms.outcomes import (
 from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards, summed_rewards
 from megatron_rl.algorithms.two_stage import two_stage
 from megatron_rl.config.advantages import (
+    A2poAdvantage,
     FunctionAdvantage,
     GaeAdvantage,
     GdpoAdvantage,
@@ -60,6 +62,7 @@ ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
         s.rewards, s.group_of, s.num_actions
     ),
     RemaxAdvantage: lambda section, s, cfg: remax(s.rewards, s.greedy_rewards),
+    A2poAdvantage: lambda section, s, cfg: a2po(s.rewards, s.pass_rates, section.beta),
     OpoAdvantage: lambda section, s, cfg: opo(s.rewards, s.group_of, s.num_actions),
     GpgAdvantage: lambda section, s, cfg: gpg(s.rewards, s.group_of, cfg.drop_zero_signal),
     MaxRlAdvantage: lambda section, s, cfg: max_rl(s.rewards, s.group_of),
@@ -81,6 +84,7 @@ tokens. Its other part is in `token_advantages.ESTIMATORS`."""
 
 SCORE_FIELDS = {
     "greedy_reward": ("greedy_rewards",),
+    "pass_rate": ("pass_rates",),
     "reward_parts": ("reward_parts", "reward_weights"),
     "token_rewards": ("token_rewards",),
     "thoughts": ("thought_of", "num_item_tokens"),
@@ -191,6 +195,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         rewards=_means(batch.rewards, first),
         reward_parts=None if parts is None else _means(parts, first),
         greedy_rewards=None if greedy is None else greedy[first],
+        pass_rates=None if batch.pass_rates is None else batch.pass_rates[first],
         answer_of=None,
     )
 

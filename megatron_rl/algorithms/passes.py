@@ -75,7 +75,9 @@ class Needs:
                 logp_old=selects or normalises,
             ),
             loss=_columns(
-                entropy=True, logp_ref=cfg.kl is not None and not cfg.kl_in_reward, logp_old=not cfg.is_around_engine
+                entropy=True,
+                logp_ref=cfg.loss.needs_reference or (cfg.kl is not None and not cfg.kl_in_reward),
+                logp_old=not cfg.is_around_engine,
             ),
         )
 

@@ -168,7 +168,8 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none."""
     kl: KlConfig | None = None
-    """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept."""
+    """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept,
+    unless the loss compares with it (`a2po`)."""
     entropy: EntropyConfig | None = None
     """The entropy bonus; null means none."""
     top_entropy_share: Share = 1.0

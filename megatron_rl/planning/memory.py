@@ -115,7 +115,8 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         if cluster.gpus_per_engine_rank > 0:
             engine = engine_memory(config, shape, plan, communicators.engine)
             engine = engine.sharing() if cluster.colocate else engine
-        if config.algorithm.kl is not None and shape.adapters is None:  # with adapters the base is the reference
+        compares = config.algorithm.kl is not None or config.algorithm.loss.needs_reference
+        if compares and shape.adapters is None:  # with adapters the base is the reference
             held = stage_parameters(shape.served, parallel.mesh, trains_fused(config, shape, parallel.context))
             reference = float(max(one.total for one in held) * BYTES[model.dtype])
         scoring = reward_model_memory(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -211,7 +212,9 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
                 check_length(length, longest)
 
         def check_source(source: RowSource) -> list[str]:
-            check = partial(check_prompt, reading=source.reading)
+            needs = config.algorithm.adv_estimator.needs
+            is_rated = source.reading.rated or (source is not heldout and "pass_rate" in needs)
+            check = partial(check_prompt, reading=replace(source.reading, rated=is_rated))
             return _file(source.key, source.path, check, data.on_bad_row, seconds, tell)
 
         for source in sources:

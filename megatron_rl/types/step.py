@@ -126,6 +126,8 @@ class StepBatch:
     """float64 [K]: the weights of the reward functions in `rewards`."""
     greedy_rewards: np.ndarray | None = None
     """float64 [S]: the reward of the greedy answer to the sample's prompt; NaN where every reward abstained on it."""
+    pass_rates: np.ndarray | None = None
+    """float64 [S]: the column `pass_rate` of the sample's row; None if a row has none."""
     token_rewards: TokenRewards | None = None
     """The rewards at single tokens, besides `rewards`."""
     answer_of: np.ndarray | None = None
@@ -164,6 +166,7 @@ class StepBatch:
             reward_parts=np.array([numbers(verdict.parts) for verdict in verdicts]),
             reward_weights=reward_weights,
             greedy_rewards=greedy_rewards,
+            pass_rates=_pass_rates(groups, sizes),
             token_rewards=TokenRewards(
                 np.array([i for i, _ in given], np.int64),
                 np.array([reward.position for _, reward in given], np.int64),
@@ -190,6 +193,13 @@ class StepBatch:
             is_cut=np.zeros(len(samples), bool),
             rewards=np.array([label for row in rows for label in row.labels], np.float64),
         )
+
+
+def _pass_rates(groups: Sequence[Group], sizes: Sequence[int]) -> np.ndarray | None:
+    rates = [group.prompt.columns.get("pass_rate") for group in groups]
+    if not all(isinstance(rate, int | float) for rate in rates):
+        return None
+    return np.repeat(np.array(rates, np.float64), sizes)
 
 
 def numbers(values: Iterable[float | None]) -> np.ndarray:
