@@ -52,7 +52,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.section import Method
-from megatron_rl.types import Credit, Metrics, StepBatch, TokenRewards
+from megatron_rl.types import Credit, Metrics, RatedBatch, StepBatch, TokenRewards
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
@@ -187,6 +187,8 @@ def of_answers(batch: StepBatch) -> StepBatch:
         return batch
     first = np.flatnonzero(np.diff(answer_of, prepend=-1))
     parts, greedy = batch.reward_parts, batch.greedy_rewards
+    rated = isinstance(batch, RatedBatch) and batch.pass_rates is not None
+    rates = {"pass_rates": batch.pass_rates[first]} if rated else {}
     return replace(
         batch,
         names=[batch.names[i] for i in first],
@@ -195,7 +197,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         rewards=_means(batch.rewards, first),
         reward_parts=None if parts is None else _means(parts, first),
         greedy_rewards=None if greedy is None else greedy[first],
-        pass_rates=None if batch.pass_rates is None else batch.pass_rates[first],
+        **rates,
         answer_of=None,
     )
 
@@ -233,7 +235,7 @@ def _by_function(path: str, batch: StepBatch) -> np.ndarray:
 def _require_inputs(batch: StepBatch, cfg: AlgorithmConfig) -> None:
     estimator = cfg.adv_estimator
     for need in sorted(estimator.needs & SCORE_FIELDS.keys()):
-        missing = [name for name in SCORE_FIELDS[need] if getattr(batch, name) is None]
+        missing = [name for name in SCORE_FIELDS[need] if getattr(batch, name, None) is None]
         if missing:
             raise ValueError(
                 f"adv_estimator {estimator.kind} needs {need}, but there are no {' and no '.join(missing)}, "

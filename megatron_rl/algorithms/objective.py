@@ -205,8 +205,7 @@ class PolicyObjective:
         given = {"logp": logp_T, "logp_rollout": columns.logp_rollout_T, "advantage": columns.advantage_T}
         if not self._around_engine:
             given["logp_old"] = anchor_T
-        if "logp_ref" in self.needs.loss:
-            assert columns.logp_ref_T is not None
+        if columns.logp_ref_T is not None and "logp_ref" in self.needs.loss:
             given["logp_ref"] = columns.logp_ref_T
         if cfg.entropy or cfg.top_entropy_share < 1:
             assert entropy_T is not None  # `needs.loss` asks for it

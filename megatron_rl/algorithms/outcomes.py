@@ -244,8 +244,13 @@ def a2po(rewards: np.ndarray, pass_rates: np.ndarray, beta: float) -> np.ndarray
         rewards: float64 [S]; where it is NaN, the advantage is 0.
         pass_rates: float64 [S], the share of these answers that are right, from 0 to 1.
 
+    Raises:
+        ValueError: a row has no such share.
+
     Example: with beta 0.5 and a half of the answers right, V is 0.5 log((e^2 + 1) / 2) = 0.717.
     """
+    if not ((pass_rates >= 0) & (pass_rates <= 1)).all():
+        raise ValueError("a row has no `pass_rate` from 0 to 1, which adv_estimator a2po needs in each")
     # log(p e^x + 1 - p) = x + log(p + (1 - p) e^-x), in which nothing overflows; p may be 0.
     terms = np.stack([1 / beta + np.log(np.maximum(pass_rates, 1e-300)), np.log(np.maximum(1 - pass_rates, 1e-300))])
     values = beta * np.logaddexp(*terms)

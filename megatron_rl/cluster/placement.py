@@ -155,11 +155,9 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         stage=config.rollout.parallel.tensor,
     )
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
-    if not (num_models := len(config.scored_by_model)):
-        return (*trainers, engine, verifier)
-    advice, pool = "lower cluster.gpus_per_reward_model", cluster.pools.get("reward_model")
-    model = Demand("reward_model", num_models, 1, 1, 0, cluster.reward_model_gpus, advice=advice, pool=pool)
-    return (*trainers, engine, verifier, model)
+    num, gpus, pool = len(config.scored_by_model), cluster.reward_model_gpus, cluster.pools.get("reward_model")
+    model = Demand("reward_model", num, 1, 1, 0, gpus, "lower cluster.gpus_per_reward_model", pool)
+    return (*trainers, engine, verifier, *([model] if num else []))
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:

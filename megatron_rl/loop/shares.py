@@ -24,6 +24,7 @@ from megatron_rl.types import (
     MicrobatchPlan,
     Minibatches,
     ModelShape,
+    RatedBatch,
     Rollouts,
     Share,
     Shares,
@@ -80,7 +81,9 @@ def plan_step(config: GrpoRunConfig, shape: ModelShape, batch: StepBatch) -> tup
 def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBatch:
     """The batch of a step."""
     weights = np.array([reward.weight for reward in config.rewards])
-    return StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
+    batch = StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
+    is_rated = "pass_rate" in config.algorithm.adv_estimator.needs
+    return RatedBatch.of(batch, rollouts.groups) if is_rated else batch
 
 
 def with_columns(shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[Share]:

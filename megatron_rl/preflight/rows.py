@@ -160,21 +160,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     lengths = _Lengths(tokenizer)
     faults: list[str] = []
     if isinstance(config, OfflineRunConfig):
-        offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
-
-        def check_row(row: Row) -> None:
-            loss = config.preferences
-            for answer, _ in answers_of(row, loss) if loss else [(row, 0.0)]:
-                if loss and loss.has_head:
-                    length = lengths.of_scored(answer, offline.max_tokens)
-                else:
-                    length = lengths.of_demonstration(answer, turns, offline.max_tokens)
-                if length is not None:
-                    check_demonstration(length, offline.max_tokens, config.section)
-
-        given = {key: source for key, source in _sources(config).items() if source is not None}
-        for key, of_rows in given.items():
-            faults += _file(key, of_rows, check_row, offline.on_bad_row, ROWS_S / len(given), tell)
+        faults += _faults_of_offline_rows(config, lengths, tell)
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
         longest, data, environment = config.rollout.max_prompt_tokens, config.data, config.rollout.environment
@@ -241,6 +227,28 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     elif lengths.unknown and tokenizer:
         tell("the lengths of chats in tokens are not checked: the template can be rendered by transformers alone")
     return faults
+
+
+def _faults_of_offline_rows(config: OfflineRunConfig, lengths: _Lengths, tell: Tell) -> list[str]:
+    offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
+    loss = config.preferences
+
+    def check_row(row: Row) -> None:
+        for answer, _ in answers_of(row, loss) if loss else [(row, 0.0)]:
+            if loss and loss.has_head:
+                length = lengths.of_scored(answer, offline.max_tokens)
+            else:
+                length = lengths.of_demonstration(answer, turns, offline.max_tokens)
+            if length is not None:
+                check_demonstration(length, offline.max_tokens, config.section)
+
+    given = {key: source for key, source in _sources(config).items() if source is not None}
+    seconds = ROWS_S / len(given)
+    return [
+        fault
+        for key, of_rows in given.items()
+        for fault in _file(key, of_rows, check_row, offline.on_bad_row, seconds, tell)
+    ]
 
 
 def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:

@@ -7,7 +7,7 @@ sample. A sample is a rollout, or a supervised row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,8 +126,6 @@ class StepBatch:
     """float64 [K]: the weights of the reward functions in `rewards`."""
     greedy_rewards: np.ndarray | None = None
     """float64 [S]: the reward of the greedy answer to the sample's prompt; NaN where every reward abstained on it."""
-    pass_rates: np.ndarray | None = None
-    """float64 [S]: the column `pass_rate` of the sample's row; None if a row has none."""
     token_rewards: TokenRewards | None = None
     """The rewards at single tokens, besides `rewards`."""
     answer_of: np.ndarray | None = None
@@ -166,7 +164,6 @@ class StepBatch:
             reward_parts=np.array([numbers(verdict.parts) for verdict in verdicts]),
             reward_weights=reward_weights,
             greedy_rewards=greedy_rewards,
-            pass_rates=_pass_rates(groups, sizes),
             token_rewards=TokenRewards(
                 np.array([i for i, _ in given], np.int64),
                 np.array([reward.position for _, reward in given], np.int64),
@@ -195,11 +192,19 @@ class StepBatch:
         )
 
 
-def _pass_rates(groups: Sequence[Group], sizes: Sequence[int]) -> np.ndarray | None:
-    rates = [group.prompt.columns.get("pass_rate") for group in groups]
-    if not all(isinstance(rate, int | float) for rate in rates):
-        return None
-    return np.repeat(np.array(rates, np.float64), sizes)
+@dataclass(frozen=True, slots=True)
+class RatedBatch(StepBatch):
+    """A batch for an estimator that needs pass rates."""
+
+    pass_rates: np.ndarray | None = None
+    """float64 [S]: the column `pass_rate` of the sample's row."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, groups: Sequence[Group]) -> RatedBatch:
+        """The batch with the pass rates of its groups' rows; NaN where a row has none."""
+        rates = numbers(group.prompt.columns.get("pass_rate") for group in groups)
+        given = {one.name: getattr(batch, one.name) for one in fields(batch)}
+        return cls(**given, pass_rates=rates[batch.group_of])
 
 
 def numbers(values: Iterable[float | None]) -> np.ndarray:

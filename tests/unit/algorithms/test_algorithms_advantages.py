@@ -45,7 +45,7 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import StepBatch, TokenRewards
+from megatron_rl.types import RatedBatch, StepBatch, TokenRewards
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
@@ -198,6 +198,8 @@ def test_a2po_subtracts_the_log_mean_exp_of_rewards_of_the_reference():
     rates, rewards = np.array([np.mean(one) for one in drawn] + [0.5]), np.array([1.0, 0, 1, NAN])
     assert a2po(rewards, rates, beta) == pytest.approx([1 - values[0], -values[1], 1 - values[2], 0], abs=1e-12)
     assert a2po(rewards, rates, 1e-3)[0] == pytest.approx(1e-3 * math.log(2)), "no overflow"
+    with pytest.raises(ValueError, match="no `pass_rate` from 0 to 1"):
+        a2po(rewards, np.array([0.5, 0.5, NAN, 0.5]), beta)
 
 
 def test_golden_remax():
@@ -520,10 +522,11 @@ def test_the_registry_gives_each_estimator_its_fields(estimator, function):
         [3.0, None, 1.0],
         num_actions=np.array([1, 4, 2, 5, 1, 3]),
         greedy_rewards=np.array([0.5, 0.5, 0.5, 2, 2, 2]),
-        pass_rates=np.array([0.25, 0.25, 0.25, 0.75, 0.75, 0.75]),
         reward_parts=np.array([[1.0, 0], [0, 9], [2, 4], [3, 1], [NAN, NAN], [1, 8]]),
         reward_weights=np.array([1.0, 0.5]),
     )
+    fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
+    scores = RatedBatch(**fields, pass_rates=np.repeat([0.25, 0.75], 3))
     credit, _ = estimate_advantages(scores, AlgorithmConfig(adv_estimator=estimator))
     assert credit.advantages.tolist() == function(scores).tolist() and np.count_nonzero(credit.advantages)
 
