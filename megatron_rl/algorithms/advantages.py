@@ -187,8 +187,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         return batch
     first = np.flatnonzero(np.diff(answer_of, prepend=-1))
     parts, greedy = batch.reward_parts, batch.greedy_rewards
-    rated = isinstance(batch, RatedBatch) and batch.pass_rates is not None
-    rates = {"pass_rates": batch.pass_rates[first]} if rated else {}
+    rates = batch.pass_rates if isinstance(batch, RatedBatch) else None
     return replace(
         batch,
         names=[batch.names[i] for i in first],
@@ -197,7 +196,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         rewards=_means(batch.rewards, first),
         reward_parts=None if parts is None else _means(parts, first),
         greedy_rewards=None if greedy is None else greedy[first],
-        **rates,
+        **({} if rates is None else {"pass_rates": rates[first]}),
         answer_of=None,
     )
 

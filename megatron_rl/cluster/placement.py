@@ -213,8 +213,8 @@ def place_again(placement: Placement, role: str, index: int, alive: Sequence[Nod
     if any(demand.beside == role or (demand.beside and demand.role == role) for demand in placement.demands):
         lost = dict.fromkeys(rank.node.name for rank in placement.groups[role][index] if rank.node.id not in ids)
         raise ValueError(
-            f"the node {', '.join(lost)} is gone, where trainers and engines shared GPUs; start the run again with --resume auto, "
-            "so that both get new places"
+            f"the node {', '.join(lost)} is gone, where trainers and engines shared GPUs; start the run again with "
+            "--resume auto, so that both get new places"
         )
     free = {node.id: _Free(node) for node in nodes}
     for other, groups in placement.groups.items():
