@@ -22,7 +22,7 @@ from megatron_rl.actor import fp8_weights, platform
 from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.credit import require_finite_rewards
 from megatron_rl.actor.mamba import write_negated_exp
-from megatron_rl.actor.packing import by_sample
+from megatron_rl.actor.packing import at_ends, by_sample
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.teacher import FrozenTeacher
 from megatron_rl.actor.trainer import MegatronTrainer
@@ -48,13 +48,13 @@ class MegatronActor(MegatronTrainer):
 
     def score(self, share: Share) -> dict[int, float]:
         """The log-prob of all actions of each sample together, in nats, under the present weights at temperature 1, for
-        every sampling temperature.
+        every sampling temperature. With a value head it is the value at the sample's last token.
 
         Args:
             share: see `take`, which must follow before the next update. It has one mini-batch.
 
         Returns:
-            The log-probs of this replica's samples, by their indices in the batch. Only the rank that reports the
+            The numbers of this replica's samples, by their indices in the batch. Only the rank that reports the
             replica's metrics has them; on others it is empty.
 
         Raises:
@@ -64,6 +64,9 @@ class MegatronActor(MegatronTrainer):
         passes = self._forward(list(self.rows), temperature=1.0)
         found: dict[int, float] = {}
         for batch, one in zip(self.rows, passes, strict=True) if self.reports_metrics else ():
+            if self.spec.shape.value_head:
+                found |= at_ends(batch, one.logp_T)
+                continue
             found |= {index: float(logp.sum(dtype=np.float64)) for index, logp in by_sample(batch, one.logp_T).items()}
         return found
 

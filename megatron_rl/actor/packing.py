@@ -224,6 +224,12 @@ def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
     }
 
 
+def at_ends(batch: Microbatch, x_T: Tensor) -> dict[int, float]:
+    """The entry of a column at the last token of each sample, by the sample's index in the step."""
+    values_T = x_T.detach().double().cpu()
+    return {index: float(values_T[own.stop]) for index, _, own in _predicting(batch)}
+
+
 def column_of(batch: Microbatch, numbers: Mapping[int, np.ndarray]) -> Tensor:
     """The inverse of `by_sample`: a column with these numbers, on the device of the micro-batch; 0 at other tokens. A
     shared prompt has the numbers of the sample that holds it."""

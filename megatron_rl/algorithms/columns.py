@@ -56,7 +56,8 @@ class ComparedColumns(PackedColumns):
     """The columns of answers that a loss of preferences compares (preference_objective.py)."""
 
     logp_reference_T: Tensor | None = None
-    """float64: the log-prob of all actions of the sample together under the reference model; 0 without a reference."""
+    """float64: the log-prob of all actions of the sample together under the reference model; 0 without a reference,
+    and the pair's margin for a reward model."""
     partner_T: Tensor | None = None
     """float64: what the sample's own number is compared with; None before `Objective.prepare`."""
 

@@ -202,8 +202,7 @@ class PolicyObjective:
         given = {"logp": logp_T, "logp_rollout": columns.logp_rollout_T, "advantage": columns.advantage_T}
         if not self._around_engine:
             given["logp_old"] = anchor_T
-        if self._kl:
-            assert columns.logp_ref_T is not None  # `needs.loss` asks for it
+        if columns.logp_ref_T is not None and "logp_ref" in self.needs.loss:
             given["logp_ref"] = columns.logp_ref_T
         if cfg.entropy or cfg.top_entropy_share < 1:
             assert entropy_T is not None  # `needs.loss` asks for it
@@ -228,6 +227,7 @@ class PolicyObjective:
             logp_rollout_T=actions(columns.logp_rollout_T),
             lag_T=columns.lag_T,
             selected_T=columns.selected_T,
+            logp_ref_T=actions(given["logp_ref"]) if cfg.loss.needs_reference else None,
         )
         loss_T, of_loss = self._token_loss(terms)
         kept_T, factor_T, described = self._corrected(terms, columns)

@@ -82,7 +82,7 @@ class Needs:
             ),
             loss=_columns(
                 entropy=True,
-                logp_ref=cfg.kl is not None and not cfg.kl_in_reward,
+                logp_ref=cfg.loss.needs_reference or (cfg.kl is not None and not cfg.kl_in_reward),
                 logp_old=not cfg.is_around_engine,
                 logp_teacher=cfg.distillation is not None,
             ),

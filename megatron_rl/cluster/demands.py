@@ -67,7 +67,9 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         for number, teacher in served_teachers(config)
     ]
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
-    return (*trainers, engine, *teachers, verifier)
+    num, gpus, pool = len(config.scored_by_model), cluster.reward_model_gpus, cluster.pools.get("reward_model")
+    model = Demand("reward_model", num, 1, 1, 0, gpus, "lower cluster.gpus_per_reward_model", pool)
+    return (*trainers, engine, *teachers, verifier, *([model] if num else []))
 
 
 def role_of_teacher(number: int) -> str:

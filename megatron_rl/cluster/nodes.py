@@ -26,7 +26,7 @@ from megatron_rl.config.schema import BaseConfig
 POOL_LABEL = "pool"
 """The label of a Ray node that names its pool, as in `ray start --labels pool=train`."""
 
-ROLES = ("trainer", "critic", "engine", "teacher", "verifier")
+ROLES = ("trainer", "critic", "engine", "teacher", "verifier", "reward_model")
 """What a run consists of, each as the first word of the roles in its placement."""
 
 log = logging.getLogger(__name__)

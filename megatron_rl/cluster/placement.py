@@ -163,12 +163,10 @@ def place_again(placement: Placement, role: str, index: int, alive: Sequence[Nod
     if all(rank.node.id in ids for rank in placement.groups[role][index]):
         return placement
     if any(demand.beside == role or (demand.beside and demand.role == role) for demand in placement.demands):
-        lost = ", ".join(
-            dict.fromkeys(rank.node.name for rank in placement.groups[role][index] if rank.node.id not in ids)
-        )
+        lost = dict.fromkeys(rank.node.name for rank in placement.groups[role][index] if rank.node.id not in ids)
         raise ValueError(
-            f"the node {lost} is gone, where trainers and engines shared GPUs; start the run again with --resume auto, "
-            "so that both get new places"
+            f"the node {', '.join(lost)} is gone, where trainers and engines shared GPUs; start the run again with "
+            "--resume auto, so that both get new places"
         )
     free = {node.id: _Free(node) for node in nodes}
     for other, groups in placement.groups.items():

@@ -16,7 +16,7 @@ from rich.table import Table
 from megatron_rl.cluster.demands import demands_of
 from megatron_rl.cluster.placement import Placement, smallest_cluster
 from megatron_rl.config.machine import num_cores, threads_of_ranks
-from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.config.teachers import TeacherConfig, teacher_on_ranks
 from megatron_rl.models import FAMILIES
 from megatron_rl.planning.activations import attention_of, has_fused_layers, linear_attention_of, trains_fused
@@ -32,6 +32,7 @@ from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
 COLUMNS = {"trainer": "trainer ranks", "critic": "critic ranks", "engine": "engines", "verifier": "verifier"}
+COLUMNS["reward_model"] = "reward models"
 """The title of each role's column in the table of nodes."""
 
 
@@ -73,11 +74,9 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     if isinstance(config, OfflineRunConfig):
         offline = config.offline
         table.add_row("rows of a step", f"{offline.rows_per_step}, of at most {offline.max_tokens} tokens")
-    if isinstance(config, DpoRunConfig):
-        reference = (
-            "with the model at the start as reference" if config.dpo.loss.has_reference else "no reference model"
-        )
-        table.add_row("loss", f"{config.dpo.loss.kind}, {reference}")
+        if loss := config.preferences:
+            reference = "with the model at the start as reference" if loss.has_reference else "no reference model"
+            table.add_row("loss", f"{loss.kind}, {reference}")
     if isinstance(config, SftRunConfig):
         trained = {"all": "all turns of the assistant", "last": "the last turn"}[config.sft.turns]
         table.add_row("trained in chats", f"{trained}, with the stop token (sft.turns)")
@@ -249,6 +248,8 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
         title.append("the critic's work is not counted")
     if config.teachers:
         title.append("the work and the GPUs of teachers are not counted")
+    if config.scored_by_model:
+        title.append("the reward models' GPUs are not counted")
     table = Table(title="; ".join(title), title_justify="left")
     for column in ("", *steps):
         table.add_column(column, justify="right" if column else "left")

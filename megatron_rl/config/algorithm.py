@@ -169,7 +169,8 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none."""
     kl: KlConfig | None = None
-    """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept."""
+    """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept,
+    unless the loss compares with it (`a2po`)."""
     distillation: DistillationConfig | None = None
     """How the policy learns from `teachers`; null means that there are none."""
     entropy: EntropyConfig | None = None

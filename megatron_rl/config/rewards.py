@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -384,14 +385,24 @@ class JudgeReward(ServiceReward):
             ) from None
 
 
+_OF_SERVERS = ServiceReward.model_fields.keys() - Reward.model_fields.keys() - {"require_stop", "url"}
+
+
 class RewardModelReward(ServiceReward):
-    """A reward model, which vLLM serves as a classifier with one class, scores the question and the text after the
-    thought. The server renders both with the model's own chat template (`POST /classify` with `messages`). A question
-    that is plain text is sent as a turn of the user."""
+    """A reward model, which is a classifier with one class, scores the question and the text after the thought: in a
+    process of the run (`path`), or in vLLM's server (`url`), which renders both with the model's own chat template
+    (`POST /classify` with `messages`) and gets plain text as a turn of the user."""
 
     kind: Literal["reward_model"] = "reward_model"
-    url: Address
-    """The address of vLLM's server: `http://host:8000`, without `/v1`."""
+    path: Path | None = None
+    """The model's folder, as `megatron-rl reward-model` writes it: one that `AutoModelForSequenceClassification` of
+    transformers loads, with a tokenizer. A process of the run scores with it, in the folder's own data type, on
+    `cluster.gpus_per_reward_model` GPUs. Chats have the model's chat template; plain text is followed by the answer and
+    the end-of-sequence token, as in training."""
+    url: Address = ""
+    """The address of vLLM's server, in place of `path`: `http://host:8000`, without `/v1`."""
+    model: str = ""
+    """The server's name for the model."""
     unfinished_score: FiniteFloat
     """The score of an answer that a token budget cut, or that has no delimiter. It has no default, because models have
     different scales; give one that is below the model's scores of bad answers."""
@@ -399,6 +410,16 @@ class RewardModelReward(ServiceReward):
     """`none`: the score is the model's logit. `sigmoid`: 1 / (1 + exp(-logit))."""
     clamp: tuple[FiniteFloat, FiniteFloat] | None = None
     """The smallest and the largest score, after the activation; null leaves the scores as they are."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if (self.path is None) == (not self.url):
+            raise ValueError("give one of path, a folder that the run scores with, and url, a server's address")
+        if self.url and not self.model:
+            raise ValueError("model: give the server's name for the model")
+        if self.path and (wrong := sorted(self.model_fields_set & _OF_SERVERS)):
+            raise ValueError(f"{wrong[0]} is about a server, and path names a folder; remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_clamp(self) -> Self:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.config.schema import DpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.schema import OfflineRunConfig, SftRunConfig
 from megatron_rl.data.demonstrations import Demonstration, Template, TrainedTurns, demonstration_of
 from megatron_rl.data.encode import encodable, plain_ids, rendered
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.preferences import load_preferences
 from megatron_rl.data.rows import LongRow, OnBadRow, Row
-from megatron_rl.data.tokenizer import end_texts
+from megatron_rl.data.scored_texts import scored_reader
+from megatron_rl.data.tokenizer import end_texts, padding_id
 from megatron_rl.types import Tokens, TrainingRow
 
 if TYPE_CHECKING:
@@ -102,9 +103,11 @@ def load_training_rows(
     token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
     ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
     offline = config.offline
-    if isinstance(config, DpoRunConfig):
+    if loss := config.preferences:
         read = demonstration_reader(tokenizer, offline.max_tokens, ends, section=config.section)
-        return load_preferences(source, read, config.dpo.loss, offline.max_tokens, offline.on_bad_row)
+        if loss.has_head:
+            read = scored_reader(tokenizer, padding_id(config.model.path), offline.max_tokens)
+        return load_preferences(source, read, loss, offline.max_tokens, offline.on_bad_row)
     assert isinstance(config, SftRunConfig)
     rows, skipped = load_supervised(source, tokenizer, offline.max_tokens, offline.on_bad_row, ends, config.sft.turns)
     return [TrainingRow(uid, (tokens,), (0.0,)) for uid, tokens in rows], skipped

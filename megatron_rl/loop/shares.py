@@ -25,6 +25,7 @@ from megatron_rl.types import (
     MicrobatchPlan,
     Minibatches,
     ModelShape,
+    RatedBatch,
     Rollouts,
     Share,
     Shares,
@@ -83,11 +84,12 @@ def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBat
     """The batch of a step."""
     weights = np.array([reward.weight for reward in config.rewards])
     batch = StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
-    if not config.teachers:
-        return batch
-    teachers = [teacher_of(config.teachers, group.prompt.columns) for group in rollouts.groups]
-    of_groups = np.array([0.0 if number is None else config.teachers[number].weight for number in teachers])
-    return TaughtBatch.of(batch, of_groups[batch.group_of])
+    if config.teachers:
+        teachers = [teacher_of(config.teachers, group.prompt.columns) for group in rollouts.groups]
+        of_groups = np.array([0.0 if number is None else config.teachers[number].weight for number in teachers])
+        return TaughtBatch.of(batch, of_groups[batch.group_of])
+    is_rated = "pass_rate" in config.algorithm.adv_estimator.needs
+    return RatedBatch.of(batch, rollouts.groups) if is_rated else batch
 
 
 def with_columns(shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[Share]:

@@ -84,7 +84,7 @@ class TrainingRow:
     """One for each sample: 1 if it is liked, -1 if it is not, and 0 otherwise."""
     logp_reference: tuple[float, ...] = ()
     """The log-prob of all actions of each sample together under the reference model, for preferences; 0 if the loss has
-    no reference. Empty for supervised rows."""
+    no reference; for reward models the margin of the pair. Empty for supervised rows."""
 
     @property
     def names(self) -> list[str]:
@@ -202,6 +202,21 @@ class TaughtBatch(StepBatch):
     @classmethod
     def of(cls, batch: StepBatch, teacher_weights: np.ndarray) -> TaughtBatch:
         return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)}, teacher_weights=teacher_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class RatedBatch(StepBatch):
+    """A batch for an estimator that needs pass rates."""
+
+    pass_rates: np.ndarray | None = None
+    """float64 [S]: the column `pass_rate` of the sample's row."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, groups: Sequence[Group]) -> RatedBatch:
+        """The batch with the pass rates of its groups' rows; NaN where a row has none."""
+        rates = numbers(group.prompt.columns.get("pass_rate") for group in groups)
+        given = {one.name: getattr(batch, one.name) for one in fields(batch)}
+        return cls(**given, pass_rates=rates[batch.group_of])
 
 
 def numbers(values: Iterable[float | None]) -> np.ndarray:

@@ -43,6 +43,8 @@ class Terms:
     """int: the number of versions between the weights that sampled the token and the weights at the step's start."""
     selected_T: Tensor | None
     """bool: the tokens that Clip-Cov or KL-Cov has chosen; None for other losses."""
+    logp_ref_T: Tensor | None = None
+    """Log-probs under the reference policy; None unless the loss needs them."""
 
     @property
     def log_ratio_T(self) -> Tensor:
