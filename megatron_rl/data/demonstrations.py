@@ -21,7 +21,7 @@ from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import CALLS, BadRow, Row, Turns, text_of, turns_of
 from megatron_rl.data.template_coverage import TAG, THOUGHTS, Turn, has_thought, require_answer, require_turns
 
-TrainedTurns = Literal["all", "last"]
+TrainedTurns = Literal["all", "last", "whole"]
 READING = Reading(is_supervised=True)
 SWITCHES = ("enable_thinking", "thinking")
 """The arguments by which templates switch thoughts on and off."""
@@ -35,7 +35,7 @@ class Template(NamedTuple):
     ends: tuple[str, ...]
     """The texts of the stop tokens."""
     turns: TrainedTurns
-    """The turns of the assistant that are trained: `all` or `last`."""
+    """The turns of the assistant that are trained: `all` or `last`; or the `whole` row."""
 
 
 class Exchange(NamedTuple):
@@ -71,13 +71,16 @@ def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstratio
         completion = _ended(text_of(row, "completion"), template.ends)
         if not completion.strip():
             raise BadRow("`completion` is blank, so nothing would be trained; give it a text, or remove the row")
-        return Demonstration([Exchange(turns, completion)], False, completion.endswith(template.ends))
+        parts = Exchange("", turns + completion) if template.turns == "whole" else Exchange(turns, completion)
+        return Demonstration([parts], False, completion.endswith(template.ends))
     if question.form == "TRL":
         first = len(turns)
         turns += turns_of(row, "completion")
     if turns[-1]["role"] != "assistant":
         column = "completion" if first else "messages"
         raise BadRow(f"`{column}` must end with a turn of the role assistant, not {turns[-1]['role']}")
+    if template.turns == "whole":
+        return Demonstration([Exchange("", template.render(turns, False, question.template))], True, True)
     return _Chat(turns, question.template, template).divided(first)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_rl.config.preferences import PreferenceLossConfig
 from megatron_rl.data.files import load_rows
-from megatron_rl.data.rows import BadRow, OnBadRow, Row, counted, listed_turns
+from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, counted, listed_turns
 from megatron_rl.types import Tokens, TrainingRow
 
 Read = Callable[[Row], Tokens]
@@ -54,6 +54,8 @@ def load_preferences(
             ]
         (chosen, _), (rejected, _) = answers
         if np.array_equal(chosen.ids, rejected.ids):
+            if on_bad_row == "cut" and len(chosen.ids) == max_tokens:
+                raise LongRow(f"`chosen` and `rejected` have the same first {max_tokens} tokens")
             raise BadRow("`chosen` and `rejected` are the same tokens, so that nothing can be learnt; remove the row")
         return [TrainingRow(uid, (chosen, rejected), (1.0, -1.0), (0.0, 0.0))]
 

@@ -39,7 +39,7 @@ def load_supervised(
 
     A trained text ends with a stop token, which is added if the text or the chat template has none. What a template
     writes after this token (a line feed) is left out, because the model never samples it. A row is bad if it is
-    unreadable, has another form, or is longer than `max_tokens`; if the chat template does not write all of an answer;
+    unreadable, has another form, or is longer than `max_tokens` (and is not cut); if the chat template does not write all of an answer;
     or if it writes an answer that is trained differently when the model would sample it.
 
     Args:
@@ -55,7 +55,7 @@ def load_supervised(
         ValueError: an error of `load_rows`, or the tokenizer has no end-of-sequence token, or there are chats but no
             chat template.
     """
-    read = demonstration_reader(tokenizer, max_tokens, ends, turns)
+    read = demonstration_reader(tokenizer, max_tokens, ends, turns, is_cut=on_bad_row == "cut")
     return load_rows(source, lambda uid, row: (uid, read(row)), on_bad_row)
 
 
@@ -65,11 +65,13 @@ def demonstration_reader(
     ends: tuple[str, ...],
     turns: TrainedTurns = "all",
     section: str = "sft",
+    is_cut: bool = False,
 ) -> Callable[[Row], Tokens]:
     """A function that gives the tokens of a row; see `load_supervised` for the arguments and for what it raises.
 
     Args:
         section: the section of the configuration that has `max_tokens`, for messages.
+        is_cut: whether a row that is too long ends with the last action among its first `max_tokens` tokens.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -80,6 +82,9 @@ def demonstration_reader(
 
     def read(row: Row) -> Tokens:
         ids, mask = ids_of(demonstration_of(row, template), partial(plain_ids, tokenizer), eos_id)
+        if is_cut and len(ids) > max_tokens and any(mask[:max_tokens]):
+            end = max_tokens - mask[:max_tokens][::-1].index(True)
+            ids, mask = ids[:end], mask[:end]
         check_length(len(ids), max_tokens, section)
         return Tokens(
             ids=np.array(ids, np.int32),
@@ -103,7 +108,8 @@ def load_training_rows(
     ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
     offline = config.offline
     if isinstance(config, DpoRunConfig):
-        read = demonstration_reader(tokenizer, offline.max_tokens, ends, section=config.section)
+        is_cut = offline.on_bad_row == "cut"
+        read = demonstration_reader(tokenizer, offline.max_tokens, ends, section=config.section, is_cut=is_cut)
         return load_preferences(source, read, config.dpo.loss, offline.max_tokens, offline.on_bad_row)
     assert isinstance(config, SftRunConfig)
     rows, skipped = load_supervised(source, tokenizer, offline.max_tokens, offline.on_bad_row, ends, config.sft.turns)

@@ -153,7 +153,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         def check_row(row: Row) -> None:
             for answer, _ in answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]:
                 length = lengths.of_demonstration(answer, turns, offline.max_tokens)
-                if length is not None:
+                if length is not None and offline.on_bad_row != "cut":
                     check_demonstration(length, offline.max_tokens, config.section)
 
         given = {key: source for key, source in _sources(config).items() if source is not None}
@@ -324,10 +324,11 @@ def _file(
         tell(f"{key}: the first {num_rows:,} rows of {source} were checked, the others were left out to save time")
     if not num_rows:
         return [f"{key}: {source} holds no row; give a file with one JSON object in each line"]
-    if bad and (on_bad_row == "fail" or whole and len(bad) == num_rows):
+    fails = on_bad_row != "skip"  # a row that is cut is not among the bad ones
+    if bad and (fails or whole and len(bad) == num_rows):
         more = f" ({len(bad)} of {num_rows:,} rows that were checked are bad)" if len(bad) > 1 else ""
         section = key.partition(".")[0]
-        hint = f"correct it, or set {section}.on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
+        hint = f"correct it, or set {section}.on_bad_row to skip" if fails else "no good row is left"
         return [f"{key}: {bad[0]}{more}; {hint}"]
     if bad:
         tell(f"{key}: {len(bad)} of {num_rows:,} rows of {source} will be skipped; the first one is {bad[0]}")

@@ -269,3 +269,25 @@ def test_sharegpt_and_alpaca_are_chats(trained):
     row = {"conversations": [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "good day"}]}
     assert trained(PLAIN, row) == trained(PLAIN, USER, ANSWER)
     assert trained(PLAIN, {"instruction": "hi there", "output": "good day"}) == trained(PLAIN, USER, ANSWER)
+
+
+def test_a_whole_row_is_trained_as_the_template_writes_it(trained):
+    later = [USER, ANSWER, USER, ANSWER]
+    [text], whole = trained(FORGETS, *later, which="whole")
+    assert whole == "<u>hi there<end><a>good day<end><u>hi there<end><a><think></think>good day<end>"
+    assert text == whole.removeprefix("<u>"), "all tokens but the first"
+    [text], whole = trained(PLAIN, {"prompt": "2+2=", "completion": "4"}, which="whole")
+    assert (text, whole) == ("+2=4<doc>", "2+2=4<doc>")
+
+
+def test_a_long_row_is_cut_or_left_out_if_nothing_of_its_answer_is_left(write):
+    rows = [{"prompt": "12", "completion": "34567"}, {"prompt": "123456", "completion": "7"}]
+    chat = {"messages": [USER, ANSWER, USER, ANSWER]}
+    tokenizer = tokenizer_of(PLAIN)
+    [(_, tokens)], skipped = load_supervised(write(*rows), tokenizer, 6, "cut")
+    assert tokenizer.decode(tokens.ids) == "123456" and tokens.action_mask.tolist() == [False] * 2 + [True] * 4
+    assert skipped == 1
+    [(_, tokens)], _ = load_supervised(write(chat), tokenizer, 30, "cut", ("<end>",))
+    assert tokenizer.decode(tokens.ids) == "<u>hi there<end><a>good day<end>", "the next question is not trained"
+    with pytest.raises(ValueError, match="`completion` is blank"):
+        load_supervised(write({"prompt": "1", "completion": " "}), tokenizer, 6, "cut")
