@@ -97,7 +97,7 @@ def load_rows(source: Path | str, make: Callable[[str, Row], T], on_bad_row: OnB
         The items in the order of the rows, and the number of skipped rows.
 
     Raises:
-        ValueError: a row is bad and stops the run (`on_bad_row`), or there is no good row at all, or an error of `read_rows`.
+        ValueError: a bad row stops the run (`on_bad_row`), or there is no good row at all, or an error of `read_rows`.
         FileNotFoundError: the file does not exist.
     """
     items: list[T] = []

@@ -39,8 +39,8 @@ def load_supervised(
 
     A trained text ends with a stop token, which is added if the text or the chat template has none. What a template
     writes after this token (a line feed) is left out, because the model never samples it. A row is bad if it is
-    unreadable, has another form, or is longer than `max_tokens` (and is not cut); if the chat template does not write all of an answer;
-    or if it writes an answer that is trained differently when the model would sample it.
+    unreadable, has another form, or is longer than `max_tokens` and is not cut; if the chat template does not write all
+    of an answer; or if it writes an answer that is trained differently when the model would sample it.
 
     Args:
         ends: the texts of the model's stop tokens; the tokenizer's end-of-sequence token is always one.

@@ -132,6 +132,9 @@ def test_kto_needs_two_rows_and_bad_rows_may_be_skipped(load):
 
 
 def test_long_answers_are_cut_and_pairs_that_become_equal_are_left_out(load, tokenizer):
-    rows = [{"prompt": "12", "chosen": "3456", "rejected": "3956"}, {"prompt": "12", "chosen": "345", "rejected": "346"}]
+    rows = [
+        {"prompt": "12", "chosen": "3456", "rejected": "3956"},
+        {"prompt": "12", "chosen": "345", "rejected": "346"},
+    ]
     [pair], skipped = load(*rows, max_tokens=4, on_bad_row="cut")
     assert [texts(tokenizer, one) for one in pair.samples] == [("12", "34"), ("12", "39")] and skipped == 1
