@@ -79,10 +79,10 @@ class SftConfig(OfflineConfig):
     last turn is the assistant's, or `text` (all tokens are trained), or `conversations` (ShareGPT), or `instruction`,
     `input` and `output` (Alpaca)."""
     turns: Literal["all", "last", "whole"] = "all"
-    """The assistant's turns that are trained in a row of chat turns, each with its stop token. `all` needs a chat
-    template that writes an earlier turn as it was written when it was the last; a row whose template leaves out earlier
-    reasoning is bad. `last` trains only the last turn. `whole` trains all tokens of a row, prompts too, as the chat
-    template writes it."""
+    """The assistant's turns that are trained in a row of chat turns, each with its stop token. If the chat template
+    writes an earlier turn differently once later turns follow, as templates do that leave out earlier reasoning, each
+    turn is trained as a text of its own, after what the model sees when it answers. `last` trains only the last turn.
+    `whole` trains all tokens of a row, prompts too, as the chat template writes it."""
 
 
 class DpoConfig(OfflineConfig):

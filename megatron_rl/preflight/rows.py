@@ -16,7 +16,7 @@ from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
 from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
-from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstration_of
+from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstrations_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of
@@ -87,16 +87,18 @@ class _Lengths:
             return None
         return len(self._tokenizer.ids(text))
 
-    def of_demonstration(self, row: Row, turns: TrainedTurns, bound: int) -> int | None:
-        """The number of a supervised row's tokens; None if it is not known, or if it is certainly within the bound."""
+    def of_demonstration(self, row: Row, turns: TrainedTurns, bound: int, is_divisible: bool) -> int | None:
+        """The number of tokens of a supervised row's longest text; None if it is not known, or if it is certainly
+        within the bound."""
         try:
-            demonstration = demonstration_of(row, Template(self._render, self._ends, turns))
+            found = demonstrations_of(row, Template(self._render, self._ends, turns, is_divisible))
         except Unrendered:
             return None
-        texts = "".join(text for part in demonstration.parts for text in part)
+        longest = max(found, key=lambda one: sum(len(text) for part in one.parts for text in part))
+        texts = "".join(text for part in longest.parts for text in part)
         if self._tokenizer is None or len(texts.encode()) < bound:  # a stop token may be added
             return None
-        return len(ids_of(demonstration, self._tokenizer.ids, 0)[0])
+        return len(ids_of(longest, self._tokenizer.ids, 0)[0])
 
     def _render(self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, arguments: Row) -> str:
         self.without_template |= self._no_template
@@ -152,7 +154,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
 
         def check_row(row: Row) -> None:
             for answer, _ in answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]:
-                length = lengths.of_demonstration(answer, turns, offline.max_tokens)
+                is_divisible = isinstance(config, SftRunConfig)
+                length = lengths.of_demonstration(answer, turns, offline.max_tokens, is_divisible)
                 if length is not None and offline.on_bad_row != "cut":
                     check_demonstration(length, offline.max_tokens, config.section)
 

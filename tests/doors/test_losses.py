@@ -73,7 +73,7 @@ def moved(network):
 def ours(cfg, network, reference, rows, made, write) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss, and the numbers of the first answers."""
     read = demonstration_reader(made, 256, ("<|endoftext|>",), section="dpo")
-    taken, _ = load_preferences(write(rows), read, cfg, 256)
+    taken, _ = load_preferences(write(rows), lambda row: read(row)[0], cfg, 256)
     samples = [sample for row in taken for sample in row.samples]
     number = logp_of(network, samples)
     if cfg.has_reference:
@@ -173,7 +173,7 @@ def test_tokens_and_losses_of_supervised_rows_are_those_of_trl(rows, values, mod
     prepared = list(form.prepared(ROWS[rows]))
     turns = form.turns(prepared[0])
     read = demonstration_reader(made, given["max_length"], ("<|endoftext|>",), turns, is_cut=True)
-    samples = [read(row) for row in prepared]
+    samples = [read(row)[0] for row in prepared]
     labels = [[i if t else -100 for i, t in zip(s.ids.tolist(), s.action_mask, strict=True)] for s in samples]
     for (ids, wanted), own, label in zip(theirs, samples, labels, strict=True):
         assert own.ids.tolist() == ids
@@ -199,5 +199,5 @@ def test_the_first_token_of_a_tokenizer_is_before_plain_text(models, monkeypatch
     for row in (*ROWS["text"], *ROWS["pair"]):
         [prepared] = form.prepared([row])
         text = row.get("text") or row["prompt"] + row["completion"]
-        assert read(prepared).ids.tolist() == [*made(text)["input_ids"], made.eos_token_id]
+        assert read(prepared)[0].ids.tolist() == [*made(text)["input_ids"], made.eos_token_id]
     assert form.prepared(ROWS["chat"]) == ROWS["chat"], "chat templates write it themselves"

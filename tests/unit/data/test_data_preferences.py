@@ -31,7 +31,7 @@ def load(tmp_path, tokenizer):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         read = demonstration_reader(tokenizer, max_tokens, ("<end>",), section="dpo", is_cut=on_bad_row == "cut")
-        return load_preferences(path, read, loss, max_tokens, on_bad_row)
+        return load_preferences(path, lambda row: read(row)[0], loss, max_tokens, on_bad_row)
 
     return load
 
