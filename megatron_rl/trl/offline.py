@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,16 @@ class OfflineRows:
             return None
         if isinstance(given, Mapping):
             raise ValueError(f"the rows are a {type(given).__name__} of {', '.join(map(str, given))}; give one of them")
-        first = next(iter(given), None)
+        first = next(rows := iter(given), None)
+        if rows is given:
+            given = chain((first,), rows)
         if images := {"image", "images"} & set(first or ()):
             raise ValueError(f"the rows have a column {images.pop()!r}, and models read only text here")
-        field = vars(self.args).get("dataset_text_field", "text")
-        if not self.formatting and not (first and field in first and field != "text") and not self._begin:
+        field, begin = vars(self.args).get("dataset_text_field", "text"), self._begin
+        if not self.formatting and not (first and field in first and field != "text") and not begin:
             return given
-        rows = (self._row(dict(row), field) for row in given)
-        return list(rows) if hasattr(given, "__len__") else rows
+        made = (self._row(dict(row), field, begin) for row in given)
+        return list(made) if hasattr(given, "__len__") else made
 
     def turns(self, first: Mapping[str, Any] | None) -> str:
         """`sft.turns`, by the first row, as TRL decides it.
@@ -109,7 +112,7 @@ class OfflineRows:
         added = self.tokenizer("x")["input_ids"] if bos is not None else []
         return str(self.tokenizer.bos_token) if added[:1] == [bos] and bos is not None else ""
 
-    def _row(self, row: dict[str, Any], field: str) -> dict[str, Any]:
+    def _row(self, row: dict[str, Any], field: str, begin: str) -> dict[str, Any]:
         if self.formatting is not None:
             row = {"text": self.formatting(row)}
         elif field != "text" and field in row:
@@ -117,18 +120,18 @@ class OfflineRows:
         is_chat = isinstance(row.get("chosen"), list) or "messages" in row
         for column in () if is_chat else PLAIN:
             if isinstance(text := row.get(column), str):
-                row[column] = self._begin + text
+                row[column] = begin + text
         return row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GivenOffline:
     """The arguments that a script gave to DPOTrainer or SFTTrainer."""
 
     section: str
     args: Any
     model: GivenModel
-    train: Any
+    rows: Any
     """The training rows, which have a length."""
     heldout: Any
     rows_form: OfflineRows
@@ -136,11 +139,7 @@ class GivenOffline:
     updates = 1
     """The optimizer steps of a step."""
 
-    @property
-    def rows(self) -> Any:
-        return self.train
-
-    @property
+    @cached_property
     def rows_per_step(self) -> int:
         args = self.args
         sizes = int(args.per_device_train_batch_size) * replicas_of(args) * int(args.gradient_accumulation_steps)
@@ -148,7 +147,7 @@ class GivenOffline:
 
     @property
     def updates_per_epoch(self) -> int:
-        return max(1, math.ceil(len(self.train) / self.rows_per_step))
+        return max(1, math.ceil(len(self.rows) / self.rows_per_step))
 
     @property
     def max_tokens(self) -> int:
@@ -162,14 +161,14 @@ class GivenOffline:
             ValueError: a value cannot be expressed; the message names the argument.
         """
         args, per_step = self.args, self.rows_per_step
-        epochs = math.ceil(len(self.train) * args.num_train_epochs / per_step)
+        epochs = math.ceil(len(self.rows) * args.num_train_epochs / per_step)
         calendar = Calendar(int(args.max_steps) if args.max_steps > 0 else epochs, 1, self.updates_per_epoch)
         own: dict[str, Any] = {"rows_per_step": per_step, "max_tokens": self.max_tokens}
         if self.heldout is not None:
             own["eval_every"] = calendar.every(args, "eval")
         if args.max_length is not None:
             own["on_bad_row"] = "cut"
-        own |= {"loss": _loss(args)} if self.section == "dpo" else {"turns": self.rows_form.turns(_first(self.train))}
+        own |= {"loss": _loss(args)} if self.section == "dpo" else {"turns": self.rows_form.turns(_first(self.rows))}
         sections = {**common_sections(args, calendar), self.section: own, "balance": {"oversize": "alone"}}
         return completed(sections, args, self.model.config, self.lora, folder)
 
@@ -186,7 +185,7 @@ class GivenOffline:
             return len(tokenizer("".join(map(str, filter(None, texts))), add_special_tokens=False)["input_ids"])
 
         bound = int(form.args.max_length)
-        lengths = [min(length(row), bound) for row in islice(self.train, READ)]
+        lengths = [min(length(row), bound) for row in islice(self.rows, READ)]
         found = max(1, round(len(lengths) * bound / max(1, sum(lengths))))
         tell(
             f"packing: rows of {sum(lengths) / len(lengths):.0f} tokens on average are about {found} in a block of "

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import TrainerState
 
@@ -19,16 +19,6 @@ from megatron_rl.trl.callbacks import Callbacks
 from megatron_rl.trl.metrics import named
 
 
-class Epochs(Protocol):
-    @property
-    def updates(self) -> int:
-        """The optimizer steps of a step."""
-        ...
-
-    @property
-    def updates_per_epoch(self) -> int: ...
-
-
 class RunProgress:
     def __init__(self, callbacks: Callbacks, state: TrainerState) -> None:
         self.callbacks, self.state = callbacks, state
@@ -37,10 +27,11 @@ class RunProgress:
         self._lost: list[dict[str, float]] = []
         """The steps after the newest checkpoint, as long as the continued run has not removed them."""
 
-    def begin(self, steps: int, given: Epochs, folder: Path | None) -> None:
+    def begin(self, steps: int, given: Any, folder: Path | None) -> None:
         """
         Args:
             steps: of the run.
+            given: a GivenGrpo or a GivenOffline.
             folder: of the run that goes on, whose newest checkpoint's steps the callbacks have seen; None if it begins.
         """
         self._updates, self._updates_per_epoch = given.updates, given.updates_per_epoch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
@@ -26,7 +26,7 @@ from megatron_rl.trl.configuration import as_arguments
 from megatron_rl.trl.metrics import named
 from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.notices import tell
-from megatron_rl.trl.progress import Epochs, RunProgress
+from megatron_rl.trl.progress import RunProgress
 
 T = TypeVar("T")
 REFUSED = {
@@ -62,21 +62,6 @@ class Faults:
             raise kind(f"{self._name}: " + "; ".join(self._told)) from next(iter(self._raised), None)
 
 
-class Given(Epochs, Protocol):
-    """What a script gave to its trainer, as sections of a run."""
-
-    @property
-    def args(self) -> Any: ...
-
-    @property
-    def heldout(self) -> Any: ...
-
-    @property
-    def rows(self) -> Any: ...
-
-    def sections(self, folder: Path) -> dict[str, Any]: ...
-
-
 class RunTrainer(Finished):
     kind: ClassVar[str]
     """The command."""
@@ -89,11 +74,11 @@ class RunTrainer(Finished):
     eval_dataset: Any
     _lora: dict[str, Any] | None
 
-    def _given(self, train: Any, heldout: Any) -> Given:
-        """What a run of these rows is made of; they have lengths."""
+    def _given(self, train: Any, heldout: Any) -> Any:
+        """What a run of these rows is made of, a GivenGrpo or a GivenOffline. The rows have lengths."""
         raise NotImplementedError
 
-    def _all_given(self) -> Given:
+    def _all_given(self) -> Any:
         """The same for the trainer's own rows. Rows that are read one by one become lists.
 
         Raises:
@@ -245,7 +230,7 @@ class RunTrainer(Finished):
             if name.startswith("eval")
         }
 
-    def _evaluated(self, given: Given, model: Path) -> dict[str, float]:
+    def _evaluated(self, given: Any, model: Path) -> dict[str, float]:
         """The record of an evaluation of rows that are no part of a training, by our names. It is a run in the folder
         `evaluations` that stops when it has evaluated its model.
 
@@ -255,7 +240,7 @@ class RunTrainer(Finished):
         output = self._output / "evaluations"
         folder = next(one for i in count(1) if not (one := output / str(i)).exists())
         args: Any = replace(given.args, max_steps=given.updates, eval_strategy="no", save_strategy="no")
-        given = replace(given, args=args)  # type: ignore[type-var]  # each is a dataclass
+        given = replace(given, args=args)
         inputs = Inputs(model, given.rows, given.heldout, self._rewards(folder))
         run = start(self.kind, inputs, folder.name, (), given.sections(folder), lambda run: bool(run.evaluations))
         return run.evaluations[0]

@@ -106,6 +106,8 @@ def test_rows_have_the_column_that_the_script_names_or_makes(model, run_of):
     made = SFTTrainer(model, SFTConfig("b"), train_dataset=story, formatting_func=lambda row: row["story"] * 2)
     assert rows_of(made) == [{"text": "onceonce"}]
     assert rows_of(SFTTrainer(model, SFTConfig("c"), train_dataset=TEXTS)) == TEXTS
+    read = SFTTrainer(model, SFTConfig("d", max_steps=1, per_device_train_batch_size=3), train_dataset=iter(TEXTS))
+    assert rows_of(read) == TEXTS[:3], "rows that are read one by one"
 
 
 def test_a_packed_step_has_as_many_rows_as_its_blocks_would_hold(model, run_of):
