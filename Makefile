@@ -1,4 +1,5 @@
 # make demo: watch a tiny model learn.   make demo-real: watch a real one learn (a download of 93 MB).
+# make demo-gpu: the real one on one GPU, with the packages of make gpu-env.
 # make docs: the documentation as a site, in site/.   make docs-serve: shows it, and follows changes.
 # make check: style, types and the pure tests.
 # make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
@@ -22,7 +23,7 @@ ARGS ?=
 # One thread a process, because several tests run at a time.
 check pure test test-deep test-due test-touched test-all test-slurm test-trl: export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-real docs docs-serve lint types check test test-deep test-due test-touched test-all test-slurm
+.PHONY: setup demo demo-real demo-gpu docs docs-serve lint types check test test-deep test-due test-touched test-all test-slurm
 setup:
 	@tools/setup.sh
 
@@ -31,6 +32,9 @@ demo: setup
 
 demo-real: setup
 	@$(python) -m megatron_rl demo-real
+
+demo-gpu: gpu-env
+	@.venv-gpu/bin/python -m megatron_rl demo-real --gpu
 
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 docs: setup

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -20,12 +21,13 @@ from torch import Tensor
 from megatron_rl.actor import fp8_weights, platform
 from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.credit import require_finite_rewards
+from megatron_rl.actor.mamba import write_negated_exp
 from megatron_rl.actor.packing import by_sample
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained_tokens import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
-from megatron_rl.models import Box
+from megatron_rl.models import FAMILIES, Box
 from megatron_rl.models.adapters import B, is_adapter
 from megatron_rl.models.multi_token import is_of_head
 from megatron_rl.types import Metrics, ModelShape, Share
@@ -116,10 +118,16 @@ class MegatronActor(MegatronTrainer):
 
     def made(self, shape: ModelShape) -> Mapping[str, Callable[[Box, Tensor], None]]:
         """The weights that a push does not send as they are, and what writes a rectangle of them with the present
-        values: weights with adapters and in fp8 blocks, if the engines get a model without them."""
-        if self.adapting is None or shape.adapters is not None:
+        values: weights with adapters, weights in fp8 blocks, and rates of Mamba-2; none if the engines get adapters."""
+        if shape.adapters is not None:
             return {}
-        return fp8_weights.writers(self.parameters()) | self.adapting.merges
+        family = FAMILIES[shape.family]
+        rates = {name: own for name, own in self.parameters().items() if family.has_negated_exp(name)}
+        made: dict[str, Callable[[Box, Tensor], None]]
+        made = {name: partial(write_negated_exp, own) for name, own in rates.items()}
+        if self.adapting is not None:
+            made |= fp8_weights.writers(self.parameters()) | self.adapting.merges
+        return made
 
     def _policy_parameters(self) -> dict[str, Tensor]:
         """The live parameters without a multi-token head, which no engine has, and no log-prob depends on."""

@@ -116,7 +116,7 @@ def gradient_of(actor: MegatronActor, minibatch: int, part: TokenSpan, coefficie
     rows_of: dict[str, dict[int, float]] = {}
     first = {shard.local_name: shard.hf_box[0][0] - shard.local_box[0][0] for shard in actor.shards}
     for name, start, gradient in actor.optimizer.gradients():
-        group = group_of(hub_names[name])
+        group = group_of(name, hub_names[name])
         squares[group] = squares.get(group, 0.0) + float(sum_of_squares([gradient]))
         if is_vocabulary(name):
             width = actor.parameters()[name].shape[1]
@@ -137,25 +137,26 @@ def _tokens_of(part: TokenSpan, batch: Microbatch) -> Tensor:
 EMBEDDING, OUTPUT = "embedding", "output layer"
 
 
-def group_of(hub_name: str) -> str:
-    """The part of the model that a tensor belongs to.
+def group_of(name: str, hub_name: str) -> str:
+    """The part of the model that a parameter of Megatron belongs to.
 
-    Example: `model.layers.3.self_attn.q_proj.weight` belongs to "layer 3 attention", `model.norm.weight` to "norms",
-    `model.layers.0.mlp.experts.7.up_proj.weight` to "layer 0 experts".
+    Args:
+        hub_name: of one of its tensors, which has the number of the layer in the whole model.
+
+    Example: `decoder.layers.0.self_attention.linear_qkv.weight` belongs to "layer 3 attention" if it holds
+    `model.layers.3.self_attn.q_proj.weight`, and `decoder.final_layernorm.weight` to "norms".
     """
-    if "embed_tokens" in hub_name:
-        return EMBEDDING
-    if "lm_head" in hub_name:
-        return OUTPUT
-    if "norm" in hub_name:
-        return "norms"
+    kind = next((kind for key, kind in _KINDS.items() if key in name), "mlp")
     layer = re.search(r"layers\.(\d+)\.", hub_name)
-    assert layer, f"{hub_name} is no tensor of a layer"
-    kind = next((kind for key, kind in _KINDS.items() if key in hub_name), "mlp")
-    return f"layer {layer[1]} {kind}"
+    return f"layer {layer[1]} {kind}" if layer and kind != NORMS else kind
 
 
-_KINDS = {"attn": "attention", "experts": "experts", "mlp.gate.": "router"}
+NORMS = "norms"
+_KINDS = {
+    **{"word_embeddings": EMBEDDING, "output_layer": OUTPUT, "value_head": OUTPUT, "norm": NORMS},
+    **{"self_attention": "attention", "experts": "experts", "mlp.router": "router"},
+}
+"""Parts of Megatron's names -> what they are; the first counts."""
 
 
 def _largest_rows(gradient: Tensor, start: int, width: int, first: int) -> dict[int, float]:

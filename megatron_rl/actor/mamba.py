@@ -46,6 +46,7 @@ from megatron_rl.actor import linear_attention, platform
 from megatron_rl.actor.attention import PackedSequences
 from megatron_rl.actor.delta_net import DeltaPlan, causal_convolution
 from megatron_rl.actor.linear_attention import DeltaAttention
+from megatron_rl.models import Box, slices
 from megatron_rl.types import DeltaNet, Layer, ModelShape
 from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
@@ -71,6 +72,11 @@ def fit_blocks(spec: ModuleSpec, layer: Layer) -> None:
     if is_absent(layer.mlp):
         parts.pre_mlp_layernorm = parts.mlp = IdentityOp
         parts.mlp_bda = IdentityFuncOp
+
+
+def write_negated_exp(log: Tensor, box: Box, out: Tensor) -> None:
+    """Write -exp of a rectangle of a parameter, as vLLM computes it while it loads, into a tensor of its extents."""
+    out.copy_(-torch.exp(log[slices(box)].float()))
 
 
 def keep_rates_in_float32(model: torch.nn.Module) -> None:

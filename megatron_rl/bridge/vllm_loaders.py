@@ -29,6 +29,8 @@ from megatron_rl.models.interleaving import every
 from megatron_rl.models.view import FileTensor
 from megatron_rl.types import ModelShape
 
+NEGATED_EXP = (torch.ops.aten.exp.default, torch.ops.aten.neg.default)
+
 
 def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> Recording:
     """What this rank of an engine holds of a checkpoint. The model's weights stay as they are.
@@ -52,6 +54,9 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
         )
         with copies:
             of_vllm.load_weights(iter(sources.items()))
+    for shard in copies.shards:
+        if family.has_negated_exp(shard.hf_name) != (shard.local_name in copies.negated):
+            raise ValueError(f"the table of {family.name} and vLLM differ on whether {shard.local_name} is -exp(x)")
     return Recording.of(copies.shards, family)
 
 
@@ -106,6 +111,10 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tensors, self._extents, self._has_turns = tensors, extents, has_turns
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
         """Copies that a loader has made, and what of, by the copy's storage."""
+        self.negated: set[str] = set()
+        """The destinations that hold -exp(x) of what was copied to them."""
+        self._computed: dict[int, tuple[str, tuple[Any, ...]]] = {}
+        """What a loader has computed of a destination: its name and the functions, by the result's storage."""
         self._zeroed: set[str] = set()
         """The checkpoint's tensors that a loader has filled with zeros."""
         self._sources, self._destinations = _by_storage(sources), _by_storage(destinations)
@@ -135,6 +144,9 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             self.shards.append(Shard(hf_name, hf_box, name, box))
             return to
+        if name and self._computed.get(_storage(what)) == (name, NEGATED_EXP):
+            self.negated.add(name)
+            return to
         if name and what.is_meta:
             raise ValueError(f"vLLM computes {name} from the checkpoint's tensors, and the bridge only copies them")
         return function(*args, **(kwargs or {}))
@@ -145,6 +157,12 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if function is torch.ops.aten.clone.default:
             self._made[_storage(result)] = result, given
+        elif function in NEGATED_EXP:
+            name, functions = self._computed.get(
+                _storage(given), (self._destinations.get(_storage(given), ("",))[0], ())
+            )
+            self._made[_storage(result)] = result, result  # so that its storage is not given to another tensor
+            self._computed[_storage(result)] = name, (*functions, function)
         elif function is torch.ops.aten.zero_.default and (source := self._sources.get(_storage(given))):
             self._zeroed.add(source[0])
 

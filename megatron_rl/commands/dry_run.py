@@ -17,7 +17,7 @@ from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluste
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.models import FAMILIES
-from megatron_rl.planning.activations import attention_of, delta_rule_of, has_fused_layers, trains_fused
+from megatron_rl.planning.activations import attention_of, has_fused_layers, linear_attention_of, trains_fused
 from megatron_rl.planning.engine import step_tokens
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches
 from megatron_rl.planning.gpu import PHASES
@@ -174,7 +174,7 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     kinds = {"fused": memory.fused, "on_gpus": memory.on_gpus}
     more.add_row("attention", attention_of(shape, config.model.dtype, **kinds))
     if shape.has_linear_attention:
-        more.add_row("linear attention", delta_rule_of(on_gpus=memory.on_gpus))
+        more.add_row("linear attention", linear_attention_of(shape, on_gpus=memory.on_gpus))
     modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))
     if isinstance(config, GrpoRunConfig) and memory.engine is not None:

@@ -50,6 +50,8 @@ class Rule:
     """Whether a block of attention, or an MLP, has this row; None: every block that the list of rows is for has it."""
     float32: bool = False
     """Trainer and engine hold the parameter in float32 for every dtype of the model, and it is sent as float32."""
+    negated_exp: bool = False
+    """The engine holds -exp(x) of each number x."""
     served_float32: bool = False
     """The engine alone holds the parameter in float32 for every dtype of the model. It is sent as float32; trainer and
     files have the model's dtype."""

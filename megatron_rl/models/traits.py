@@ -29,6 +29,11 @@ class Traits:
         """Whether the engine holds an HF tensor in float32 for every dtype of the model."""
         return any(rule.is_sent_as_float32 for rule in self._rules_of(hf_name))
 
+    def has_negated_exp(self, name: str) -> bool:
+        """Whether the engine holds -exp(x) of a parameter of Megatron, or of an HF tensor."""
+        names = [(rule.megatron, rule.hf[0].name) for rule in self.rules if rule.negated_exp]
+        return any(name.endswith(f".{one}") for pair in names for one in pair)
+
     def _rules_of(self, hf_name: str) -> list[Rule]:
         return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
 

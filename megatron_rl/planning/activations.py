@@ -59,9 +59,10 @@ def attention_of(shape: ModelShape, dtype: str, *, fused: bool, on_gpus: bool) -
     return f"torch's, padded, with{'' if masked else 'out'} masks"
 
 
-def delta_rule_of(*, on_gpus: bool) -> str:
+def linear_attention_of(shape: ModelShape, *, on_gpus: bool) -> str:
     """Who computes linear attention."""
-    return "flash-linear-attention's kernels" if on_gpus else "a loop over chunks in PyTorch"
+    has_kernels = on_gpus and shape.has_delta_rule
+    return "flash-linear-attention's kernels" if has_kernels else "a loop over chunks in PyTorch"
 
 
 def recomputed_modules(model: ModelConfig, megatron: MegatronConfig) -> frozenset[str]:

@@ -320,7 +320,7 @@ def _packages(config: BaseConfig, shape: ModelShape | None, planning: bool) -> l
     Returns the faults."""
     faults = []
     on_gpus = config.cluster.gpus_per_trainer > 0 and not planning
-    if on_gpus and shape is not None and shape.has_linear_attention and find_spec("fla") is None:
+    if on_gpus and shape is not None and shape.has_delta_rule and find_spec("fla") is None:
         faults.append(
             f"{config.model.path} has linear attention, whose kernels for GPUs are not installed; install fla-core "
             "with the version of requirements/gpu.lock, as make gpu-env does"

@@ -13,6 +13,7 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
 from megatron_rl.planning.parameters import BYTES
 from megatron_rl.types import ModelShape, SoftmaxAttention
+from megatron_rl.types.mamba import SquaredReluMixture
 
 
 def has_cpu_torch() -> bool:
@@ -57,9 +58,14 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
             f"{config.model.path} is a minimax_m2, and vLLM on CPUs has no sigmoid router without groups of "
             "experts; run the engines on GPUs"
         ]
-    if shape.has_linear_attention and config.model.dtype != "bfloat16":
+    if any(isinstance(mlp, SquaredReluMixture) for mlp in shape.mlps):  # 0.32.0: its layer asserts gated experts
         return [
-            f"model.dtype is {config.model.dtype}, and vLLM's linear attention on CPUs computes in bfloat16 alone; set "
+            f"{config.model.path} has experts with a squared ReLU, and vLLM on CPUs computes only gated experts; run "
+            "the engines on GPUs"
+        ]
+    if shape.has_delta_rule and config.model.dtype != "bfloat16":
+        return [
+            f"model.dtype is {config.model.dtype}, and vLLM's gated delta rule on CPUs computes in bfloat16 alone; set "
             "it to bfloat16, or run the engines on GPUs"
         ]
     heads = {block.head_dim for block in shape.attentions if isinstance(block, SoftmaxAttention)} - {*CPU_HEAD_DIMS}

@@ -134,6 +134,11 @@ class ModelShape:
         return any(block.is_linear for block in self.attentions)
 
     @property
+    def has_delta_rule(self) -> bool:
+        """Whether a layer has the gated delta rule. Mamba-2, whose block is a subclass, does without it."""
+        return any(type(block) is DeltaNet for block in self.attentions)
+
+    @property
     def mlps(self) -> list[Mlp]:
         """The kinds of MLPs, the last layer's first."""
         return [*dict.fromkeys(layer.mlp for layer in reversed(self.layers))]

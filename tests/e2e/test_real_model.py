@@ -168,6 +168,16 @@ def test_a_resumed_run_with_it_has_the_same_numbers(recipe, folder):
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
+def test_the_demo_on_a_gpu_is_planned_without_one(recipe, folder):
+    """`make demo-gpu` has this configuration. What the plan says of memory is docs/one_gpu.md's least GPU."""
+    from megatron_rl.recipes.smollm2.demo import ON_GPU
+
+    write_rows(recipe.folder / "task")
+    rows = ["data.train=task/train.jsonl", "data.eval=task/eval.jsonl", "cluster.gpu_memory_gb=20"]
+    done = recipe.run("grpo", "configs/run/smollm2_sums.yaml", f"model.path={folder}", *rows, *ON_GPU, "--dry-run")
+    assert done.returncode == 0 and "trainer, stage 0, and engine" in done.stdout, done.stdout + done.stderr
+
+
 def test_without_a_network_the_demo_says_what_it_needs(recipe):
     environment = recipe.environment | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
     command = [sys.executable, "-m", "megatron_rl", "demo-real"]

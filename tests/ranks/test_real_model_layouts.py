@@ -132,7 +132,7 @@ def test_an_engine_holds_and_says_what_the_trainers_do(trainers, folder, tmp_pat
         [held] = fleet.weights(1)
     finally:
         fleet.close()
-    checkpoint = as_checkpoint(tmp_path / "ranks", folder, TP3, live)
+    checkpoint = as_checkpoint(tmp_path / "ranks", folder, TP3, live, "float32")
     carry_out(to_hub(open_checkpoint(checkpoint), Options()), tmp_path / "hub", 1, lambda num_bytes: None)
     expected = held_by_engine(tmp_path / "hub", shape, engines, 0)
     assert held.keys() == {name for name, _ in expected}

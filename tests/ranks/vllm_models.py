@@ -59,10 +59,10 @@ def parameters(
         parallel_state.initialize_model_parallel(tensor, pipeline, backend="gloo")
         with plain_rates() if form == "plain_rates" else nullcontext():
             model = initialize_model(config)
-        form = None if form == "plain_rates" else form
         found = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         before = dict(model.named_parameters())
         shape = read_shape(Path(folder))
+        form = shape.family if form == "plain_rates" else form
         recording = record_form(model, shape, form) if form else record_loading(model, shape, torch.float32)
         if not form:
             names = {shard.local_name for shard in recording.shards}

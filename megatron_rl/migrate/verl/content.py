@@ -17,7 +17,8 @@ IMAGES = "it reads images, and the models here are of text alone"
 MISSING = {
     r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.\dv|vla\b|pixtral|mistral-small-3\.[1-9]": IMAGES,
     r"(?i)gemma(?!-?3(?!n))|phi-?\d|seed-?oss|minimax(?!-?m2)|falcon|mimo|baichuan|internlm|qwen1\.5-moe|qwen2[-_.].*a14b|"
-    r"glm-?5|chatglm|glm-?4(?![.-]?[567])|nemotron|deepseek-?v4|hunyuan|^hy-?\d": "its family is not here",
+    r"glm-?5|chatglm|glm-?4(?![.-]?[567])|nemotron.*(super|ultra)|nemotron-?4|deepseek-?v4|hunyuan|"
+    r"^hy-?\d": "its family is not here",
 }
 """Names of models of families that do not exist here, and why."""
 WITH_TOWER = re.compile(r"(?i)qwen3[._]5|kimi-k2\.[5-9]")

@@ -27,7 +27,7 @@ from megatron_rl.models.family import ALL_ENDS, WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, REPLICATED, ROWS, Piece, Sizes, SplitKind, part
 from megatron_rl.models.traits import ROUTER_BIAS
-from megatron_rl.types import Attention, Mlp, ModelShape
+from megatron_rl.types import Attention, Mlp
 from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
 _NORM = (HfTensor("norm.weight", ("hidden",)),)
@@ -88,7 +88,8 @@ _MAMBA = (
         ROWS,
         hf=(HfTensor("mixer.A_log", ("mamba_heads",)),),
         megatron="self_attention.A_log",
-        vllm="mixer.A",  # it holds -exp(A_log)
+        vllm="mixer.A",
+        negated_exp=True,
         float32=True,  # as vLLM has it
     ),
     Rule(ROWS, hf=(HfTensor("mixer.D", ("mamba_heads",)),), megatron="self_attention.D"),
@@ -149,16 +150,6 @@ class _Hybrid(Family):
             return []
         kinds = {Mamba2: self.linear, SquaredReluMlp: self.dense, SquaredReluMixture: self.mixture}
         return list(kinds.get(type(block), self.attention))
-
-    def check_engine(self, shape: ModelShape, tensor: int, expert_parallel: bool, pipeline: int) -> None:
-        """
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"rollout.backend: vLLM computes -exp(A_log) while it loads the weights of a {self.name} model, and weight "
-            "sync only copies; train the model without engines, for example with `megatron-rl sft`"
-        )
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:

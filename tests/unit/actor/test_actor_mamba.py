@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import cover
 import pytest
 import torch
@@ -17,9 +19,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
 import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import warnings it silences
 from megatron_rl.actor.attention import can_share_prompts, packed_sequences, rotate
 from megatron_rl.actor.delta_net import CHUNK, causal_convolution, plan_delta
+from megatron_rl.actor.inspection import group_of
 from megatron_rl.actor.mamba import state_space
-from megatron_rl.types import Rope
-from megatron_rl.types.mamba import Mamba2
+from megatron_rl.models import megatron_shards
+from megatron_rl.models.multi_token import is_of_head
+from megatron_rl.types import Mesh, Rope
+from megatron_rl.types.mamba import NO_ATTENTION, Mamba2
 
 GROUPS, HEADS, STATE, SIZE = 2, 4, 5, 3
 
@@ -167,3 +172,14 @@ def test_the_multiplications_are_what_torch_counts():
         out = state_space(*groups, x.view(length, 4, 20), steps, rates, torch.ones(4), plan)
         out.flatten(1) @ torch.randn(80, hidden)
     assert 2 * length * mamba.multiplications(hidden) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_parameter_of_a_family_is_a_part_that_explain_names(name):
+    shards = [one for one in megatron_shards(SHAPES[name], Mesh(), 0) if not is_of_head(one.local_name)]
+    found = {group_of(one.local_name, one.hf_name) for one in shards}
+    first = "attention" if SHAPES[name].layers[0].attention != NO_ATTENTION else "mlp"
+    assert {"embedding", "norms", f"layer 0 {first}"} <= found
+    assert all(
+        re.fullmatch(r"embedding|norms|output layer|layer \d+ (attention|mlp|experts|router)", one) for one in found
+    )

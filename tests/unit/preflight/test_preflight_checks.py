@@ -33,6 +33,7 @@ from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
 from megatron_rl.rollout import plugins
 from megatron_rl.types import Adapters, DeltaNet, Mixture, ModelShape
+from megatron_rl.types.mamba import Mamba2, SquaredReluMixture
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 CONFIG = {
@@ -320,21 +321,9 @@ def with_head(home: Path, **head: tuple[int, ...]) -> ModelShape:
     return read_shape(home / "model")
 
 
-def test_engines_of_a_hybrid_are_refused_and_its_training_is_not(home):
-    """Mamba-2 is linear attention to Transformer Engine's layers, and its engine has the exponentials of its rates."""
-    config = CONFIG | {"model_type": "nemotron_h", "hybrid_override_pattern": "M*", "num_hidden_layers": 2}
-    sizes = {"mamba_num_heads": 4, "mamba_head_dim": 2, "ssm_state_size": 4, "n_groups": 2, "intermediate_size": 8}
-    (home / "model/config.json").write_text(json.dumps(config | sizes))
-    (home / "model/model.safetensors.index.json").unlink(missing_ok=True)
-    for path in (home / "model").glob("*.safetensors"):
-        path.unlink()
-    shape = read_shape(home / "model")
-    (home / "model/a.safetensors").write_bytes(safetensors(FAMILIES["nemotron_h"].hf_tensors(shape)))
-    [fault] = [one for one in faults(grpo()) if "A_log" in one]
-    assert "rollout.backend: vLLM computes -exp(A_log) while it loads" in fault and "megatron-rl sft" in fault
-    assert obstacle_to_fused_layers(shape, 1) == (
-        "Megatron's linear attention takes no packed rows, and nemotron_h has layers with it"
-    )
+def test_mamba_is_linear_attention_to_transformer_engines_layers():
+    mamba = changed(read_shape(CONFIGS / "Qwen3-Next-80B-A3B-Instruct.json"), (0,), attention=Mamba2(2, 2, 4, 4, 4))
+    assert "linear attention takes no packed rows" in (obstacle_to_fused_layers(mamba, 1) or "")
 
 
 def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
@@ -985,7 +974,9 @@ def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     on_gpus = grpo(cluster__gpus_per_trainer=1, cluster__gpus_per_engine_rank=1)
     [kernels, _] = module._packages(on_gpus, linear, planning=False)
     assert "has linear attention" in kernels and "install fla-core" in kernels
-    assert len(module._packages(grpo(), linear, planning=False)) == 1, "a CPU needs no kernels"
+    mamba = changed(linear, (0,), attention=Mamba2(2, 2, 4, 4, convolution=4))
+    for config, shape in ((grpo(), linear), (on_gpus, mamba)):
+        assert len(module._packages(config, shape, planning=False)) == 1, "neither a CPU nor Mamba-2 needs kernels"
     assert module._packages(on_gpus, linear, planning=True) == []
 
 
@@ -1007,11 +998,15 @@ def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused(
     [fault] = devices.faults_of_engine(grpo(), minimax)
     assert "no sigmoid router without groups of experts" in fault
     assert devices.faults_of_engine(grpo(**on_gpus), minimax) == []
+    ungated = changed(read_shape(CONFIGS / "GLM-4.6.json"), mlp=SquaredReluMixture(8, 2, 8))
+    [fault] = devices.faults_of_engine(grpo(), ungated)
+    assert "vLLM on CPUs computes only gated experts" in fault
+    assert devices.faults_of_engine(grpo(**on_gpus), ungated) == []
     plain = replace(glm, layers=(replace(glm.layers[-1], mlp=replace(glm.mixture, scaling_factor=1.0)),))
     assert devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), plain) == []
     for dtype in ("float16", "float32"):
         [fault] = devices.faults_of_engine(grpo(model__dtype=dtype), linear)
-        assert fault.startswith(f"model.dtype is {dtype}, and vLLM's linear attention on CPUs")
+        assert fault.startswith(f"model.dtype is {dtype}, and vLLM's gated delta rule on CPUs")
     assert devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), linear) == []
     assert devices.faults_of_engine(grpo(model__dtype="float16", rollout__backend="my_rewards:short"), linear) == []
 
