@@ -255,7 +255,7 @@ def start(
     rows, rewards = GivenRows(data.pop("train"), written / "train"), inputs.rewards
     heldout = None if inputs.eval_data is None else GivenRows(inputs.eval_data, written / "eval")
     if issubclass(KINDS[kind], OfflineRunConfig):
-        merge(given, {kind: {"rows": rows.path}})
+        merge(given, {kind: {"rows": rows.path} | ({} if heldout is None else {"eval": heldout.path})})
     else:
         merge(given, {"data": data | {"train": rows.path} | ({} if heldout is None else {"eval": heldout.path})})
     entries = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]

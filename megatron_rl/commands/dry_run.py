@@ -78,8 +78,8 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
             reference = "with the model at the start as reference" if loss.has_reference else "no reference model"
             table.add_row("loss", f"{loss.kind}, {reference}")
     if isinstance(config, SftRunConfig):
-        trained = {"all": "all turns of the assistant", "last": "the last turn"}[config.sft.turns]
-        table.add_row("trained in chats", f"{trained}, with the stop token (sft.turns)")
+        turns = {"all": "all turns of the assistant", "last": "the last turn", "whole": "all turns, prompts too"}
+        table.add_row("trained in chats", f"{turns[config.sft.turns]}, with the stop token (sft.turns)")
     console.print(table)
     if not config.cluster.gpus_per_trainer and config.cluster.device == "auto":
         told = "this plan gives trainers no GPU; cluster.device=gpu plans for GPUs"

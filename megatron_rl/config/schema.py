@@ -53,9 +53,10 @@ class OfflineConfig(Section):
     """The number of rows in a training step."""
     max_tokens: PositiveInt = 4096
     """The largest length of an answer with its prompt, in tokens. If it is not given, at most the model's positions."""
-    on_bad_row: Literal["fail", "skip"] = "fail"
+    on_bad_row: Literal["fail", "skip", "cut"] = "fail"
     """What happens to an unreadable row and to one that is too long. `fail` stops the run and names file and line;
-    `skip` leaves the row out and counts it."""
+    `skip` leaves the row out and counts it. `cut` cuts the end of a row that is too long, as TRL does, and leaves it
+    out if nothing of its answer is left; unreadable rows stop the run."""
 
     def conflicts(self, run: OfflineRunConfig) -> Iterator[str]:
         cap, key, command = run.balance.max_tokens_per_microbatch, run.section, run.section.replace("_", "-")
@@ -80,10 +81,11 @@ class SftConfig(OfflineConfig):
     """The rows, from the same kinds of files as `data.train`. A row has `prompt` and `completion`, or `messages` whose
     last turn is the assistant's, or `text` (all tokens are trained), or `conversations` (ShareGPT), or `instruction`,
     `input` and `output` (Alpaca)."""
-    turns: Literal["all", "last"] = "all"
-    """The assistant's turns that are trained in a row of chat turns, each with its stop token. `all` needs a chat
-    template that writes an earlier turn as it was written when it was the last; a row whose template leaves out earlier
-    reasoning is bad. `last` trains only the last turn."""
+    turns: Literal["all", "last", "whole"] = "all"
+    """The assistant's turns that are trained in a row of chat turns, each with its stop token. If the chat template
+    writes an earlier turn differently once later turns follow, as templates do that leave out earlier reasoning, each
+    turn is trained as a text of its own, after what the model sees when it answers. `last` trains only the last turn.
+    `whole` trains all tokens of a row, prompts too, as the chat template writes it."""
 
 
 class DpoConfig(OfflineConfig):
@@ -102,6 +104,8 @@ class RewardModelConfig(OfflineConfig):
         yield from super().conflicts(run)
         if run.policy.multi_token != "drop":
             yield f"policy.multi_token is {run.policy.multi_token}, but a reward model writes no text; remove it"
+        if self.on_bad_row == "cut":
+            yield "reward_model.on_bad_row is cut, but a reward model scores whole answers; set it to skip"
 
 
 class EvalConfig(Section):

@@ -3,8 +3,7 @@
 A trained turn is what the model would sample: it begins after the generation prompt, and ends with the stop token.
 
 Invariants (tests/unit/data): the texts of a row together are what the chat template writes, up to the last stop token;
-nothing of a trained turn is left out; a trained turn has the same text in the whole conversation as when it is the
-last, so that the model sees in training what it sees when it answers.
+nothing of a trained turn is left out; before a trained turn the model sees in training what it sees when it answers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
@@ -21,7 +20,7 @@ from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import CALLS, BadRow, Row, Turns, text_of, turns_of
 from megatron_rl.data.template_coverage import TAG, THOUGHTS, Turn, has_thought, require_answer, require_turns
 
-TrainedTurns = Literal["all", "last"]
+TrainedTurns = Literal["all", "last", "whole"]
 READING = Reading(is_supervised=True)
 SWITCHES = ("enable_thinking", "thinking")
 """The arguments by which templates switch thoughts on and off."""
@@ -35,7 +34,9 @@ class Template(NamedTuple):
     ends: tuple[str, ...]
     """The texts of the stop tokens."""
     turns: TrainedTurns
-    """The turns of the assistant that are trained: `all` or `last`."""
+    """The turns of the assistant that are trained: `all` or `last`; or the `whole` row."""
+    is_divisible: bool = True
+    """Whether a chat may become several demonstrations."""
 
 
 class Exchange(NamedTuple):
@@ -54,8 +55,14 @@ class Demonstration(NamedTuple):
     """Whether the last part ends with a stop token."""
 
 
-def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstration:
-    """The parts of a row that are trained, and the parts before them.
+class _Rewritten(BadRow):
+    """The template writes a trained turn, or what is before it, differently once later turns follow."""
+
+
+def demonstrations_of(row: Mapping[str, Any], template: Template) -> list[Demonstration]:
+    """The parts of a row that are trained, and the parts before them. It is one demonstration, unless the template
+    writes earlier turns differently once later turns follow, as templates do that leave out earlier thoughts: then each
+    trained turn is in a demonstration of its own, after what the model sees when it answers.
 
     Raises:
         BadRow: the row is bad for a reason that `load_supervised` lists.
@@ -66,18 +73,21 @@ def demonstration_of(row: Mapping[str, Any], template: Template) -> Demonstratio
         text = str(turns)
         if not text.strip():
             raise BadRow("`text` is blank, so nothing would be trained; remove the row")
-        return Demonstration([Exchange("", text)], False, text.endswith(template.ends))
+        return [Demonstration([Exchange("", text)], False, text.endswith(template.ends))]
     if isinstance(turns, str):
         completion = _ended(text_of(row, "completion"), template.ends)
         if not completion.strip():
             raise BadRow("`completion` is blank, so nothing would be trained; give it a text, or remove the row")
-        return Demonstration([Exchange(turns, completion)], False, completion.endswith(template.ends))
+        parts = Exchange("", turns + completion) if template.turns == "whole" else Exchange(turns, completion)
+        return [Demonstration([parts], False, completion.endswith(template.ends))]
     if question.form == "TRL":
         first = len(turns)
         turns += turns_of(row, "completion")
     if turns[-1]["role"] != "assistant":
         column = "completion" if first else "messages"
         raise BadRow(f"`{column}` must end with a turn of the role assistant, not {turns[-1]['role']}")
+    if template.turns == "whole":
+        return [Demonstration([Exchange("", template.render(turns, False, question.template))], True, True)]
     return _Chat(turns, question.template, template).divided(first)
 
 
@@ -103,18 +113,26 @@ class _Chat:
     arguments: Row
     template: Template
 
-    def divided(self, first: int) -> Demonstration:
+    def divided(self, first: int) -> list[Demonstration]:
         """
         Args:
             first: the first turn that may be trained.
         """
-        whole = self._written(self.turns)
         trained = [i for i in range(first, len(self.turns)) if self.turns[i]["role"] == "assistant"]
         if self.template.turns == "last":
             trained = trained[-1:]
         trained = [i for i in trained if _weight(self.turns[i], i)]
         if not trained:
             raise BadRow("the `weight` of every turn that would be trained is 0; remove the row, or one of the weights")
+        try:
+            return [self._together(trained)]
+        except _Rewritten:
+            if not self.template.is_divisible:
+                raise
+            return [replace(self, turns=self.turns[: i + 1])._together([i]) for i in trained]
+
+    def _together(self, trained: Sequence[int]) -> Demonstration:
+        whole = self._written(self.turns)
         require_turns(self.turns, whole, self._written, trained)
         parts: list[Exchange] = []
         done = 0
@@ -243,8 +261,8 @@ class _Chat:
     def _written(self, turns: Sequence[Turn], add_generation_prompt: bool = False) -> str:
         return self.template.render(turns, add_generation_prompt, self.arguments)
 
-    def _rewritten(self, i: int) -> BadRow:
-        return BadRow(
+    def _rewritten(self, i: int) -> _Rewritten:
+        return _Rewritten(
             f"the chat template writes turn {i + 1} differently once later turns follow, as templates do that leave "
-            "out earlier thoughts; set sft.turns to last, or use a chat_template.jinja that does not"
+            "out earlier thoughts; give the earlier turns in `prompt`, or use a chat_template.jinja that does not"
         )

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_rl.config.data import name_on_hub
-from megatron_rl.data.rows import BadRow, FilledRow, OnBadRow, Row, plain_row
+from megatron_rl.data.rows import BadRow, FilledRow, LongRow, OnBadRow, Row, plain_row
 
 T = TypeVar("T")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
@@ -52,6 +52,11 @@ class ReadRow(NamedTuple):
     """The row, or the error about it."""
 
 
+def stops(error: BadRow, on_bad_row: OnBadRow) -> bool:
+    """Whether a bad row stops the run."""
+    return on_bad_row == "fail" or (on_bad_row == "cut" and not isinstance(error, LongRow))
+
+
 class BadRows:
     """Stops the run at the first bad row, or counts all of them."""
 
@@ -65,9 +70,9 @@ class BadRows:
     def add(self, read: ReadRow, error: BadRow) -> None:
         """
         Raises:
-            ValueError: `on_bad_row` is `fail`.
+            ValueError: `on_bad_row` is `fail`, or `cut` and the row is not too long.
         """
-        if self._on_bad_row == "fail":
+        if stops(error, self._on_bad_row):
             raise ValueError(f"{read.place}: {error}") from error
         self.counts[error.reason] += 1
         self.first = self.first or f"{read.uid}: {error}"
@@ -92,7 +97,7 @@ def load_rows(source: Path | str, make: Callable[[str, Row], T], on_bad_row: OnB
         The items in the order of the rows, and the number of skipped rows.
 
     Raises:
-        ValueError: a row is bad and `on_bad_row` is `fail`, or there is no good row at all, or an error of `read_rows`.
+        ValueError: a bad row stops the run (`on_bad_row`), or there is no good row at all, or an error of `read_rows`.
         FileNotFoundError: the file does not exist.
     """
     items: list[T] = []

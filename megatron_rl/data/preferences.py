@@ -25,7 +25,7 @@ import numpy as np
 
 from megatron_rl.config.preferences import PreferenceLossConfig
 from megatron_rl.data.files import load_rows
-from megatron_rl.data.rows import BadRow, OnBadRow, Row, counted, listed_turns
+from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, counted, listed_turns
 from megatron_rl.data.scored_texts import with_common_prefix
 from megatron_rl.types import Tokens, TrainingRow
 
@@ -58,6 +58,8 @@ def load_preferences(
             ]
         (chosen, _), (rejected, _) = answers
         if np.array_equal(chosen.ids, rejected.ids):
+            if on_bad_row == "cut" and len(chosen.ids) == max_tokens:
+                raise LongRow(f"`chosen` and `rejected` have the same first {max_tokens} tokens")
             raise BadRow("`chosen` and `rejected` are the same tokens, so that nothing can be learnt; remove the row")
         if loss.has_head:
             return [TrainingRow(uid, with_common_prefix(chosen, rejected), (1.0, -1.0), (margin_of(row),) * 2)]

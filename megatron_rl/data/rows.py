@@ -11,7 +11,7 @@ from datetime import date, datetime, time
 from decimal import Decimal
 from typing import Any, ClassVar, Literal
 
-OnBadRow = Literal["fail", "skip"]
+OnBadRow = Literal["fail", "skip", "cut"]
 Row = dict[str, Any]
 Turns = tuple[dict[str, Any], ...]
 """Chat turns. Each has `role` and `content` as text."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_rl.config.schema import OfflineRunConfig, SftRunConfig
-from megatron_rl.data.demonstrations import Demonstration, Template, TrainedTurns, demonstration_of
+from megatron_rl.data.demonstrations import Demonstration, Template, TrainedTurns, demonstrations_of
 from megatron_rl.data.encode import encodable, plain_ids, rendered
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.preferences import load_preferences
@@ -34,14 +34,14 @@ def load_supervised(
     on_bad_row: OnBadRow = "fail",
     ends: tuple[str, ...] = (),
     turns: TrainedTurns = "all",
-) -> tuple[list[tuple[str, Tokens]], int]:
+) -> tuple[list[tuple[str, tuple[Tokens, ...]]], int]:
     """Read rows that have `messages` whose last turn is the assistant's, or `prompt` and `completion`, or another
     form of `supervised_forms.py`. `prompt` and `completion` are plain text, or chat turns as in TRL.
 
     A trained text ends with a stop token, which is added if the text or the chat template has none. What a template
     writes after this token (a line feed) is left out, because the model never samples it. A row is bad if it is
-    unreadable, has another form, or is longer than `max_tokens`; if the chat template does not write all of an answer;
-    or if it writes an answer that is trained differently when the model would sample it.
+    unreadable, has another form, or is longer than `max_tokens` and is not cut; if the chat template does not write all
+    of an answer; or if it writes an answer that is trained differently when the model would sample it.
 
     Args:
         ends: the texts of the model's stop tokens; the tokenizer's end-of-sequence token is always one.
@@ -49,14 +49,14 @@ def load_supervised(
             are.
 
     Returns:
-        The rows, each as its name (`rows.jsonl:17`) and its tokens, with `logp_rollout` 0 and `version` -1 everywhere;
-        and the number of skipped rows.
+        The rows, each as its name (`rows.jsonl:17`) and its texts, usually one, as tokens with `logp_rollout` 0 and
+        `version` -1 everywhere; and the number of skipped rows.
 
     Raises:
         ValueError: an error of `load_rows`, or the tokenizer has no end-of-sequence token, or there are chats but no
             chat template.
     """
-    read = demonstration_reader(tokenizer, max_tokens, ends, turns)
+    read = demonstration_reader(tokenizer, max_tokens, ends, turns, is_cut=on_bad_row == "cut")
     return load_rows(source, lambda uid, row: (uid, read(row)), on_bad_row)
 
 
@@ -66,30 +66,45 @@ def demonstration_reader(
     ends: tuple[str, ...],
     turns: TrainedTurns = "all",
     section: str = "sft",
-) -> Callable[[Row], Tokens]:
-    """A function that gives the tokens of a row; see `load_supervised` for the arguments and for what it raises.
+    is_cut: bool = False,
+) -> Callable[[Row], tuple[Tokens, ...]]:
+    """A function that gives the tokens of a row's texts; see `load_supervised` for what it takes and raises.
 
     Args:
-        section: the section of the configuration that has `max_tokens`, for messages.
+        section: the section of the configuration that has `max_tokens`. A row of preferences is always one text.
+        is_cut: whether a row that is too long ends with the last action among its first `max_tokens` tokens.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no eos_token, so a completion could not end; set it in tokenizer_config.json"
         )
     eos_id, ends = tokenizer.eos_token_id, tuple(dict.fromkeys((str(tokenizer.eos_token), *ends)))
-    template = Template(partial(rendered, tokenizer), ends, turns)
+    template = Template(partial(rendered, tokenizer), ends, turns, section == "sft")
 
-    def read(row: Row) -> Tokens:
-        ids, mask = ids_of(demonstration_of(row, template), partial(plain_ids, tokenizer), eos_id)
-        check_length(len(ids), max_tokens, section)
-        return Tokens(
-            ids=np.array(ids, np.int32),
-            action_mask=np.array(mask, bool),
-            logp_rollout=np.zeros(len(ids), np.float32),
-            version=np.full(len(ids), -1, np.int32),
+    def read(row: Row) -> tuple[Tokens, ...]:
+        made = [ids_of(one, partial(plain_ids, tokenizer), eos_id) for one in demonstrations_of(row, template)]
+        if is_cut:
+            made = [_cut(*one, max_tokens) for one in made if any(one[1][:max_tokens])] or made
+        for ids, _ in made:
+            check_length(len(ids), max_tokens, section)
+        return tuple(
+            Tokens(
+                ids=np.array(ids, np.int32),
+                action_mask=np.array(mask, bool),
+                logp_rollout=np.zeros(len(ids), np.float32),
+                version=np.full(len(ids), -1, np.int32),
+            )
+            for ids, mask in made
         )
 
     return read
+
+
+def _cut(ids: list[int], mask: list[bool], max_tokens: int) -> tuple[list[int], list[bool]]:
+    """The tokens up to the last action among the first `max_tokens`."""
+    end = min(max_tokens, len(ids))
+    end -= mask[:end][::-1].index(True)
+    return ids[:end], mask[:end]
 
 
 def load_training_rows(
@@ -104,13 +119,15 @@ def load_training_rows(
     ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
     offline = config.offline
     if loss := config.preferences:
-        read = demonstration_reader(tokenizer, offline.max_tokens, ends, section=config.section)
+        longest, on_bad_row = offline.max_tokens, offline.on_bad_row
         if loss.has_head:
-            read = scored_reader(tokenizer, padding_id(config.model.path), offline.max_tokens)
-        return load_preferences(source, read, loss, offline.max_tokens, offline.on_bad_row)
+            scored = scored_reader(tokenizer, padding_id(config.model.path), longest)
+            return load_preferences(source, scored, loss, longest, on_bad_row)
+        read = demonstration_reader(tokenizer, longest, ends, section=config.section, is_cut=on_bad_row == "cut")
+        return load_preferences(source, lambda row: read(row)[0], loss, longest, on_bad_row)
     assert isinstance(config, SftRunConfig)
     rows, skipped = load_supervised(source, tokenizer, offline.max_tokens, offline.on_bad_row, ends, config.sft.turns)
-    return [TrainingRow(uid, (tokens,), (0.0,)) for uid, tokens in rows], skipped
+    return [TrainingRow(uid, samples, (0.0,) * len(samples)) for uid, samples in rows], skipped
 
 
 def ids_of(

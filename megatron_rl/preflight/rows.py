@@ -17,7 +17,7 @@ from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
-from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstration_of
+from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstrations_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of
@@ -89,16 +89,18 @@ class _Lengths:
             return None
         return len(self._tokenizer.ids(text))
 
-    def of_demonstration(self, row: Row, turns: TrainedTurns, bound: int) -> int | None:
-        """The number of a supervised row's tokens; None if it is not known, or if it is certainly within the bound."""
+    def of_demonstration(self, row: Row, turns: TrainedTurns, bound: int, is_divisible: bool) -> int | None:
+        """The number of tokens of a supervised row's longest text; None if it is not known, or if it is certainly
+        within the bound."""
         try:
-            demonstration = demonstration_of(row, Template(self._render, self._ends, turns))
+            found = demonstrations_of(row, Template(self._render, self._ends, turns, is_divisible))
         except Unrendered:
             return None
-        texts = "".join(text for part in demonstration.parts for text in part)
+        longest = max(found, key=lambda one: sum(len(text) for part in one.parts for text in part))
+        texts = "".join(text for part in longest.parts for text in part)
         if self._tokenizer is None or len(texts.encode()) < bound:  # a stop token may be added
             return None
-        return len(ids_of(demonstration, self._tokenizer.ids, 0)[0])
+        return len(ids_of(longest, self._tokenizer.ids, 0)[0])
 
     def of_scored(self, row: Row, bound: int) -> int | None:
         """The same of a reward model's row."""
@@ -238,8 +240,8 @@ def _faults_of_offline_rows(config: OfflineRunConfig, lengths: _Lengths, tell: T
             if loss and loss.has_head:
                 length = lengths.of_scored(answer, offline.max_tokens)
             else:
-                length = lengths.of_demonstration(answer, turns, offline.max_tokens)
-            if length is not None:
+                length = lengths.of_demonstration(answer, turns, offline.max_tokens, is_divisible=loss is None)
+            if length is not None and offline.on_bad_row != "cut":
                 check_demonstration(length, offline.max_tokens, config.section)
 
     given = {key: source for key, source in _sources(config).items() if source is not None}
@@ -350,10 +352,11 @@ def _file(
         tell(f"{key}: the first {num_rows:,} rows of {source} were checked, the others were left out to save time")
     if not num_rows:
         return [f"{key}: {source} holds no row; give a file with one JSON object in each line"]
-    if bad and (on_bad_row == "fail" or whole and len(bad) == num_rows):
+    fails = on_bad_row != "skip"  # a row that is cut is not among the bad ones
+    if bad and (fails or whole and len(bad) == num_rows):
         more = f" ({len(bad)} of {num_rows:,} rows that were checked are bad)" if len(bad) > 1 else ""
         section = key.partition(".")[0]
-        hint = f"correct it, or set {section}.on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
+        hint = f"correct it, or set {section}.on_bad_row to skip" if fails else "no good row is left"
         return [f"{key}: {bad[0]}{more}; {hint}"]
     if bad:
         tell(f"{key}: {len(bad)} of {num_rows:,} rows of {source} will be skipped; the first one is {bad[0]}")

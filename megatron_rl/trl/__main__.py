@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megatron_rl.trl import ARGUMENTS
-from megatron_rl.trl.arguments import FORMER, Argument, Treatment
+from megatron_rl.trl import ARGUMENTS, DPOTrainer, GRPOTrainer
+from megatron_rl.trl.arguments import DPO_ARGUMENTS, FORMER, SFT_ARGUMENTS, Argument, Treatment
 from megatron_rl.trl.coverage import CASES_REFUSED, SCRIPTS, TESTS, VERSIONS, Verdict, numbers
 from megatron_rl.trl.metrics import NAMES
-from megatron_rl.trl.trainer import REFUSED
 
 HEAD = """# Coming from TRL
 
@@ -54,8 +53,25 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 | after `train` | `model`, `evaluate`, `save_model`, `push_to_hub` and the like work; other attributes say what replaces them. |
 | command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |
 
-TRL's `SFTTrainer` corresponds to [`megatron-rl sft`](coming_from_sft.md), and `DPOTrainer`, `KTOTrainer` and
-`ORPOTrainer` to [`megatron-rl dpo`](sft_and_ppo.md#preferences); other trainers are not here.
+`DPOConfig` and `DPOTrainer`, `SFTConfig` and `SFTTrainer` are imported in the same way. TRL's `KTOTrainer`,
+`ORPOTrainer` and `CPOTrainer` correspond to [`megatron-rl dpo`](sft_and_ppo.md#preferences); other trainers are not
+here.
+"""
+
+OFFLINE = """
+## DPO and SFT
+
+`train` starts a run of `megatron-rl dpo` or `megatron-rl sft`. Other arguments than these are treated as GRPOConfig's.
+The losses of a tiny model are TRL's within 1e-5 (`make test-trl`). These definitions differ:
+
+- A completion ends with the stop token. TRL also trains what a chat template writes after it, such as a line feed.
+- The model's own chat template decides what `assistant_only_loss` trains: whole answers with their stop tokens.
+- Plain prompts and completions are tokenized apart, so that no token is part of both.
+- The last step of an epoch also takes rows of the next one, so that k epochs of n rows have k n / `rows_per_step` steps.
+- `megatron-rl dpo`: IPO has means over tokens, as in TRL. ORPO's first term is over the chosen answer, in TRL also over
+  its prompt. KTO's z takes the answer of the next row with another prompt, over the step; in TRL it takes the answer of
+  the row before, over the batch of a pass.
+
 """
 
 
@@ -85,18 +101,31 @@ def tried() -> list[str]:
     return lines + [f"- refused: {name} ({note})" for name, (passes, note) in SCRIPTS.items() if not passes]
 
 
+def together(reasons: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The names with one reason."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(f"`{name}`")
+    return ((", ".join(some), why) for why, some in names.items())
+
+
 def by_meaning(arguments: Mapping[str, Argument], treatment: Treatment) -> Iterator[tuple[str, str]]:
     """The names of the arguments with one treatment, and what becomes of them. Arguments of one meaning are one row."""
-    names: dict[str, list[str]] = {}
-    for name, argument in arguments.items():
-        if argument.treatment == treatment:
-            names.setdefault(argument.says, []).append(f"`{name}`")
-    return ((", ".join(some), says.replace("|", "/")) for says, some in names.items())
+    return together({name: one.says.replace("|", "/") for name, one in arguments.items() if one.treatment == treatment})
 
 
 def page() -> str:
-    lines = [HEAD, *tried(), "", "## Refused arguments of GRPOTrainer", ""]
-    lines += [f"- `{name}`: {why}" for name, why in REFUSED.items()]
+    lines = [HEAD, *tried(), OFFLINE, "| argument | here |", "|---|---|"]
+    own = {**DPO_ARGUMENTS, **SFT_ARGUMENTS}
+    known = {name: (one.says, one.treatment) for name, one in ARGUMENTS.items()}
+    own = {name: one for name, one in own.items() if known.get(name) != (one.says, one.treatment)}
+    own |= {"loss_type (DPO)": DPO_ARGUMENTS["loss_type"], "loss_type (SFT)": own.pop("loss_type")}
+    kinds: dict[Treatment, str] = {"mapped": "", "refused": "other values are refused: ", "implied": "no meaning: "}
+    for one, told in kinds.items():
+        lines += [f"| {names} | {told}{says} |" for names, says in by_meaning(own, one)]
+    refused = {**GRPOTrainer.refused, **DPOTrainer.refused}
+    lines += ["", "## Refused arguments of trainers", ""]
+    lines += [f"- {names}: {why}" for names, why in together(refused)]
     lines += ["", "## Metrics", "", "| TRL | here |", "|---|---|"]
     lines += [f"| `{theirs}` | `{ours}` |" for ours, theirs in NAMES.items()]
     lines += ["| `rewards/<name>/mean`, `.../std` | `reward/<name>/mean`, `.../std` |"]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TrainerState
 from transformers import trainer_pt_utils as files
@@ -84,7 +84,7 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
             f"trainer.accelerator has no {name!r} here: the script is one process, and `policy.parallel` in "
-            "GRPOConfig(sections=...) has the run's parallelism"
+            "`sections` of the configuration has the run's parallelism"
         )
 
 
@@ -100,7 +100,8 @@ class Finished:
     args: Any
     run: Run | None
     accelerator: Accelerator
-    _given: GivenModel
+    kind: ClassVar[str]
+    _given_model: GivenModel
     _progress: RunProgress
     is_fsdp_enabled = is_deepspeed_enabled = False
     is_in_train = False
@@ -113,6 +114,13 @@ class Finished:
     save_metrics = files.save_metrics
     save_state = files.save_state
     metrics_format = staticmethod(files.metrics_format)
+
+    def end(self) -> None:
+        """Trackers have ended with the run."""
+
+    @property
+    def hub_model_id(self) -> str:
+        return str(self.args.hub_model_id or self._output.name)
 
     def is_world_process_zero(self) -> bool:
         return True
@@ -147,9 +155,9 @@ class Finished:
         Args:
             others: what transformers also puts into a card, such as `language` and `license`.
         """
-        own = ["megatron-rl", "grpo", *([tags] if isinstance(tags, str) else tags or [])]
+        own = ["megatron-rl", self.kind, *([tags] if isinstance(tags, str) else tags or [])]
         head = {"library_name": "transformers", "tags": own}
-        given = self._given.given
+        given = self._given_model.given
         base = given if isinstance(given, str) else str(getattr(given.config, "_name_or_path", "") or "")
         if base:
             head["base_model"] = base
@@ -164,8 +172,8 @@ class Finished:
             [
                 f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n",
                 f"# {model_name or self._output.name}\n",
-                f"{'A model' if not base else f'The model `{base}`'}, trained by GRPO with megatron_rl through the "
-                "interface of TRL's GRPOTrainer.\n",
+                f"{'A model' if not base else f'The model `{base}`'}, trained by {self.kind.upper()} with megatron_rl "
+                f"through the interface of TRL's {type(self).__name__}.\n",
                 *(["| metric of the last step | value |", "|---|---|", *rows] if rows else []),
             ]
         )
@@ -193,7 +201,7 @@ class Finished:
         folder = self.trained()
         if card:
             self.create_model_card(**card)
-        name = self.args.hub_model_id or self._output.name
+        name = self.hub_model_id
         by_hand = f"`hf auth login`, and then `hf upload {name} {folder}`, do the same later"
         try:
             from huggingface_hub import HfApi, get_token
@@ -221,7 +229,7 @@ class Finished:
 
     def _last_metrics(self) -> Mapping[str, Any]:
         """The numbers of the last step, by TRL's names."""
-        steps = [record for record in self.state.log_history if "reward" in record]
+        steps = [record for record in self.state.log_history if record.keys() & {"reward", "grad_norm"}]
         return steps[-1] if steps else {}
 
     def __getattr__(self, name: str) -> Any:
@@ -231,4 +239,4 @@ class Finished:
             "of transformers' Trainer it has train, evaluate, save_model, model and what docs/coming_from_trl.md "
             f"names; `trainer.run` has the run's folder with {METRICS} and report.html"
         )
-        raise AttributeError(f"GRPOTrainer of megatron_rl has no {name!r}: {what}")
+        raise AttributeError(f"{type(self).__name__} of megatron_rl has no {name!r}: {what}")

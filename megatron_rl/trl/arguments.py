@@ -1,4 +1,4 @@
-"""Every argument of TRL's GRPOConfig (1.16), and what becomes of it here.
+"""Every argument of TRL's GRPOConfig, DPOConfig and SFTConfig (1.16), and what becomes of it here.
 
 Invariants (tests/unit/trl): the names are the same as in TRL; an argument that changes what is trained is mapped, or
 refused by name if it differs from its default; none is ignored because nobody thought of it.
@@ -30,22 +30,19 @@ _SPEED = "a matter of speed or memory, which does not change what is trained"
 _FILES = "the run's folder has all of it: metrics.jsonl, samples.jsonl, report.html"
 _SERVER = "the run starts its own engines; sections `rollout` and `cluster` place them"
 _LOADER = "rows are read once and tokenized before the run"
-_EVALUATED = "evaluations are batched by the engine"
+_EVALUATED = "evaluations are batched by the run"
 _HUB = "the model is uploaded after the run, and by `trainer.push_to_hub()`"
 _ROUTE = "the actor is Megatron's: tensor, pipeline and data parallelism are in `policy.parallel`"
+
+_REFERENCE = "the reference policy keeps the weights of the start"
 
 _SEQUENCE_MASK = (
     "`sequence_mask` rejects by the product of a sample's ratios, and weights by the ratio of each token, at most 2"
 )
 
-ARGUMENTS: Mapping[str, Argument] = {
+COMMON: Mapping[str, Argument] = {
     **_all("mapped", "run.folder and run.name", output_dir=None),
-    **_all("mapped", _BATCH, per_device_train_batch_size=8, gradient_accumulation_steps=1),
-    **_all("mapped", _BATCH, generation_batch_size=None, steps_per_generation=None),
-    **_all("mapped", "algorithm.epochs, with reshuffle: false", num_iterations=1),
-    **_all("mapped", "rollout.samples_per_prompt", num_generations=8),
     **_all("mapped", "run.steps", max_steps=-1, num_train_epochs=3.0),
-    **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
     **_all("mapped", "policy.optimizer.schedule and min_lr_ratio", lr_scheduler_type="linear"),
     **_all("mapped", "policy.optimizer.min_lr_ratio, from `min_lr_rate` or `min_lr`", lr_scheduler_kwargs=None),
     **_all(
@@ -67,9 +64,13 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("mapped", "model.dtype: float16", fp16=False),
     **_all("mapped", "model.recompute", gradient_checkpointing=True),
     **_all("mapped", "observe: wandb, tensorboard, mlflow; others are left out with a warning", report_to="none"),
-    **_all("mapped", "eval.every; without eval_steps it is logging_steps", eval_strategy="no", eval_steps=None),
-    **_all("mapped", "eval.every, if eval_steps is not given; all steps are logged", logging_steps=10),
-    **_all("mapped", "eval.samples_per_prompt", num_generations_eval=None),
+    **_all(
+        "mapped",
+        "eval.every, `eval_every` of sft and dpo; without eval_steps it is logging_steps",
+        eval_strategy="no",
+        eval_steps=None,
+    ),
+    **_all("mapped", "how often is evaluated, if eval_steps is not given; all steps are logged", logging_steps=10),
     **_all("mapped", "checkpoint.every", save_strategy="steps", save_steps=500),
     **_all("mapped", "checkpoint.keep", save_total_limit=None),
     **_all("mapped", "run.seed", seed=42),
@@ -77,7 +78,61 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all(
         "mapped", "model.dtype, from `dtype` or `torch_dtype`, and `revision` of a hub's name", model_init_kwargs=None
     ),
-    **_all("mapped", "policy.load_balancing_loss", router_aux_loss_coef=None),
+    **_all("mapped", "policy.load_balancing_loss, of each layer; None is 0", router_aux_loss_coef=None),
+    **_all("implied", "rows are packed without padding", pad_to_multiple_of="auto"),
+    **_all("implied", "every token counts once, over all ranks", average_tokens_across_devices=True),
+    **_all("implied", _SPEED, tf32=None, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
+    **_all("implied", _SPEED, use_liger_kernel=False, liger_kernel_config=None, use_cache=False),
+    **_all("implied", _SPEED, gradient_checkpointing_kwargs=None, torch_empty_cache_steps=None),
+    **_all("implied", _SPEED, auto_find_batch_size=False, bf16_full_eval=False, fp16_full_eval=False),
+    **_all("implied", _FILES, logging_strategy="steps", logging_first_step=False),
+    **_all("implied", _FILES, log_on_each_node=True, logging_nan_inf_filter=True),
+    **_all("implied", _FILES, include_num_input_tokens_seen="no", log_level="passive"),
+    **_all("implied", _FILES, log_level_replica="warning", disable_tqdm=None, run_name=None, project="huggingface"),
+    **_all("implied", _FILES, skip_memory_metrics=True),
+    **_all("implied", _FILES, debug="", eval_on_start=False, eval_delay=0),
+    **_all("implied", _EVALUATED, per_device_eval_batch_size=8, eval_accumulation_steps=None),
+    **_all("implied", _EVALUATED, eval_do_concat_batches=True, eval_use_gather_object=False),
+    **_all("implied", _EVALUATED, prediction_loss_only=False, batch_eval_metrics=False),
+    **_all("implied", "checkpoints are complete or absent", save_on_each_node=False, enable_jit_checkpoint=False),
+    **_all("implied", "a resumed run continues to the bit", ignore_data_skip=False, full_determinism=False),
+    **_all("implied", "a resumed run continues to the bit", restore_callback_states_from_checkpoint=False),
+    **_all("mapped", _HUB, push_to_hub=False, hub_token=None, hub_private_repo=None, hub_model_id=None),
+    **_all("mapped", _HUB, hub_revision=None),
+    **_all("implied", "it is uploaded once, after the run", hub_strategy="every_save", hub_always_push=False),
+    **_all("implied", _LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
+    **_all("implied", _LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
+    **_all("implied", _LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
+    **_all("implied", _LOADER, label_names=None, length_column_name="length"),
+    **_all("implied", _ROUTE, accelerator_config=None, parallelism_config=None, deepspeed=None, fsdp=None),
+    **_all("implied", _ROUTE, fsdp_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
+    **_all("implied", _ROUTE, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
+    **_all("implied", _ROUTE, use_cpu=False, local_rank=-1),
+    **_all("implied", "`train` and `evaluate` say what is done", do_train=False, do_eval=False, do_predict=False),
+    **_all("implied", "trackio is no tracker here", trackio_space_id=None, trackio_bucket_id=None),
+    **_all("implied", "trackio is no tracker here", trackio_static_space_id=None),
+    **_all("refused", "the code of a model folder is not run", trust_remote_code=False),
+    **_all("refused", "the order of the rows is shuffled in each epoch", train_sampling_strategy="random"),
+    **_all("refused", "one seed is for all", data_seed=None),
+    **_all("refused", "Adam has no further options here", optim_args=None, optim_target_modules=None),
+    **_all("refused", "it is not known here", label_smoothing_factor=0.0, neftune_noise_alpha=None),
+    **_all("refused", "a checkpoint has all that a run needs", save_only_model=False),
+    **_all(
+        "refused", "checkpoint.keep_best keeps it, and `megatron-rl export` writes it", load_best_model_at_end=False
+    ),
+    **_all("refused", "checkpoint.keep_best names a metric", metric_for_best_model=None, greater_is_better=None),
+    **_all("refused", "rewards are what is measured", include_for_metrics=()),
+}
+"""What transformers' TrainingArguments has, in TRL's form, and other arguments of all three trainers."""
+
+ARGUMENTS: Mapping[str, Argument] = {
+    **COMMON,
+    **_all("mapped", _BATCH, per_device_train_batch_size=8, gradient_accumulation_steps=1),
+    **_all("mapped", _BATCH, generation_batch_size=None, steps_per_generation=None),
+    **_all("mapped", "algorithm.epochs, with reshuffle: false", num_iterations=1),
+    **_all("mapped", "rollout.samples_per_prompt", num_generations=8),
+    **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
+    **_all("mapped", "eval.samples_per_prompt", num_generations_eval=None),
     **_all("mapped", "rollout.max_response_tokens", max_completion_length=512),
     **_all("mapped", "rollout.sampling.temperature", temperature=1.0),
     **_all("mapped", "data.chat_template", chat_template_kwargs=None),
@@ -136,73 +191,78 @@ ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", "vLLM's own caches and batches", transformers_continuous_batching_config=None),
     **_all("implied", "vLLM's own caches and batches", use_transformers_paged=False),
     **_all("implied", "no layer has dropout", disable_dropout=False),
-    **_all("implied", "rows are packed without padding", pad_to_multiple_of="auto"),
-    **_all("implied", "every token counts once, over all ranks", average_tokens_across_devices=True),
-    **_all("implied", _SPEED, tf32=None, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
-    **_all("implied", _SPEED, use_liger_kernel=False, liger_kernel_config=None, use_cache=False),
-    **_all("implied", _SPEED, gradient_checkpointing_kwargs=None, torch_empty_cache_steps=None),
-    **_all("implied", _SPEED, auto_find_batch_size=False, bf16_full_eval=False, fp16_full_eval=False),
-    **_all("implied", _FILES, logging_strategy="steps", logging_first_step=False),
-    **_all("implied", _FILES, log_on_each_node=True, logging_nan_inf_filter=True, log_completions=False),
-    **_all("implied", _FILES, include_num_input_tokens_seen="no", log_level="passive", log_multimodal=True),
-    **_all("implied", _FILES, log_level_replica="warning", disable_tqdm=None, run_name=None, project="huggingface"),
-    **_all("implied", _FILES, num_completions_to_print=None, log_unique_prompts=False, skip_memory_metrics=True),
-    **_all("implied", _FILES, debug="", eval_on_start=False, eval_delay=0),
-    **_all("implied", _EVALUATED, per_device_eval_batch_size=8, eval_accumulation_steps=None),
-    **_all("implied", _EVALUATED, eval_do_concat_batches=True, eval_use_gather_object=False),
-    **_all("implied", _EVALUATED, prediction_loss_only=False, batch_eval_metrics=False),
-    **_all("implied", "checkpoints are complete or absent", save_on_each_node=False, enable_jit_checkpoint=False),
-    **_all("implied", "a resumed run continues to the bit", ignore_data_skip=False, full_determinism=False),
-    **_all("implied", "a resumed run continues to the bit", restore_callback_states_from_checkpoint=False),
-    **_all("mapped", _HUB, push_to_hub=False, hub_token=None, hub_private_repo=None, hub_model_id=None),
-    **_all("mapped", _HUB, hub_revision=None),
-    **_all("implied", "it is uploaded once, after the run", hub_strategy="every_save", hub_always_push=False),
+    **_all("implied", _FILES, log_completions=False),
+    **_all("implied", _FILES, log_multimodal=True),
+    **_all("implied", _FILES, num_completions_to_print=None, log_unique_prompts=False),
     **_all("implied", _FILES, log_completions_hub_repo=None),
-    **_all("implied", _LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
-    **_all("implied", _LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
-    **_all("implied", _LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
-    **_all("implied", _LOADER, remove_unused_columns=False, label_names=None, length_column_name="length"),
-    **_all("implied", _ROUTE, accelerator_config=None, parallelism_config=None, deepspeed=None, fsdp=None),
-    **_all("implied", _ROUTE, fsdp_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
-    **_all("implied", _ROUTE, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
-    **_all("implied", _ROUTE, use_cpu=False, local_rank=-1),
-    **_all("implied", "`train` and `evaluate` say what is done", do_train=False, do_eval=False, do_predict=False),
-    **_all("implied", "trackio is no tracker here", trackio_space_id=None, trackio_bucket_id=None),
-    **_all("implied", "trackio is no tracker here", trackio_static_space_id=None),
+    **_all("implied", _LOADER, remove_unused_columns=False),
     # They would change what is trained or kept.
     **_all("refused", "the trainer would compute other log-probs than were sampled", top_p=1.0, top_k=0, min_p=None),
     **_all("refused", "the trainer would compute other log-probs than were sampled", repetition_penalty=1.0),
     **_all("refused", "only temperature can be set", generation_kwargs=None),
     **_all("refused", "answers are not constrained by a grammar", vllm_structured_outputs_regex=None),
     **_all("implied", "trainer and engine always compute logits in float32", cast_lm_head_to_fp32=False),
-    **_all("refused", "the code of a model folder is not run", trust_remote_code=False),
     **_all("mapped", "data.shuffle", shuffle_dataset=True),
-    **_all("refused", "the order of the rows is shuffled in each epoch", train_sampling_strategy="random"),
-    **_all("refused", "one seed is for all", data_seed=None),
-    **_all("refused", "the reference policy keeps the weights of the start", sync_ref_model=False),
-    **_all("refused", "the reference policy keeps the weights of the start", ref_model_mixup_alpha=0.6),
-    **_all("refused", "the reference policy keeps the weights of the start", ref_model_sync_steps=512),
+    **_all("refused", _REFERENCE, sync_ref_model=False),
+    **_all("refused", _REFERENCE, ref_model_mixup_alpha=0.6),
+    **_all("refused", _REFERENCE, ref_model_sync_steps=512),
     **_all("refused", "the adaptive coefficient begins to act at 0", entropy_coef_min=0.0),
     **_all("refused", "it has another name since TRL 1.0", vllm_importance_sampling_cap=None),
-    **_all("refused", "Adam has no further options here", optim_args=None, optim_target_modules=None),
-    **_all("refused", "it is not known here", label_smoothing_factor=0.0, neftune_noise_alpha=None),
-    **_all("refused", "a checkpoint has all that a run needs", save_only_model=False),
-    **_all(
-        "refused", "checkpoint.keep_best keeps it, and `megatron-rl export` writes it", load_best_model_at_end=False
-    ),
-    **_all("refused", "checkpoint.keep_best names a metric", metric_for_best_model=None, greater_is_better=None),
-    **_all("refused", "rewards are what is measured", include_for_metrics=()),
+}
+"""GRPOConfig's."""
+
+_ROWS = "`rows_per_step` of section dpo or sft, by the sizes of TRL"
+_CUT = "`max_tokens` and `on_bad_row: cut`; at most the model's positions"
+_PADDING = "rows are always packed without padding, and see nothing of each other"
+
+OFFLINE: Mapping[str, Argument] = {
+    **COMMON,
+    **_all("mapped", _ROWS, per_device_train_batch_size=8, gradient_accumulation_steps=1),
+    **_all("mapped", _CUT, max_length=1024),
+    **_all("refused", "rows are cut at their end", truncation_mode="keep_start"),
+    **_all("implied", _PADDING, padding_free=False, pad_token=None),
+    **_all("implied", _LOADER, dataset_num_proc=None, remove_unused_columns=True),
+    **_all("implied", _SPEED, activation_offloading=False),
+}
+"""What DPOConfig and SFTConfig have in common."""
+
+DPO_ARGUMENTS: Mapping[str, Argument] = {
+    **OFFLINE,
+    **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
+    **_all("mapped", "dpo.loss.kind: `sigmoid` is dpo; `ipo`; others are refused", loss_type=("sigmoid",)),
+    **_all("mapped", "dpo.loss.beta", beta=0.1),
+    **_all("refused", "the loss is one, with the weight 1", loss_weights=None),
+    **_all("refused", "dpo.loss has nothing like it", ld_alpha=None, f_divergence_type="reverse_kl"),
+    **_all("refused", "dpo.loss has nothing like it", use_weighting=False),
+    **_all("refused", _REFERENCE, sync_ref_model=False, ref_model_mixup_alpha=0.6, ref_model_sync_steps=512),
+    **_all("implied", "only losses and divergences read it that are refused", label_smoothing=0.0, discopop_tau=0.05),
+    **_all("implied", "only losses and divergences read it that are refused", f_alpha_divergence_coef=0.5),
+    **_all("implied", "log-probs of the reference are computed once", precompute_ref_log_probs=False),
+    **_all("implied", "log-probs of the reference are computed once", precompute_ref_batch_size=None),
+    **_all("implied", "no layer has dropout", disable_dropout=True),
 }
 
+SFT_ARGUMENTS: Mapping[str, Argument] = {
+    **OFFLINE,
+    **_all("mapped", "policy.optimizer.lr", learning_rate=2e-5),
+    **_all("mapped", "sft.turns: `whole` if prompts are trained, else `all`", completion_only_loss=None),
+    **_all("mapped", "sft.turns: `all` in place of `whole`", assistant_only_loss=False),
+    **_all("mapped", "a step has as many rows as its blocks of `max_length` tokens would hold", packing=False),
+    **_all("refused", "rows are packed as wholes: write `bfd`", packing_strategy="bfd"),
+    **_all("implied", "evaluations are packed, too, which changes no loss", eval_packing=None),
+    **_all("mapped", "the column `text` of the run's rows", dataset_text_field="text"),
+    **_all("mapped", "the eos_token of the run's tokenizer", eos_token=None),
+    **_all("mapped", "the chat template of the run's tokenizer; a .jinja file", chat_template_path=None),
+    **_all("refused", "rows are always tokenized here; give texts or chats", dataset_kwargs=None),
+    **_all("refused", "the loss is the negative log-likelihood", loss_type="nll"),
+    **_all("implied", "the order of the rows is shuffled in each epoch, as by TRL's sampler", shuffle_dataset=False),
+}
 
-FORMER: Mapping[str, Argument] = {
-    **_all("mapped", "rollout.max_prompt_tokens; prompts are not cut, as in TRL 1.0", max_prompt_length=None),
+FORMER_COMMON: Mapping[str, Argument] = {
     **_all("mapped", "it is warmup_steps below 1 today", warmup_ratio=None),
     **_all("mapped", "it is eval_strategy today", evaluation_strategy=None),
-    **_all("mapped", "it is log_unique_prompts today", wandb_log_unique_prompts=None),
     **_all("implied", _FILES, logging_dir=None),
     **_all("implied", "a folder that has a run is never overwritten", overwrite_output_dir=None),
-    **_all("implied", _SERVER, vllm_device=None, vllm_dtype=None, vllm_max_model_len=None),
     **_all("implied", "weights are saved as safetensors", save_safetensors=None),
     **_all("implied", "rows are packed without padding", group_by_length=None),
     **_all("implied", _ROUTE, no_cuda=None, use_mps_device=None, half_precision_backend=None, ddp_backend_options=None),
@@ -210,6 +270,17 @@ FORMER: Mapping[str, Argument] = {
     **_all("implied", "rewards are what is measured", include_inputs_for_metrics=None, past_index=None),
 }
 """Arguments of earlier releases of TRL and transformers, which may be given, too."""
+FORMER: Mapping[str, Argument] = {
+    **_all("mapped", "rollout.max_prompt_tokens; prompts are not cut, as in TRL 1.0", max_prompt_length=None),
+    **_all("mapped", "it is log_unique_prompts today", wandb_log_unique_prompts=None),
+    **FORMER_COMMON,
+    **_all("implied", _SERVER, vllm_device=None, vllm_dtype=None, vllm_max_model_len=None),
+}
+"""GRPOConfig's."""
+FORMER_SFT: Mapping[str, Argument] = {
+    **FORMER_COMMON,
+    **_all("mapped", "it is max_length today", max_seq_length=None),
+}
 
 TYPES: Mapping[str, Any] = {
     **dict.fromkeys(
@@ -217,39 +288,40 @@ TYPES: Mapping[str, Any] = {
         "trackio_static_space_id hub_token hub_model_id hub_revision metric_for_best_model ddp_backend fsdp "
         "dataloader_multiprocessing_context cache_implementation vllm_structured_outputs_regex vllm_server_base_url "
         "log_completions_hub_repo resume_from_checkpoint evaluation_strategy logging_dir vllm_device vllm_dtype "
-        "half_precision_backend torchdynamo ddp_backend_options".split(),
+        "half_precision_backend torchdynamo ddp_backend_options eos_token chat_template_path pad_token".split(),
         str | None,
     ),
     **dict.fromkeys(
         "bf16 tf32 disable_tqdm hub_private_repo greater_is_better remove_unused_columns ddp_find_unused_parameters "
         "ddp_broadcast_buffers ddp_static_graph shuffle_dataset wandb_log_unique_prompts overwrite_output_dir "
         "save_safetensors group_by_length no_cuda use_mps_device jit_mode_eval use_ipex "
-        "include_inputs_for_metrics".split(),
+        "include_inputs_for_metrics eval_packing completion_only_loss".split(),
         bool | None,
     ),
     **dict.fromkeys(
         "torch_empty_cache_steps eval_accumulation_steps save_total_limit data_seed dataloader_prefetch_factor "
         "ddp_bucket_cap_mb num_generations num_generations_eval max_completion_length generation_batch_size "
         "steps_per_generation vllm_max_model_length max_tool_calling_iterations num_completions_to_print "
-        "max_prompt_length vllm_max_model_len past_index".split(),
+        "max_prompt_length vllm_max_model_len past_index dataset_num_proc max_length max_seq_length "
+        "precompute_ref_batch_size".split(),
         int | None,
     ),
     **dict.fromkeys(
         "neftune_noise_alpha eval_steps router_aux_loss_coef min_p delta epsilon_high "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min off_policy_mask_threshold "
-        "vllm_importance_sampling_cap warmup_ratio".split(),
+        "vllm_importance_sampling_cap warmup_ratio ld_alpha".split(),
         float | None,
     ),
     **dict.fromkeys("warmup_steps logging_steps eval_delay save_steps".split(), float),
     **dict.fromkeys(
         "lr_scheduler_kwargs gradient_checkpointing_kwargs liger_kernel_config accelerator_config parallelism_config "
         "fsdp_config deepspeed model_init_kwargs generation_kwargs chat_template_kwargs "
-        "transformers_continuous_batching_config".split(),
+        "transformers_continuous_batching_config dataset_kwargs".split(),
         dict[str, Any] | str | None,
     ),
     **dict.fromkeys("optim_target_modules report_to".split(), list[str] | str | None),
     **dict.fromkeys("include_for_metrics label_names".split(), list[str] | None),
-    "reward_weights": list[float] | None,
+    **dict.fromkeys("reward_weights loss_weights".split(), list[float] | None),
     "include_num_input_tokens_seen": str | bool,
     "pad_to_multiple_of": int | str | None,
     "debug": str | list[str],
@@ -258,4 +330,4 @@ TYPES: Mapping[str, Any] = {
 
 
 def type_of(name: str, argument: Argument) -> Any:
-    return TYPES.get(name, type(argument.default))
+    return TYPES.get(name, list[str] if isinstance(argument.default, tuple) else type(argument.default))

@@ -1,4 +1,5 @@
-"""GRPOConfig: TRL's arguments as a typed dataclass, which parsers of command lines read and scripts extend.
+"""GRPOConfig, DPOConfig and SFTConfig: TRL's arguments as typed dataclasses, which parsers of command lines read and
+scripts extend.
 
 Invariants (tests/unit/trl, tests/doors): a value that is not supported is refused when it is given, with all others; an
 argument of an earlier release of TRL has its meaning.
@@ -9,18 +10,32 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, field, fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
 from enum import Enum
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from megatron_rl.config.machine import count_gpus
-from megatron_rl.trl.arguments import ARGUMENTS, FORMER, Argument, type_of
-from megatron_rl.trl.mapping import faults_of
+from megatron_rl.trl.arguments import (
+    ARGUMENTS,
+    DPO_ARGUMENTS,
+    FORMER,
+    FORMER_COMMON,
+    FORMER_SFT,
+    SFT_ARGUMENTS,
+    Argument,
+    type_of,
+)
+from megatron_rl.trl.mapping import faults_of_grpo
+from megatron_rl.trl.offline import faults_of_dpo, faults_of_sft
 
-RENAMED = {"evaluation_strategy": "eval_strategy", "wandb_log_unique_prompts": "log_unique_prompts"}
+RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "wandb_log_unique_prompts": "log_unique_prompts",
+    "max_seq_length": "max_length",
+}
 LEVELS = {"passive": logging.WARNING, "critical": logging.CRITICAL, "warn": logging.WARNING}
 
 
@@ -28,6 +43,11 @@ class Arguments:
     """What all configurations of TRL's form have: refusals, access by name, and what scripts ask of
     `TrainingArguments`."""
 
+    NAME: ClassVar[str]
+    """TRL's name of the class, also of a script's subclass."""
+    KNOWN: ClassVar[Mapping[str, Argument]]
+    faults: ClassVar[Callable[[Any], list[str]]]
+    """What cannot be expressed for any model and rows."""
     sections: Any
     output_dir: str | None
     seed: int
@@ -39,8 +59,8 @@ class Arguments:
             try:
                 cls(*values, **{name: value for name, value in given.items() if name in known})
             except ValueError as error:
-                told.append(str(error).removeprefix("GRPOConfig: "))
-            raise TypeError("GRPOConfig " + "; ".join(told))
+                told.append(str(error).removeprefix(f"{cls.NAME}: "))
+            raise TypeError(f"{cls.NAME} " + "; ".join(told))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -50,19 +70,21 @@ class Arguments:
                 with suppress(ValueError):
                     setattr(self, one.name, json.loads(value))
         for name, today in RENAMED.items():
-            if getattr(self, name) is not None:
-                setattr(self, today, getattr(self, name))
+            if vars(self).get(name) is not None:
+                setattr(self, today, vars(self)[name])
+        if vars(self).get("loss_type") == "chunked_nll":
+            self.loss_type = "nll"  # an earlier name of it
         ratio = vars(self)["warmup_ratio"]
         if ratio and not vars(self)["warmup_steps"]:
             self.warmup_steps = float(ratio)
-        faults = _refused(vars(self))
+        faults = _refused(vars(self), self.KNOWN)
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             faults.append(
                 "start the script with `python`, not with accelerate or torchrun: the run starts its own ranks"
             )
-        faults += faults_of(self)
+        faults += type(self).faults(self)
         if faults:
-            raise ValueError("GRPOConfig: " + "; ".join(faults))
+            raise ValueError(f"{self.NAME}: " + "; ".join(faults))
 
     @property
     def device(self) -> Any:
@@ -108,7 +130,7 @@ class Arguments:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"GRPOConfig of megatron_rl has no {name!r}: it has TRL's arguments, and the run's own keys are in "
+            f"{self.NAME} of megatron_rl has no {name!r}: it has TRL's arguments, and the run's own keys are in "
             f"`sections`; docs/coming_from_trl.md lists them"
         )
 
@@ -118,11 +140,11 @@ def _near(name: str, known: list[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else "docs/coming_from_trl.md lists all arguments"
 
 
-def _refused(given: Mapping[str, Any]) -> list[str]:
+def _refused(given: Mapping[str, Any], known: Mapping[str, Argument]) -> list[str]:
     """What is wrong with values that are not the default of an argument that has no other here. Arguments with the
     same reason are one sentence."""
     by_reason: dict[str, list[str]] = {}
-    for name, argument in ARGUMENTS.items():
+    for name, argument in known.items():
         value = given.get(name)
         if argument.treatment == "refused" and value not in (argument.default, None, [], ()):
             by_reason.setdefault(argument.says, []).append(f"{name}={value!r}")
@@ -139,37 +161,56 @@ def _field(name: str, argument: Argument) -> tuple[str, Any, Any]:
     return name, type_of(name, argument), field(default=default, metadata=told)
 
 
-GRPOConfig = make_dataclass(
-    "GRPOConfig",
-    [
-        *(_field(name, argument) for name, argument in (ARGUMENTS | FORMER).items()),  # type: ignore[operator]
-        ("sections", dict[str, Any] | str | None, field(default=None, metadata={"help": "keys of megatron_rl"})),
-    ],
-    bases=(Arguments,),
-    namespace={
-        "__doc__": "TRL's GRPOConfig. `sections` has keys of ours, such as {'cluster': {'gpus_per_trainer': 1}}."
-    },
-)
-GRPOConfig.__module__ = __name__
+def _config(
+    name: str,
+    arguments: Mapping[str, Argument],
+    former: Mapping[str, Argument],
+    faults: Callable[[Any], list[str]],
+) -> Any:
+    made = make_dataclass(
+        name,
+        [
+            *(_field(one, argument) for one, argument in {**arguments, **former}.items()),
+            ("sections", dict[str, Any] | str | None, field(default=None, metadata={"help": "keys of megatron_rl"})),
+        ],
+        bases=(Arguments,),
+        namespace={
+            "__doc__": f"TRL's {name}. `sections` has keys of ours, such as {{'cluster': {{'gpus_per_trainer': 1}}}}.",
+            "NAME": name,
+            "KNOWN": arguments,
+            "faults": staticmethod(faults),
+        },
+    )
+    made.__module__ = __name__
+    return made
 
 
-def as_arguments(args: Any) -> Any:
-    """The same as a GRPOConfig of this project, if it is TRL's own.
+GRPOConfig: Any = _config("GRPOConfig", ARGUMENTS, FORMER, faults_of_grpo)
+DPOConfig: Any = _config("DPOConfig", DPO_ARGUMENTS, FORMER_COMMON, faults_of_dpo)
+SFTConfig: Any = _config("SFTConfig", SFT_ARGUMENTS, FORMER_SFT, faults_of_sft)
+OWN = {"GRPOConfig": "num_generations", "DPOConfig": "f_divergence_type", "SFTConfig": "assistant_only_loss"}
+"""An argument by which a configuration of TRL is known."""
+
+
+def as_arguments(args: Any, config: Any = GRPOConfig) -> Any:
+    """The same as a configuration of this project, if it is TRL's own.
 
     Raises:
         TypeError: it is neither of them.
         ValueError: a value of it is not supported.
     """
-    if isinstance(args, Arguments):
+    name = config.NAME
+    if isinstance(args, Arguments) and name == args.NAME:
         Arguments.__post_init__(args)  # a script may have set attributes since
         return args
-    if isinstance(args, type) or not (is_dataclass(args) and hasattr(args, "num_generations")):
+    if isinstance(args, Arguments | type) or not (is_dataclass(args) and hasattr(args, OWN[name])):
         raise TypeError(
-            f"GRPOTrainer: args is a {type(args).__name__}; give a GRPOConfig, `from megatron_rl.trl import GRPOConfig`"
+            f"{name.replace('Config', 'Trainer')}: args is a {type(args).__name__}; give a {name}, "
+            f"`from megatron_rl.trl import {name}`"
         )
-    given = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
+    given = {one: getattr(args, one) for one in config.KNOWN if hasattr(args, one)}
     if given.get("steps_per_generation"):  # TRL computes each from the other
         given["generation_batch_size"] = None
     if given.get("steps_per_generation") == given["gradient_accumulation_steps"]:
-        given["steps_per_generation"] = None
-    return GRPOConfig(**given)
+        given.pop("steps_per_generation", None)
+    return config(**given)

@@ -1,4 +1,4 @@
-"""Maps TRL's arguments to the sections of a run.
+"""Maps the arguments of TRL's GRPOConfig to the sections of a run.
 
 Invariants (tests/unit/trl): batches, steps and losses have the values that TRL computes from the same arguments; what
 cannot be expressed is an error that names the argument.
@@ -7,46 +7,23 @@ cannot be expressed is an error that names the argument.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Any
 
+from megatron_rl.trl.common import Calendar, common_sections, faults_of, replicas_of
 from megatron_rl.trl.notices import tell
 from megatron_rl.trl.step_sizes import StepSizes
 
-TRACKERS = ("wandb", "tensorboard", "mlflow")
-OTHER_TRACKERS = (
-    *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "neptune"),
-    *("swanlab", "trackio"),
-)
-"""Trackers of transformers that are none here."""
-LOADING = ("attn_implementation", "device_map", "use_cache", "low_cpu_mem_usage")
-"""Entries of model_init_kwargs that say how transformers loads and runs a model, which the run does in its own way."""
 
-
-def faults_of(args: Any) -> list[str]:
+def faults_of_grpo(args: Any) -> list[str]:
     """What cannot be expressed for any model and rows."""
-    own = args.sections if isinstance(args.sections, dict) else {}
-    replicas = own.get("policy", {}).get("parallel", {}).get("data", 1)
-    found: list[str] = []
-    parts: tuple[Callable[[], object], ...] = (
-        lambda: _updates_of(StepSizes.of(args, replicas), args),
-        *(
-            lambda part=part: part(args)
-            for part in (_sampling, _optimizer, _schedule, _dtype, _loss, _estimator, _correction, _entropy)
-        ),
-        lambda: _trackers(args),
-        *(
-            lambda name=name: _strategy(name, getattr(args, name), ("no", "steps", "epoch"))
-            for name in ("eval_strategy", "save_strategy")
+    parts = (_sampling, _loss, _estimator, _correction, _entropy)
+    return faults_of(
+        args,
+        (
+            lambda: _updates_of(StepSizes.of(args, replicas_of(args)), args),
+            *(lambda part=part: part(args) for part in parts),
         ),
     )
-    for part in parts:
-        try:
-            part()
-        except ValueError as error:
-            found.append(str(error).removeprefix("GRPOConfig: "))
-    return found
 
 
 def _sampling(args: Any) -> None:
@@ -75,13 +52,6 @@ def _updates(sizes: StepSizes) -> dict[str, Any]:
     return {"updates_per_step": sizes.minibatches, **repeated}
 
 
-def _strategy(argument: str, value: Any, known: Sequence[str]) -> str:
-    kind = str(getattr(value, "value", value))
-    if kind not in known:
-        raise ValueError(f"GRPOConfig: {argument}={kind!r} is not known; write no, steps or epoch")
-    return kind
-
-
 def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, Any]:
     """The sections of a run with these arguments, without model, rows and rewards.
 
@@ -95,21 +65,7 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
     sizes = StepSizes.of(args, num_replicas)
     _updates_of(sizes, args)
     updates = sizes.optimizer_steps(args, num_rows, num_replicas)
-    steps = updates // sizes.updates
-
-    def in_steps(argument: str, count: float) -> int:
-        """The number of our steps: TRL's is one of optimizer steps, or a share of all of them."""
-        if not count:
-            return 0
-        return max(1, round((count if count >= 1 else math.ceil(count * updates)) / sizes.updates))
-
-    def every(argument: str, strategy: Any, count: float | None) -> int:
-        kind = _strategy(argument, strategy, ("no", "steps", "epoch"))
-        if kind == "epoch":
-            return max(1, num_rows // sizes.prompts)
-        return 0 if kind == "no" else in_steps(argument, count or args.logging_steps)
-
-    warmup = args.warmup_steps if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * updates)
+    calendar = Calendar(updates, sizes.updates, num_rows // sizes.prompts)
     rollout: dict[str, Any] = {
         "prompts_per_step": sizes.prompts,
         "samples_per_prompt": args.num_generations,
@@ -122,93 +78,16 @@ def configuration(args: Any, num_rows: int, num_replicas: int = 1) -> dict[str, 
         rollout["parallel"] = {"tensor": args.vllm_tensor_parallel_size}
     if args.max_prompt_length is not None:
         rollout["max_prompt_tokens"] = args.max_prompt_length
-    policy: dict[str, Any] = {
-        "optimizer": {
-            "kind": _optimizer(args),
-            **_schedule(args),
-            "lr": args.learning_rate,
-            "warmup_steps": int(warmup),
-            "weight_decay": args.weight_decay,
-            "betas": [args.adam_beta1, args.adam_beta2],
-            "eps": args.adam_epsilon,
-            "clip_grad": args.max_grad_norm,
-        }
-    }
-    if args.router_aux_loss_coef is not None:
-        policy["load_balancing_loss"] = args.router_aux_loss_coef
     return {
-        "run": {"steps": steps, "seed": args.seed},
-        "model": {"dtype": _dtype(args), "recompute": "full" if args.gradient_checkpointing else "none"},
-        "policy": policy,
+        **common_sections(args, calendar),
         "rollout": rollout,
         "algorithm": _algorithm(args) | _updates(sizes),
         "data": {"chat_template": dict(args.chat_template_kwargs or {}), "shuffle": args.shuffle_dataset},
         "eval": {
-            "every": every("eval_strategy", args.eval_strategy, args.eval_steps),
+            "every": calendar.every(args, "eval"),
             "samples_per_prompt": args.num_generations_eval or args.num_generations,
         },
-        "checkpoint": {
-            "every": every("save_strategy", args.save_strategy, args.save_steps),
-            **({"keep": args.save_total_limit} if args.save_total_limit else {}),
-        },
-        "observe": _trackers(args),
     }
-
-
-def _optimizer(args: Any) -> str:
-    name = str(getattr(args.optim, "value", args.optim))
-    if not name.removeprefix("paged_").startswith("adamw"):
-        raise ValueError(f"GRPOConfig: optim={name!r} is not known; adamw is, and section policy.optimizer has Muon")
-    if "bit" in name or name == "adamw_anyprecision":
-        tell(
-            f"optim={name!r}: Adam's state is in fp32 here, which needs more memory; policy.optimizer.moments: "
-            "bfloat16 in `sections` saves half of it"
-        )
-    return "adam"
-
-
-def _schedule(args: Any) -> dict[str, Any]:
-    kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    options = dict(args.lr_scheduler_kwargs or {})
-    least = options.pop("min_lr_rate", 0.0)
-    if "min_lr" in options:
-        least = options.pop("min_lr") / args.learning_rate
-    known = {
-        "constant": ("constant", 1.0),
-        "constant_with_warmup": ("constant", 1.0),
-        "linear": ("linear", 0.0),
-        "cosine": ("cosine", 0.0),
-        "cosine_with_min_lr": ("cosine", least),
-    }
-    if kind == "cosine_with_restarts" and options.get("num_cycles", 1) == 1:
-        kind, options = "cosine", {}  # without a restart
-    if kind not in known or options:
-        raise ValueError(
-            f"GRPOConfig: lr_scheduler_type={kind!r} with {options or 'no options'} is not known; known are "
-            f"{', '.join(known)} (with min_lr_rate or min_lr)"
-        )
-    schedule, ratio = known[kind]
-    return {"schedule": schedule, "min_lr_ratio": ratio}
-
-
-def _dtype(args: Any) -> str:
-    options = {name: value for name, value in dict(args.model_init_kwargs or {}).items() if name not in LOADING}
-    options.pop("revision", None)
-    asked = str(options.pop("dtype", None) or options.pop("torch_dtype", None) or "auto").removeprefix("torch.")
-    rest = {name: value for name, value in options.items() if value not in (None, False)}
-    if rest.pop("trust_remote_code", False):
-        raise ValueError("GRPOConfig: model_init_kwargs: trust_remote_code: the code of a model folder is not run")
-    if rest or asked not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(
-            f"GRPOConfig: model_init_kwargs has {rest or asked!r}; `dtype` may be float32, bfloat16, float16"
-        )
-    if args.fp16:
-        if args.bf16:
-            raise ValueError("GRPOConfig: fp16 and bf16 are both true; choose one of them")
-        return "float16"
-    if args.bf16 is not None:
-        return "bfloat16" if args.bf16 else "float32"
-    return "auto" if asked == "float32" else asked
 
 
 def _algorithm(args: Any) -> dict[str, Any]:
@@ -371,17 +250,3 @@ def _correction(args: Any) -> dict[str, Any]:
             }
         )
     return {"correction": found if found.get("weight", True) or found["reject"] else None}
-
-
-def _trackers(args: Any) -> list[dict[str, str]]:
-    asked = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or ())
-    if "all" in asked:
-        asked = [name for name in TRACKERS if find_spec(name)]
-    if left := [name for name in asked if name in OTHER_TRACKERS]:
-        tell(
-            f"report_to: {', '.join(left)} is no tracker here ({', '.join(TRACKERS)} are); metrics.jsonl and "
-            "report.html in output_dir have all numbers"
-        )
-    if unknown := [name for name in asked if name not in (*TRACKERS, *OTHER_TRACKERS, "none")]:
-        raise ValueError(f"GRPOConfig: report_to={unknown[0]!r} is not known; known are {', '.join(TRACKERS)}")
-    return [{"kind": name} for name in asked if name in TRACKERS]

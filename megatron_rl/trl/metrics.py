@@ -20,6 +20,8 @@ NAMES = {
     "eval/response_mean": "eval_completions/mean_length",
     "time/total_s": "step_time",
     "environment/tool_calls": "tools/call_frequency",
+    "eval/loss": "eval_loss",
+    "preference/accuracy": "rewards/accuracies",
 }
 """Our metrics by TRL's names. The others, such as `loss`, `grad_norm`, `entropy` and `kl`, keep theirs."""
 OF_SETS = {"reward_mean": "reward", "response_mean": "completions/mean_length"}
@@ -38,6 +40,8 @@ def named(record: Mapping[str, float]) -> dict[str, float]:
             found[f"eval_{of_set[1]}_{OF_SETS[of_set[2]]}"] = value
         else:
             found[NAMES.get(name, name)] = value
+    if "eval/loss" in record and "eval_accuracy" in found:
+        found["eval_rewards/accuracies"] = found.pop("eval_accuracy")
     if "environment/tool_errors" in record:
         found["tools/failure_frequency"] = record["environment/tool_errors"] / (record["environment/tool_calls"] or 1)
     return found

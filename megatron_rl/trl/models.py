@@ -193,6 +193,39 @@ def _only_adapters(model: Any, configs: Mapping[str, Any]) -> Any:
     return next(iter(configs.values()))
 
 
+def same_weights(one: Any, other: Any) -> bool:
+    """Whether two models, as names, folders or objects of transformers, have the same weights, up to the rounding of
+    the coarser data type."""
+    if isinstance(one, str | Path) and str(one) == str(other):
+        return True
+    first, second = _weights(one), _weights(other)
+    return bool(first) and all(
+        name in second and value.shape == (found := second[name]).shape and _rounded(value, found)
+        for name, value in first.items()
+    )
+
+
+def _rounded(one: Any, other: Any) -> bool:
+    coarser = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return bool((one.to(coarser) == other.to(coarser)).all())
+
+
+def _weights(model: Any) -> dict[str, Any]:
+    if not isinstance(model, str | Path):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return {
+            name.replace(".base_layer.", "."): one.detach().cpu()
+            for name, one in base.named_parameters()
+            if not re.search(r"\.lora_\w+\.", name)
+        }
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for file in folder_of(str(model)).glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
 def _save_base(model: Any, into: Path) -> None:
     """Save the model below the adapters, which PEFT has put between its layers."""
     base = model.get_base_model()

@@ -22,21 +22,22 @@ from megatron_rl.trl.metrics import named
 class RunProgress:
     def __init__(self, callbacks: Callbacks, state: TrainerState) -> None:
         self.callbacks, self.state = callbacks, state
-        self._updates, self._updates_per_epoch = 1, 1
+        self._updates, self._updates_per_epoch, self._rows_per_step = 1, 1, 0
         self._seen, self._saved = 0, 0
         self._lost: list[dict[str, float]] = []
         """The steps after the newest checkpoint, as long as the continued run has not removed them."""
 
-    def begin(self, steps: int, updates: int, updates_per_epoch: int, folder: Path | None) -> None:
+    def begin(self, steps: int, given: Any, folder: Path | None) -> None:
         """
         Args:
-            steps: of the run, with this number of optimizer steps each.
-            updates_per_epoch: optimizer steps.
+            steps: of the run.
+            given: a GivenGrpo or a GivenOffline.
             folder: of the run that goes on, whose newest checkpoint's steps the callbacks have seen; None if it begins.
         """
-        self._updates, self._updates_per_epoch = updates, updates_per_epoch
-        self.state.max_steps = steps * updates
-        self.state.num_train_epochs = -(-self.state.max_steps // updates_per_epoch)
+        self._updates, self._updates_per_epoch = given.updates, given.updates_per_epoch
+        self._rows_per_step = getattr(given, "rows_per_step", 0)
+        self.state.max_steps = steps * given.updates
+        self.state.num_train_epochs = -(-self.state.max_steps // given.updates_per_epoch)
         self._recall(folder)
         for event in ("on_train_begin", "on_epoch_begin", "on_step_begin"):
             self.callbacks.tell(event)
@@ -62,7 +63,7 @@ class RunProgress:
             self.state.global_step, self.state.epoch = logs["step"], logs["epoch"]
             self.state.log_history.append(logs)
             self.callbacks.tell("on_log", logs=logs)
-            if "eval_reward" in logs:
+            if logs.keys() & {"eval_reward", "eval_loss"}:
                 self.callbacks.tell("on_evaluate", metrics={k: v for k, v in logs.items() if k.startswith("eval")})
             if record.keys() & OF_STEPS:
                 self.callbacks.tell("on_step_end")
@@ -82,7 +83,7 @@ class RunProgress:
         """Add the closing record of transformers to the log, and return it."""
         records = run.metrics
         mean = fmean(record.get("loss", 0.0) for record in records) if records else 0.0
-        samples = sum(record.get("rollout/num_samples", 0.0) for record in records)
+        samples = sum(record.get("rollout/num_samples", self._rows_per_step) for record in records)
         found = {
             "train_runtime": round(seconds, 4),
             "train_samples_per_second": round(samples / seconds, 3) if seconds else 0.0,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.load import merge
+from megatron_rl.trl.common import completed, replicas_of
 from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.mapping import configuration
 from megatron_rl.trl.models import GivenModel
@@ -15,8 +15,8 @@ from megatron_rl.trl.step_sizes import StepSizes
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """The arguments that a script gave to its trainer."""
+class GivenGrpo:
+    """The arguments that a script gave to GRPOTrainer."""
 
     args: Any
     model: GivenModel
@@ -30,7 +30,11 @@ class Given:
 
     @property
     def sizes(self) -> StepSizes:
-        return StepSizes.of(self.args, self._replicas)
+        return StepSizes.of(self.args, replicas_of(self.args))
+
+    @property
+    def updates(self) -> int:
+        return self.sizes.updates
 
     @property
     def updates_per_epoch(self) -> int:
@@ -39,18 +43,10 @@ class Given:
     @property
     def rows(self) -> Any:
         """The training rows. In their own order, the last ones that fill no batch of answers never have their turn."""
-        kept = len(self.train) - len(self.train) % StepSizes.rows_of_batch(self.args, self._replicas)
+        kept = len(self.train) - len(self.train) % StepSizes.rows_of_batch(self.args, replicas_of(self.args))
         if self.args.shuffle_dataset or not kept or kept == len(self.train):
             return self.train
         return [self.train[index] for index in range(kept)]
-
-    @property
-    def _own(self) -> dict[str, Any]:
-        return dict(self.args.sections or {})
-
-    @property
-    def _replicas(self) -> int:
-        return int(self._own.get("policy", {}).get("parallel", {}).get("data", 1))
 
     def sections(self, folder: Path) -> dict[str, Any]:
         """The sections of the run in this folder; `sections` of the arguments have the last word.
@@ -58,8 +54,8 @@ class Given:
         Raises:
             ValueError: a value cannot be expressed; the message names the argument.
         """
-        args, own = self.args, self._own
-        sections = configuration(args, len(self.train), self._replicas)
+        args, own = self.args, dict(self.args.sections or {})
+        sections = configuration(args, len(self.train), replicas_of(args))
         if self.heldout is not None:
             sections["eval"]["num_prompts"] = len(self.heldout)
         if "max_prompt_tokens" not in own.get("rollout", {}):
@@ -67,8 +63,4 @@ class Given:
             sections["rollout"]["max_prompt_tokens"] = bound
         if self.environments:
             sections["rollout"]["environment"] = self.environments.section(args)
-        if self.lora is not None:
-            sections["policy"]["lora"] = self.lora
-        merge(sections, {"run": {"folder": str(folder.parent)}})
-        merge(sections, own)
-        return sections
+        return completed(sections, args, self.model.config, self.lora, folder)

@@ -1,18 +1,18 @@
-"""TRL's GRPOTrainer, whose runs are this project's: Megatron trains, vLLM answers.
+"""What the three trainers of TRL have in common, whose runs are this project's.
 
-Invariants (tests/unit/trl, tests/doors): what the trainer is given is used or refused by name, all faults at once;
-functions of the script reach the verifiers; callbacks see the steps of the run while it goes on, and can stop it.
+Invariants (tests/unit/trl, tests/doors): what a trainer is given is used or refused by name, all faults at once;
+callbacks see the steps of the run while it goes on, and can stop it.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from transformers import TrainerState
 from transformers.trainer_utils import TrainOutput
@@ -22,100 +22,112 @@ from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.trl.adapters import adapters_of
 from megatron_rl.trl.after_training import Accelerator, Finished
 from megatron_rl.trl.callbacks import Callbacks
-from megatron_rl.trl.configuration import GRPOConfig, as_arguments
-from megatron_rl.trl.environments import GivenEnvironments
+from megatron_rl.trl.configuration import as_arguments
 from megatron_rl.trl.metrics import named
 from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.notices import tell
 from megatron_rl.trl.progress import RunProgress
-from megatron_rl.trl.rewards import GivenRewards
-from megatron_rl.trl.rows import joined
-from megatron_rl.trl.sections import Given
 
 T = TypeVar("T")
 REFUSED = {
-    "optimizers": "policy.optimizer in GRPOConfig(sections=...) has Adam and Muon",
-    "quantization_config": "frozen weights of adapters can be fp8: GRPOConfig(sections={'policy': {'lora': {'base': "
-    "'fp8'}}, 'rollout': {'lora': 'merged'}})",
-    "rollout_func": "it would have the weights of the script's process; rollout.environment in "
-    "GRPOConfig(sections=...) names an agent, which calls the run's engines",
+    "optimizers": "policy.optimizer in `sections` of the configuration has Adam and Muon",
+    "quantization_config": "frozen weights of adapters can be fp8, with sections={'policy': {'lora': {'base': 'fp8'}}}",
 }
-OTHERS = ("processing_class", "reward_processing_classes", "callbacks", "tools", "peft_config", "environment_factory")
+"""What no trainer takes."""
 
 
-class GRPOTrainer(Finished):
-    """
-    Args:
-        model: a Hugging Face folder, the name of a model that is in the hub's cache, or a model of transformers or of
-            PEFT.
-        reward_funcs: functions, objects that can be called, or reward models with one label, as folders, names of the
-            hub's cache or objects.
-        train_dataset: a data set or a list of rows, with `prompt` as text or chat turns. Of an iterable one, the rows
-            that the steps need.
-        eval_dataset: in the same form, or a mapping of several, whose names are in the metrics.
-        others: `processing_class`, the tokenizer in the place of the model's own; `reward_processing_classes`, the
-            tokenizers of reward models; `callbacks` of transformers, which are called soon after what they are told;
-            `tools`, functions that the model's turns call; `environment_factory`, what makes objects with such methods;
-            `peft_config`, PEFT's LoraConfig, which becomes `policy.lora`.
+class Faults:
+    """Everything that is wrong with what a trainer was given."""
 
-    Raises:
-        ValueError: an argument is not supported; the message has all of them and says what to do.
-    """
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._told: list[str] = []
+        self._raised: list[Exception] = []
 
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        **others: Any,
-    ) -> None:
-        unknown = sorted(others.keys() - {*OTHERS, *REFUSED})
-        faults = [f"there is no argument {', '.join(map(repr, unknown))}"] if unknown else []
-        raised: list[Exception] = [TypeError(faults[0])] if unknown else []
+    def add(self, text: str, error: Exception | None = None) -> None:
+        self._told.append(text)
+        if error is not None:
+            self._raised.append(error)
 
-        def tried(make: Callable[[], T]) -> T | None:
-            try:
-                return make()
-            except (TypeError, ValueError) as error:
-                faults.append(str(error).removeprefix("GRPOTrainer: "))
-                raised.append(error)
-                return None
+    def tried(self, make: Callable[[], T]) -> T | None:
+        try:
+            return make()
+        except (TypeError, ValueError) as error:
+            self.add(str(error).removeprefix(f"{self._name}: "), error)
+            return None
 
+    def require_none(self) -> None:
+        if self._told:
+            kind = TypeError if any(isinstance(error, TypeError) for error in self._raised) else ValueError
+            raise kind(f"{self._name}: " + "; ".join(self._told)) from next(iter(self._raised), None)
+
+
+class RunTrainer(Finished):
+    kind: ClassVar[str]
+    """The command."""
+    config: ClassVar[Any]
+    """The class of the arguments."""
+    refused: ClassVar[Mapping[str, str]]
+    others: ClassVar[tuple[str, ...]]
+    """The arguments that are taken by name."""
+    train_dataset: Any
+    eval_dataset: Any
+    _lora: dict[str, Any] | None
+
+    def _given(self, train: Any, heldout: Any) -> Any:
+        """What a run of these rows is made of, a GivenGrpo or a GivenOffline. The rows have lengths."""
+        raise NotImplementedError
+
+    def _all_given(self) -> Any:
+        """The same for the trainer's own rows. Rows that are read one by one become lists.
+
+        Raises:
+            ValueError: there is no end of them.
+        """
+        raise NotImplementedError
+
+    def _rewards(self, folder: Path) -> Any:
+        """The rewards of a run in this folder."""
+        return ()
+
+    def _other_rows(self, given: Any) -> Any:
+        """Rows for an evaluation in a run of its own."""
+        return list(given)
+
+    def _take(self, model: Any, args: Any, others: dict[str, Any]) -> Faults:
+        """Look at what all trainers are given."""
+        faults = Faults(type(self).__name__)
+        if unknown := sorted(others.keys() - {*self.others, *self.refused}):
+            told = f"there is no argument {', '.join(map(repr, unknown))}"
+            faults.add(told, TypeError(told))
         options = None if args is None else getattr(args, "model_init_kwargs", None)
-        given = tried(lambda: GivenModel(model, others.get("processing_class"), options))
+        given = faults.tried(lambda: GivenModel(model, others.get("processing_class"), options))
         self.args: Any = (
-            GRPOConfig(output_dir=f"{given.name if given else 'model'}-GRPO")
+            self.config(output_dir=f"{given.name if given else 'model'}-{self.kind.upper()}")
             if args is None
-            else (tried(lambda: as_arguments(args)))
+            else faults.tried(lambda: as_arguments(args, self.config))
         )
-        faults += [
-            f"{name} is not supported: {why}"
-            for name, why in REFUSED.items()
-            if others.get(name) not in (None, (None, None))
-        ]
-        weights = self.args and self.args.reward_weights
-        classes = others.get("reward_processing_classes")
-        environments = tried(lambda: GivenEnvironments(others.get("environment_factory"), others.get("tools")))
-        own = () if environments is None else environments.rewards
-        rewards = tried(lambda: GivenRewards(reward_funcs, weights, classes, own))
-        self.train_dataset: Any = None
-        if environments is not None and self.args is not None:
-            self.train_dataset = tried(lambda: environments.rows(train_dataset, self.args))
-        self.eval_dataset = tried(lambda: joined(eval_dataset))
-        state = TrainerState()
-        callbacks = tried(lambda: Callbacks(others.get("callbacks") or (), self.args, state))
-        self._lora = tried(lambda: _lora(given, others.get("peft_config")))
-        if faults:
-            kind = TypeError if any(isinstance(error, TypeError) for error in raised) else ValueError
-            raise kind("GRPOTrainer: " + "; ".join(faults)) from next(iter(raised), None)
-        assert given is not None and rewards is not None and environments is not None
-        self._given, self._rewards, self._environments = given, rewards, environments
+        for name, why in self.refused.items():
+            if others.get(name) not in (None, (None, None)):
+                faults.add(f"{name} is not supported: {why}")
+        if given is not None:
+            self._given_model = given
+        return faults
+
+    def _begin(self, faults: Faults, others: dict[str, Any]) -> None:
+        """Take callbacks and adapters, and tell all faults.
+
+        Raises:
+            TypeError, ValueError: there are faults.
+        """
+        state, given = TrainerState(), vars(self).get("_given_model")
+        callbacks = faults.tried(lambda: Callbacks(others.get("callbacks") or (), self.args, state))
+        self._lora = faults.tried(lambda: _lora(given, others.get("peft_config")))
+        faults.require_none()
+        assert callbacks is not None
         self.run: Run | None = None
         self.accelerator = Accelerator()
         self._loaded: dict[Path | None, Any] = {}
-        assert callbacks is not None
         self._progress = RunProgress(callbacks, state)
         callbacks.tell("on_init_end")
 
@@ -126,7 +138,7 @@ class GRPOTrainer(Finished):
     @property
     def processing_class(self) -> Any:
         """The tokenizer of the run."""
-        return self._given.tokenizer
+        return self._given_model.tokenizer
 
     tokenizer = processing_class
 
@@ -135,17 +147,13 @@ class GRPOTrainer(Finished):
         """The trained model, which is loaded when it is first asked for; before `train`, the given one."""
         from transformers import AutoModelForCausalLM
 
-        if self.run is None and not isinstance(self._given.given, str):
-            return self._given.given
+        if self.run is None and not isinstance(self._given_model.given, str):
+            return self._given_model.given
         source = None if self.run is None else self.trained()
         if source not in self._loaded:
-            folder = source or self._given.folder()
+            folder = source or self._given_model.folder()
             self._loaded = {source: AutoModelForCausalLM.from_pretrained(folder, dtype="auto")}
         return self._loaded[source]
-
-    @property
-    def reward_funcs(self) -> list[Any]:
-        return self._rewards.given
 
     def add_callback(self, callback: Any) -> None:
         """
@@ -183,13 +191,12 @@ class GRPOTrainer(Finished):
             )
         given = self._all_given()
         sections = given.sections(folder)
-        rewards = self._rewards.entries(folder / "reward_models")
-        inputs = Inputs(self._given.save(folder / "model"), given.rows, given.heldout, rewards)
-        self._progress.callbacks.processing_class = self._given.tokenizer_if_read
+        model = self._given_model.save(folder / "model")
+        inputs = Inputs(model, given.rows, given.heldout, self._rewards(folder))
+        self._progress.callbacks.processing_class = self._given_model.tokenizer_if_read
         begun = time.monotonic()
-        steps, updates = sections["run"]["steps"], given.sizes.updates
-        self._progress.begin(steps, updates, given.updates_per_epoch, folder if continued else None)
-        self.run = start("grpo", inputs, folder.name, (), sections, self._progress.watch, continued)
+        self._progress.begin(sections["run"]["steps"], given, folder if continued else None)
+        self.run = start(self.kind, inputs, folder.name, (), sections, self._progress.watch, continued)
         closing = self._progress.close(self.run, time.monotonic() - begun)
         self._progress.callbacks.tell("on_train_end")
         if self.args.push_to_hub and self.run.model is not None:
@@ -210,10 +217,9 @@ class GRPOTrainer(Finished):
             ValueError: there is none.
         """
         if eval_dataset is not None and eval_dataset is not self.eval_dataset:
-            rows = self._environments.complete(list(joined(eval_dataset) or ()))
-            given = Given(self.args, self._given, rows, rows, self._environments, self._lora)
-            model = self._given.save(self._output / "model") if self.run is None else self.trained()
-            found = [_evaluated(given, self._rewards, model, self._output)]
+            rows = self._other_rows(eval_dataset)
+            model = self._given_model.save(self._output / "model") if self.run is None else self.trained()
+            found = [self._evaluated(self._given(rows, rows), model)]
         else:
             found = [] if self.run is None else self.run.evaluations
         if not found:
@@ -224,6 +230,21 @@ class GRPOTrainer(Finished):
             if name.startswith("eval")
         }
 
+    def _evaluated(self, given: Any, model: Path) -> dict[str, float]:
+        """The record of an evaluation of rows that are no part of a training, by our names. It is a run in the folder
+        `evaluations` that stops when it has evaluated its model.
+
+        Raises:
+            ValueError, RuntimeError: the run is refused, or has failed.
+        """
+        output = self._output / "evaluations"
+        folder = next(one for i in count(1) if not (one := output / str(i)).exists())
+        args: Any = replace(given.args, max_steps=given.updates, eval_strategy="no", save_strategy="no")
+        given = replace(given, args=args)
+        inputs = Inputs(model, given.rows, given.heldout, self._rewards(folder))
+        run = start(self.kind, inputs, folder.name, (), given.sections(folder), lambda run: bool(run.evaluations))
+        return run.evaluations[0]
+
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Copy the trained model's folder.
 
@@ -231,22 +252,6 @@ class GRPOTrainer(Finished):
             ValueError: the run has not done all its steps.
         """
         shutil.copytree(self.trained(), Path(output_dir or self._output), dirs_exist_ok=True)
-
-    def _all_given(self) -> Given:
-        """What the run is made of. Rows that are read one by one become lists.
-
-        Raises:
-            ValueError: there is no end of them.
-        """
-        if not hasattr(self.train_dataset, "__len__"):
-            if self.args.max_steps <= 0:
-                raise ValueError("an iterable train_dataset has no length: give max_steps")
-            sizes = Given(self.args, self._given, (), None, self._environments, None).sizes
-            self.train_dataset = list(islice(self.train_dataset, self.args.max_steps * sizes.prompts))
-        if self.eval_dataset is not None and not hasattr(self.eval_dataset, "__len__"):
-            self.eval_dataset = list(self.eval_dataset)
-        train, heldout = map(self._environments.complete, (self.train_dataset, self.eval_dataset))
-        return Given(self.args, self._given, train, heldout, self._environments, self._lora)
 
     def _continues(self, folder: Path, asked: Any) -> bool:
         """Whether the run of `output_dir` goes on.
@@ -290,23 +295,3 @@ def _lora(model: GivenModel | None, peft_config: Any) -> dict[str, Any] | None:
     except (OSError, ValueError):  # the model's own fault, which is told when it is read
         model_type, layers = None, None
     return adapters_of(asked, model_type, layers)
-
-
-def _evaluated(given: Given, rewards: GivenRewards, model: Path, output: Path) -> dict[str, float]:
-    """The record of an evaluation of rows that are no part of a training, by our names. It is a run that stops when it
-    has evaluated its model.
-
-    Args:
-        given: of a trainer, with the rows as `heldout`.
-        model: the folder of the model.
-        output: the trainer's folder. Its folder `evaluations` has the runs.
-
-    Raises:
-        ValueError, RuntimeError: the run is refused, or has failed.
-    """
-    folder = next(one for i in count(1) if not (one := output / "evaluations" / str(i)).exists())
-    args: Any = replace(given.args, max_steps=given.sizes.updates, eval_strategy="no", save_strategy="no")
-    given = replace(given, args=args, train=given.heldout)
-    inputs = Inputs(model, given.train, given.heldout, rewards.entries(folder / "reward_models"))
-    run = start("grpo", inputs, folder.name, (), given.sections(folder), lambda run: bool(run.evaluations))
-    return run.evaluations[0]

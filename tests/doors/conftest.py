@@ -12,7 +12,7 @@ import families
 import pytest
 
 from megatron_rl import api
-from megatron_rl.commands import grpo
+from megatron_rl.commands import dpo, grpo, sft
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,7 @@ def dry(models, monkeypatch):
     def run(path: Path, run: Any, watch: Any = None) -> Any:
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = grpo.main([str(path), "--dry-run"])
+            status = {"grpo": grpo, "sft": sft, "dpo": dpo}[path.stem].main([str(path), "--dry-run"])
         if status:
             raise RuntimeError(said.getvalue())
         return run

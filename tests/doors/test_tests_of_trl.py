@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from importlib.metadata import version
 
 import pytest
@@ -12,7 +12,7 @@ import trl
 from cases import CASES, LAZY, Case
 from given import length, texts
 
-from megatron_rl.trl import ARGUMENTS, GRPOConfig, GRPOTrainer
+from megatron_rl.trl import DPOConfig, GRPOConfig, GRPOTrainer, SFTConfig
 from megatron_rl.trl.coverage import CASES_REFUSED, TESTS, VERSIONS
 
 VERDICTS = {test: group.verdict for group in TESTS for test in group.tests}
@@ -59,8 +59,13 @@ def test_most_tests_that_have_the_same_meaning_are_here():
 
 def test_the_versions_are_the_ones_of_the_page_and_arguments_are_those_that_trl_has():
     assert {name: version(name) for name in VERSIONS} == VERSIONS
-    theirs = {one.name: one for one in fields(trl.GRPOConfig)}
-    assert theirs.keys() == ARGUMENTS.keys()
+    for ours in (GRPOConfig, DPOConfig, SFTConfig):
+        theirs = {one.name: one for one in fields(getattr(trl, ours.NAME))}
+        assert theirs.keys() == ours.KNOWN.keys()
+        for name, argument in ours.KNOWN.items():
+            default = theirs[name].default
+            if default is not MISSING and name not in ("lr_scheduler_type", "optim", "logging_strategy", "report_to"):
+                assert argument.default in (default, getattr(default, "value", default)), name
 
 
 def test_the_sampler_of_trl_gives_as_many_steps(dry, tmp_path):

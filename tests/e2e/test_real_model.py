@@ -141,11 +141,11 @@ def test_an_answer_that_begins_with_white_space_is_taught(folder, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded, num_skipped = load_supervised(tmp_path / "rows.jsonl", tokenizer, 64)
     assert num_skipped == 0
-    prompts = {tuple(tokens.ids[~tokens.action_mask]) for _, tokens in loaded}
+    prompts = {tuple(tokens.ids[~tokens.action_mask]) for _, [tokens] in loaded}
     assert prompts == {
         tuple(tokenizer.apply_chat_template(question(3, 4)["messages"], add_generation_prompt=True)["input_ids"])
     }
-    assert [tokenizer.decode(t.ids[t.action_mask]) for _, t in loaded] == [f"{text}<|im_end|>" for text in answers]
+    assert [tokenizer.decode(t.ids[t.action_mask]) for _, [t] in loaded] == [f"{text}<|im_end|>" for text in answers]
 
 
 def test_a_resumed_run_with_it_has_the_same_numbers(recipe, folder):

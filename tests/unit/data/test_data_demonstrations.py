@@ -61,16 +61,17 @@ def trained(write):
     def trained(source: str, *turns, ends=("<end>", "<call>"), which="all") -> tuple[list[str], str]:
         tokenizer = tokenizer_of(source)
         row = turns[0] if "role" not in turns[0] else {"messages": turns}
-        [(_, tokens)], _ = load_supervised(write(row), tokenizer, 9999, "fail", ends, which)
+        [(_, samples)], _ = load_supervised(write(row), tokenizer, 9999, "fail", ends, which)
         found: list[list[int]] = []
-        before = False
-        for token, is_action in zip(tokens.ids, tokens.action_mask, strict=True):
-            if is_action and not before:
-                found.append([])
-            if is_action:
-                found[-1].append(token)
-            before = is_action
-        return [tokenizer.decode(ids) for ids in found], tokenizer.decode(tokens.ids)
+        for tokens in samples:
+            before = False
+            for token, is_action in zip(tokens.ids, tokens.action_mask, strict=True):
+                if is_action and not before:
+                    found.append([])
+                if is_action:
+                    found[-1].append(token)
+                before = is_action
+        return [tokenizer.decode(ids) for ids in found], "|".join(tokenizer.decode(tokens.ids) for tokens in samples)
 
     return trained
 
@@ -141,12 +142,16 @@ def test_turns_of_weight_0_are_read_and_not_trained(trained):
         trained(PLAIN, USER, ANSWER | {"weight": 0.5})
 
 
-def test_a_thought_that_is_left_out_later_is_trained_in_the_last_turn_alone(trained):
+def test_turns_that_are_written_differently_later_are_texts_of_their_own(trained):
+    """Each trained turn comes after what the model sees when it answers; thoughts of earlier turns are left out."""
     turns = [USER, ANSWER | {"reasoning_content": "hm"}]
-    assert trained(FORGETS, *turns)[0] == ["<think>hm</think>good day<end>"]
-    with pytest.raises(ValueError, match="turn 2.*sft.turns"):
-        trained(FORGETS, *turns, *turns)
-    assert trained(FORGETS, *turns, *turns, which="last")[0] == ["<think>hm</think>good day<end>"]
+    asked, answered = "<u>hi there<end><a>", "<think>hm</think>good day<end>"
+    assert trained(FORGETS, *turns) == ([answered], asked + answered)
+    whole = f"{asked}{answered}|{asked}good day<end>{asked}{answered}"
+    assert trained(FORGETS, *turns, *turns) == ([answered] * 2, whole)
+    assert trained(FORGETS, *turns, *turns, which="last") == ([answered], whole.partition("|")[2])
+    first = ANSWER | {"reasoning_content": "hm", "weight": 0}
+    assert trained(FORGETS, USER, first, *turns) == ([answered], whole.partition("|")[2])
     no_ends = template("{{ m.content }}")
     with pytest.raises(ValueError, match="turn 2.*sft.turns"):
         trained(no_ends, *turns[:1], ANSWER, USER, ANSWER)
@@ -269,3 +274,25 @@ def test_sharegpt_and_alpaca_are_chats(trained):
     row = {"conversations": [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "good day"}]}
     assert trained(PLAIN, row) == trained(PLAIN, USER, ANSWER)
     assert trained(PLAIN, {"instruction": "hi there", "output": "good day"}) == trained(PLAIN, USER, ANSWER)
+
+
+def test_a_whole_row_is_trained_as_the_template_writes_it(trained):
+    later = [USER, ANSWER, USER, ANSWER]
+    [text], whole = trained(FORGETS, *later, which="whole")
+    assert whole == "<u>hi there<end><a>good day<end><u>hi there<end><a><think></think>good day<end>"
+    assert text == whole.removeprefix("<u>"), "all tokens but the first"
+    [text], whole = trained(PLAIN, {"prompt": "2+2=", "completion": "4"}, which="whole")
+    assert (text, whole) == ("+2=4<doc>", "2+2=4<doc>")
+
+
+def test_a_long_row_is_cut_or_left_out_if_nothing_of_its_answer_is_left(write):
+    rows = [{"prompt": "12", "completion": "34567"}, {"prompt": "123456", "completion": "7"}]
+    chat = {"messages": [USER, ANSWER, USER, ANSWER]}
+    tokenizer = tokenizer_of(PLAIN)
+    [(_, [tokens])], skipped = load_supervised(write(*rows), tokenizer, 6, "cut")
+    assert tokenizer.decode(tokens.ids) == "123456" and tokens.action_mask.tolist() == [False] * 2 + [True] * 4
+    assert skipped == 1
+    [(_, [tokens])], _ = load_supervised(write(chat), tokenizer, 30, "cut", ("<end>",))
+    assert tokenizer.decode(tokens.ids) == "<u>hi there<end><a>good day<end>", "the next question is not trained"
+    with pytest.raises(ValueError, match="`completion` is blank"):
+        load_supervised(write({"prompt": "1", "completion": " "}), tokenizer, 6, "cut")

@@ -198,7 +198,7 @@ def test_no_chat_template_is_no_matter_of_rows(tokenizer, write):
     ],
 )
 def test_supervised_rows(tokenizer, write, row, prompt, completion):
-    [(name, tokens)], num_skipped = load_supervised(write(row), tokenizer, 100)
+    [(name, [tokens])], num_skipped = load_supervised(write(row), tokenizer, 100)
     assert name == "rows.jsonl:1" and num_skipped == 0
     assert tokenizer.decode(tokens.ids[~tokens.action_mask]) == prompt
     assert tokenizer.decode(tokens.ids[tokens.action_mask]) == completion

@@ -30,8 +30,8 @@ def load(tmp_path, tokenizer):
     def load(*rows, loss=DPO, max_tokens=999, on_bad_row="fail"):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        read = demonstration_reader(tokenizer, max_tokens, ("<end>",), section="dpo")
-        return load_preferences(path, read, loss, max_tokens, on_bad_row)
+        read = demonstration_reader(tokenizer, max_tokens, ("<end>",), section="dpo", is_cut=on_bad_row == "cut")
+        return load_preferences(path, lambda row: read(row)[0], loss, max_tokens, on_bad_row)
 
     return load
 
@@ -129,3 +129,12 @@ def test_kto_needs_two_rows_and_bad_rows_may_be_skipped(load):
         load({"prompt": "1", "completion": "2", "label": True}, loss=KTO)
     rows, num_skipped = load({"prompt": "1"}, {"prompt": "1", "chosen": "2", "rejected": "3"}, on_bad_row="skip")
     assert len(rows) == num_skipped == 1
+
+
+def test_long_answers_are_cut_and_pairs_that_become_equal_are_left_out(load, tokenizer):
+    rows = [
+        {"prompt": "12", "chosen": "3456", "rejected": "3956"},
+        {"prompt": "12", "chosen": "345", "rejected": "346"},
+    ]
+    [pair], skipped = load(*rows, max_tokens=4, on_bad_row="cut")
+    assert [texts(tokenizer, one) for one in pair.samples] == [("12", "34"), ("12", "39")] and skipped == 1

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.data.demonstrations import Template, demonstration_of
+from megatron_rl.data.demonstrations import Template, demonstrations_of
 from megatron_rl.data.encode import rendered
 from megatron_rl.data.rows import BadRow
 from megatron_rl.preflight.tokenizer_files import ChatTemplate
@@ -42,7 +42,7 @@ def test_both_say_the_same(answer, prompt):
             found = []
             for render in renders:
                 try:
-                    found.append(demonstration_of({"messages": turns}, Template(render, ("<end>",), which)))
+                    found.append(demonstrations_of({"messages": turns}, Template(render, ("<end>",), which)))
                 except BadRow as error:
                     found.append(str(error))
             assert found[0] == found[1]

@@ -358,7 +358,7 @@ def test_the_state_counts_optimizer_steps_and_epochs(tmp_path):
     events = ("on_epoch_begin", "on_step_begin", "on_step_end", "on_epoch_end", "on_evaluate")
     methods = {e: lambda self, a, s, c, name=e, **k: seen.append(f"{name[3:]} {s.global_step}") for e in events}
     progress = RunProgress(Callbacks([_callback(**methods)], args, state), state)
-    progress.begin(steps=3, updates=2, updates_per_epoch=4, folder=None)
+    progress.begin(3, SimpleNamespace(updates=2, updates_per_epoch=4), None)
     metrics = tmp_path / "metrics.jsonl"
     records = [{"step": i, "loss": 0.5 * i, "rollout/num_samples": 4, "reward/mean": 1.0} for i in range(3)]
     records.append({"step": 3, "eval/reward_mean": 2.0})
@@ -433,7 +433,7 @@ def test_a_folder_that_has_a_run_keeps_its_model(model, begun):
     assert (first.run.folder / "model" / "chat_template.jinja").read_text() == "{{ 1 }}"
 
 
-@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "ModelConfig", "TrlParser"])
+@pytest.mark.parametrize("name", ["RewardTrainer", "KTOTrainer", "ModelConfig", "TrlParser"])
 def test_another_name_of_trl_says_what_is_in_its_place(name):
     import megatron_rl.trl
 

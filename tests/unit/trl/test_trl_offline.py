@@ -1,0 +1,199 @@
+"""TRL's DPOConfig and SFTConfig against what TRL computes from them, and the rows and models that scripts give."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from tiny_chat import KEEPS, characters
+from transformers import HfArgumentParser, PreTrainedTokenizerFast
+
+from megatron_rl import api
+from megatron_rl.trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
+from megatron_rl.trl.models import same_weights
+
+PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "7"} for i in range(10)]
+CHATS = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "12"}]}] * 10
+TEXTS = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(10)]
+
+
+@pytest.fixture
+def model(tmp_path) -> str:
+    made = PreTrainedTokenizerFast(tokenizer_object=characters(), eos_token="<end>", chat_template=KEEPS)
+    made.save_pretrained(tmp_path / "model")
+    config = {"max_position_embeddings": 2048, "vocab_size": 128, "model_type": "qwen3"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    return str(tmp_path / "model")
+
+
+@pytest.fixture
+def run_of(monkeypatch, tmp_path):
+    """The configuration of the run that a trainer would begin."""
+    monkeypatch.chdir(tmp_path)
+    found: list[Path] = []
+    monkeypatch.setattr(api, "_run", lambda path, run, watch=None: found.append(path) or run)
+
+    def run_of(trainer) -> tuple[str, dict]:
+        trainer.train()
+        return found[-1].stem, yaml.safe_load(found[-1].read_text())
+
+    return run_of
+
+
+def test_the_defaults_of_dpo_and_of_sft_are_those_of_trl(model, run_of):
+    kind, run = run_of(DPOTrainer(model, None, DPOConfig("d"), train_dataset=PAIRS, eval_dataset=PAIRS[:2]))
+    assert kind == "dpo" and run["run"]["steps"] == 4, "3 epochs of 10 rows, 8 a step"
+    assert run["dpo"]["loss"] == {"kind": "dpo", "beta": 0.1} and run["dpo"]["rows_per_step"] == 8
+    assert (run["dpo"]["max_tokens"], run["dpo"]["on_bad_row"], run["dpo"]["eval_every"]) == (1024, "cut", 0)
+    assert Path(run["dpo"]["eval"]).name == "eval.jsonl" and run["policy"]["optimizer"]["lr"] == 1e-6
+    kind, run = run_of(SFTTrainer(model, SFTConfig("s"), None, CHATS))
+    assert kind == "sft" and run["sft"]["turns"] == "whole" and run["policy"]["optimizer"]["lr"] == 2e-5
+    optimizer = run["policy"]["optimizer"]
+    assert (optimizer["schedule"], optimizer["min_lr_ratio"], optimizer["weight_decay"]) == ("linear", 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"loss_type": "ipo", "beta": 0.3}, {"loss": {"kind": "ipo", "beta": 0.3}}),
+        ({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}, {"rows_per_step": 6}),
+        (
+            {"gradient_accumulation_steps": 2, "sections": {"policy": {"parallel": {"data": 4}}}},
+            {"rows_per_step": 64},
+        ),
+        ({"max_length": None}, {"max_tokens": 2048}),
+        ({"max_length": 4096}, {"max_tokens": 2048, "on_bad_row": "cut"}),
+        ({"eval_strategy": "epoch"}, {"eval_every": 2}),
+        ({"eval_strategy": "steps", "eval_steps": 3}, {"eval_every": 3}),
+        ({"sections": {"dpo": {"on_bad_row": "skip"}}}, {"on_bad_row": "skip"}),
+    ],
+    ids=str,
+)
+def test_arguments_of_dpo_are_mapped(given, expected, model, run_of):
+    _, run = run_of(DPOTrainer(model, args=DPOConfig("o", **given), train_dataset=PAIRS, eval_dataset=PAIRS))
+    assert expected.items() <= run["dpo"].items() and ("on_bad_row" in run["dpo"]) == (
+        given.get("max_length", 0) is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "turns"),
+    [
+        (TEXTS, {}, "all"),
+        (TEXTS, {"completion_only_loss": False}, "whole"),
+        (CHATS, {}, "whole"),
+        (CHATS, {"assistant_only_loss": True}, "all"),
+        ([{"text": "once"}], {}, "whole"),
+    ],
+)
+def test_what_is_trained_of_a_row_is_decided_as_by_trl(rows, given, turns, model, run_of):
+    _, run = run_of(SFTTrainer(model, SFTConfig("o", **given), train_dataset=rows))
+    assert run["sft"]["turns"] == turns
+
+
+def test_rows_have_the_column_that_the_script_names_or_makes(model, run_of):
+    def rows_of(trainer) -> list[dict]:
+        _, run = run_of(trainer)
+        return [json.loads(line) for line in Path(run["sft"]["rows"]).read_text().splitlines()]
+
+    story = [{"story": "once", "number": 1}]
+    args = SFTConfig("a", dataset_text_field="story")
+    assert rows_of(SFTTrainer(model, args, train_dataset=story)) == [{"number": 1, "text": "once"}]
+    made = SFTTrainer(model, SFTConfig("b"), train_dataset=story, formatting_func=lambda row: row["story"] * 2)
+    assert rows_of(made) == [{"text": "onceonce"}]
+    assert rows_of(SFTTrainer(model, SFTConfig("c"), train_dataset=TEXTS)) == TEXTS
+    read = SFTTrainer(model, SFTConfig("d", max_steps=1, per_device_train_batch_size=3), train_dataset=iter(TEXTS))
+    assert rows_of(read) == TEXTS[:3], "rows that are read one by one"
+
+
+def test_a_packed_step_has_as_many_rows_as_its_blocks_would_hold(model, run_of):
+    rows = [{"text": "a" * 24}] * 40
+    with pytest.warns(UserWarning, match="about 4 in a block of 100"):
+        args = SFTConfig("o", packing=True, max_length=100, per_device_train_batch_size=2)
+        _, run = run_of(SFTTrainer(model, args, train_dataset=rows))
+    assert run["sft"]["rows_per_step"] == 8 and run["run"]["steps"] == 15
+
+
+def test_the_end_and_the_template_of_the_arguments_are_in_the_folder_of_the_run(model, run_of, tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}<u>")
+    args = SFTConfig("o", eos_token="=", chat_template_path=str(tmp_path / "own.jinja"))
+    _, run = run_of(SFTTrainer(model, args, train_dataset=TEXTS))
+    folder = Path(run["model"]["path"])
+    assert folder != Path(model) and (folder / "chat_template.jinja").read_text() == "{{ messages[0].content }}<u>"
+    assert json.loads((folder / "tokenizer_config.json").read_text())["eos_token"] == "="
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "told"),
+    [
+        (DPOConfig, {"loss_type": ["sigmoid", "sft"]}, "loss_type=.'sigmoid', 'sft'. is not supported"),
+        (DPOConfig, {"loss_type": "robust"}, "megatron-rl dpo"),
+        (DPOConfig, {"loss_weights": [1.0]}, "loss_weights=.1.0. is not supported: the loss is one"),
+        (DPOConfig, {"beta": 0.0}, "beta=0.0 must be positive"),
+        (DPOConfig, {"f_divergence_type": "js_divergence", "use_weighting": True}, "f_divergence_type.*use_weighting"),
+        (DPOConfig, {"truncation_mode": "keep_end"}, "rows are cut at their end"),
+        (DPOConfig, {"optim": "sgd", "sync_ref_model": True}, "sync_ref_model.*optim='sgd'"),
+        (SFTConfig, {"loss_type": "dft"}, "loss_type='dft' is not supported"),
+        (SFTConfig, {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),
+        (SFTConfig, {"packing": True, "max_length": None}, "packing=True needs max_length"),
+        (SFTConfig, {"dataset_kwargs": {"skip_prepare_dataset": True}}, "rows are always tokenized here"),
+        (SFTConfig, {"max_length": 1}, "max_length=1 leaves nothing"),
+    ],
+)
+def test_arguments_that_cannot_be_expressed_are_refused_by_name(config, given, told):
+    with pytest.raises(ValueError, match=f"^{config.NAME}: .*{told}"):
+        config("o", **given)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "told"),
+    [
+        (DPOTrainer, {"data_collator": len, "compute_metrics": len}, "data_collator is .*compute_metrics is not"),
+        (DPOTrainer, {"train_dataset": None}, "train_dataset is missing"),
+        (DPOTrainer, {"train_dataset": {"a": PAIRS}}, "a dict of a; give one"),
+        (DPOTrainer, {"train_dataset": [{"image": 1, **PAIRS[0]}]}, "a column 'image'"),
+        (SFTTrainer, {"optimizer_cls_and_kwargs": (1, {})}, "optimizer_cls_and_kwargs is not supported"),
+        (SFTTrainer, {"args": SFTConfig(eos_token="<none>")}, "eos_token='<none>' is not in the vocabulary"),
+        (SFTTrainer, {"args": SFTConfig(chat_template_path="org/model")}, "is no file; give a .jinja file"),
+        (SFTTrainer, {"args": SFTConfig("o", assistant_only_loss=True)}, "needs chats"),
+        (SFTTrainer, {"args": SFTConfig("o", completion_only_loss=True), "train_dataset": CHATS}, "needs rows with"),
+        (SFTTrainer, {"train_dataset": iter(TEXTS)}, "give max_steps"),
+    ],
+)
+def test_what_a_trainer_would_ignore_is_refused(trainer, given, told, model, run_of):
+    with pytest.raises(ValueError, match=told):
+        run_of(trainer(model, **{"train_dataset": TEXTS, **given}))
+
+
+def test_arguments_of_another_trainer_are_refused(model):
+    with pytest.raises(TypeError, match="SFTTrainer: args is a GRPOConfig; give a SFTConfig"):
+        SFTTrainer(model, GRPOConfig("o"), train_dataset=TEXTS)
+    with pytest.raises(TypeError, match="DPOConfig has no argument 'bta': did you mean 'beta'"):
+        DPOConfig(bta=1)
+
+
+@dataclass
+class Scripts(SFTConfig):
+    system: str | None = None
+
+
+def test_a_parser_reads_the_arguments_and_earlier_names_have_their_meaning():
+    words = "--output_dir o --packing true --max_seq_length 512 --eval_packing false --system x --loss_type chunked_nll"
+    [args] = HfArgumentParser(Scripts).parse_args_into_dataclasses(words.split())
+    assert (args.packing, args.max_length, args.eval_packing, args.system) == (True, 512, False, "x")
+    [args] = HfArgumentParser(DPOConfig).parse_args_into_dataclasses("--loss_type ipo --max_length 64".split())
+    assert args.loss_type == ["ipo"] and args.max_length == 64
+
+
+def test_a_reference_must_have_the_weights_of_the_model(model, run_of):
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    copy = torch.nn.Linear(2, 2)
+    copy.load_state_dict(one.state_dict())
+    assert same_weights(one, copy) and same_weights(one, copy.bfloat16()) and not same_weights(one, other)
+    assert run_of(DPOTrainer(model, model, DPOConfig("o"), train_dataset=PAIRS))[0] == "dpo"
+    with pytest.raises(ValueError, match="ref_model has other weights than model.*leave ref_model out"):
+        DPOTrainer(model, other, DPOConfig("p"), train_dataset=PAIRS)
