@@ -105,7 +105,6 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "kl": "KL from the reference policy, by the configured estimator",
         "teacher/kl": "KL(policy || teacher) in nats by sampled tokens, or the divergence of `algorithm.distillation`",
         "teacher/scored": "the share of tokens that a teacher has scored",
-        "perf/teacher_log-probs_s": "the time of the pass of a teacher on the trainer ranks",
         "entropy": "the mean entropy of a token's distribution, in nats",
         "logp/mean": "the mean log-prob of the sampled tokens; on policy its negative estimates the entropy",
         "tokens/untrained": "the share of sampled tokens whose embeddings no training has moved, if there are any",
