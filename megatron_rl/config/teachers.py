@@ -68,10 +68,11 @@ class DistillationConfig(Section):
         algorithm, sampling = run.algorithm, run.rollout.sampling
         if not run.teachers:
             yield "algorithm.distillation learns from teachers, and there are none; give teachers, or remove it"
-        if algorithm.kl is not None:
+        if algorithm.kl is not None or algorithm.loss.needs_reference:
+            key = "kl" if algorithm.kl is not None else f"loss {algorithm.loss.kind}"
             yield (
-                "algorithm.kl pulls the policy to its beginning, and algorithm.distillation to a teacher; remove one "
-                "of the two"
+                f"algorithm.{key} pulls the policy to its beginning, and algorithm.distillation to a teacher; change "
+                "one of the two"
             )
         if run.rollout.active_sampling:
             yield (

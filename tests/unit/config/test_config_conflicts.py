@@ -31,6 +31,11 @@ CONFLICTS = [
                 "needs the teacher's log-probs of 4 tokens",
             ),
             ("by: engine, form: sampled", "algorithm.kl={}", "algorithm.kl pulls the policy to its beginning"),
+            (
+                "by: engine, form: sampled",
+                "algorithm.loss.kind=a2po",
+                "algorithm.loss a2po pulls the policy to its beginning",
+            ),
             ("by: engine, form: sampled", "algorithm.loss={kind: gspo}", "loss gspo has one ratio for each sample"),
             ("by: engine, form: sampled", "rollout.active_sampling=true", "and a teacher teaches them, too"),
             ("by: engine, form: sampled", "algorithm.adv_estimator={kind: grpo_process}", "has no use"),
