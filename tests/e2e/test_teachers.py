@@ -112,7 +112,8 @@ def test_each_row_is_scored_by_its_teacher_and_a_replay_is_the_same(recipe, task
             assert tokens.logp_teacher[first:] == pytest.approx(expected, abs=1e-4), dataset
             assert not tokens.logp_teacher[:first].any()
     assert seen == set(DATASETS)
-    again = recipe.run(*arguments("again", task, rows, given, "run.steps=2", f"rollout.replay={folder}/rollouts"))
+    saved = ("rollout.dump=false", f"rollout.replay={folder}/rollouts")
+    again = recipe.run(*arguments("again", task, rows, given, "run.steps=2", *saved))
     assert again.returncode == 0, again.stdout + again.stderr
     replayed = [r for r in read_lines(recipe.folder / "runs" / "again" / METRICS) if "loss" in r]
     for name in ("loss", "grad_norm", "teacher/kl", "teacher/scored"):
