@@ -193,8 +193,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         return batch
     first = np.flatnonzero(np.diff(answer_of, prepend=-1))
     parts, greedy = batch.reward_parts, batch.greedy_rewards
-    rates = batch.pass_rates if isinstance(batch, RatedBatch) else None
-    return replace(
+    reduced = replace(
         batch,
         names=[batch.names[i] for i in first],
         group_of=batch.group_of[first],
@@ -202,9 +201,11 @@ def of_answers(batch: StepBatch) -> StepBatch:
         rewards=_means(batch.rewards, first),
         reward_parts=None if parts is None else _means(parts, first),
         greedy_rewards=None if greedy is None else greedy[first],
-        **({} if rates is None else {"pass_rates": rates[first]}),
         answer_of=None,
     )
+    if isinstance(reduced, RatedBatch) and reduced.pass_rates is not None:
+        return replace(reduced, pass_rates=reduced.pass_rates[first])
+    return reduced
 
 
 def _means(scores: np.ndarray, first: np.ndarray) -> np.ndarray:
