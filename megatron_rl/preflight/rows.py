@@ -154,8 +154,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
 
         def check_row(row: Row) -> None:
             for answer, _ in answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]:
-                is_divisible = isinstance(config, SftRunConfig)
-                length = lengths.of_demonstration(answer, turns, offline.max_tokens, is_divisible)
+                length = lengths.of_demonstration(answer, turns, offline.max_tokens, config.section == "sft")
                 if length is not None and offline.on_bad_row != "cut":
                     check_demonstration(length, offline.max_tokens, config.section)
 
