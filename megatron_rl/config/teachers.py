@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.rewards import datasets_of
+from megatron_rl.config.reward import datasets_of
 from megatron_rl.config.rollout import EngineParallel, RolloutConfig
 from megatron_rl.config.section import Section
 
