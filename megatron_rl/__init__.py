@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_rl.api import Run, dpo, grpo, ppo, sft
+    from megatron_rl.api import Run, dpo, grpo, ppo, reward_model, sft
     from megatron_rl.run_plan import RunPlan, plan
 
-__all__ = ["Run", "RunPlan", "dpo", "grpo", "plan", "ppo", "sft"]
+__all__ = ["Run", "RunPlan", "dpo", "grpo", "plan", "ppo", "reward_model", "sft"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "ppo": ("commands.ppo", "the same with a critic"),
         "sft": ("commands.sft", "train on rows with completions"),
         "dpo": ("commands.dpo", "train on preferences: pairs of answers (DPO, IPO, SimPO, ORPO, KTO)"),
+        "reward-model": ("commands.reward_model", "train a reward model on pairs of answers"),
     },
     "Plan": {
         "init": ("commands.init", "write a YAML file to begin with, in which each key has its meaning"),

@@ -33,6 +33,7 @@ from megatron_rl.config.schema import (
     GrpoRunConfig,
     OfflineRunConfig,
     PpoRunConfig,
+    RewardModelRunConfig,
     SftRunConfig,
 )
 from megatron_rl.observe.records import METRICS, read_metrics
@@ -55,6 +56,7 @@ KINDS: Mapping[str, type[BaseConfig]] = {
     "ppo": PpoRunConfig,
     "sft": SftRunConfig,
     "dpo": DpoRunConfig,
+    "reward_model": RewardModelRunConfig,
 }
 
 
@@ -136,6 +138,19 @@ def dpo(
 ) -> Run:
     """Train on rows with `prompt`, `chosen` and `rejected`, by the loss `dpo={"loss": {"kind": ...}}`; see `grpo`."""
     return start("dpo", Inputs(model, data), name, files, _with_steps(sections, steps))
+
+
+def reward_model(
+    model: Model,
+    data: Rows,
+    steps: int | None = None,
+    *,
+    name: str | None = None,
+    files: Sequence[str | os.PathLike[str]] = (),
+    **sections: Any,
+) -> Run:
+    """Train a reward model on rows with `prompt`, `chosen` and `rejected`; see `grpo`."""
+    return start("reward_model", Inputs(model, data), name, files, _with_steps(sections, steps))
 
 
 @dataclass(frozen=True)
@@ -320,7 +335,7 @@ def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:
     Args:
         watch: is called about twice a second, in a notebook after each line; True stops the run with a checkpoint.
     """
-    command = [sys.executable, "-m", "megatron_rl", path.stem, str(path), "--resume", "auto"]
+    command = [sys.executable, "-m", "megatron_rl", path.stem.replace("_", "-"), str(path), "--resume", "auto"]
     root = str(Path(__file__).parents[1])
     folders = [folder for folder in sys.path if folder] + [os.getcwd(), root]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)), "PYTHONUNBUFFERED": "1"}

@@ -22,8 +22,9 @@ from megatron_rl.actor import fp8_weights, platform
 from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.credit import require_finite_rewards
 from megatron_rl.actor.mamba import write_negated_exp
-from megatron_rl.actor.packing import by_sample
+from megatron_rl.actor.packing import at_ends, by_sample
 from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.actor.teacher import FrozenTeacher
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained_tokens import row_norms, untrained_rows
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
@@ -41,18 +42,19 @@ class MegatronActor(MegatronTrainer):
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
         self._sent: dict[str, Tensor] = {}
         """The copies of `sent`."""
+        self._teacher: FrozenTeacher | None = None
         self._untrained: list[int] | None = None
         """The tokens that `find_untrained` found; None until the first step."""
 
     def score(self, share: Share) -> dict[int, float]:
         """The log-prob of all actions of each sample together, in nats, under the present weights at temperature 1, for
-        every sampling temperature.
+        every sampling temperature. With a value head it is the value at the sample's last token.
 
         Args:
             share: see `take`, which must follow before the next update. It has one mini-batch.
 
         Returns:
-            The log-probs of this replica's samples, by their indices in the batch. Only the rank that reports the
+            The numbers of this replica's samples, by their indices in the batch. Only the rank that reports the
             replica's metrics has them; on others it is empty.
 
         Raises:
@@ -62,6 +64,9 @@ class MegatronActor(MegatronTrainer):
         passes = self._forward(list(self.rows), temperature=1.0)
         found: dict[int, float] = {}
         for batch, one in zip(self.rows, passes, strict=True) if self.reports_metrics else ():
+            if self.spec.shape.value_head:
+                found |= at_ends(batch, one.logp_T)
+                continue
             found |= {index: float(logp.sum(dtype=np.float64)) for index, logp in by_sample(batch, one.logp_T).items()}
         return found
 
@@ -90,6 +95,10 @@ class MegatronActor(MegatronTrainer):
             if one.leaves == "logp_ref":
                 with self._as_reference():
                     self._keep("logp_ref", self._forward(list(self.rows)))
+            elif one.leaves == "support":
+                self._keep_numbers("support", self.schedule.top(list(self.rows), self.spec.top_k))
+            elif one.model == "teacher":
+                self._ask_teacher()
             elif one.leaves == "logp_old":
                 results = self._forward(list(self.rows))
                 remaining = iter(results)
@@ -163,10 +172,28 @@ class MegatronActor(MegatronTrainer):
         finally:
             exchange()
 
+    def load_teacher(self) -> None:
+        """Load the frozen teacher, if the objective needs one on these ranks."""
+        if (model := self.spec.teacher) is not None:
+            self._teacher = FrozenTeacher(self, model)
+
+    def _ask_teacher(self) -> None:
+        """Give the rows the teacher's log-probs of the sampled tokens, of its own most probable tokens, or of the
+        support that the policy has left."""
+        teacher, rows = self._teacher, list(self.rows)
+        assert teacher is not None, "`load_teacher` comes first"
+        if self.spec.objective.needs.teacher == "teacher":
+            self._keep_numbers("support", teacher.top(rows, self.spec.top_k))
+        self._keep_numbers("logp_teacher", teacher.log_probs(list(self.rows)))
+
     def _keep(self, column: str, passes: Sequence[FirstPass]) -> None:
         """Store the log-probs of the passes as a column of the rows."""
-        if passes:
-            self.rows.set(column, [one.logp_T for one in passes])
+        self._keep_numbers(column, [one.logp_T for one in passes])
+
+    def _keep_numbers(self, column: str, numbers: Sequence[Tensor]) -> None:
+        """Store what the last pipeline stage has of each row; the others have nothing."""
+        if numbers:
+            self.rows.set(column, numbers)
 
     def _give_credit(self, coefficients: Mapping[str, float]) -> Metrics:
         """Give the step's tokens the advantages that the objective computes."""

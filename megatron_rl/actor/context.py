@@ -45,8 +45,8 @@ class ContextRank:
         return positions(lengths_S, self.size, self.rank)
 
     def whole(self, x_t: Tensor, lengths_S: Tensor) -> Tensor:
-        """The values of all tokens of the row, [T], from this rank's. Every rank computes the same from them, so in the
-        backward pass each takes the gradients of its own tokens."""
+        """The values of all tokens of the row, [T] or [T, K], from this rank's. Every rank computes the same from them,
+        so in the backward pass each takes the gradients of its own tokens."""
         whole: Tensor = _Whole.apply(x_t, self, lengths_S)  # type: ignore[no-untyped-call]  # it has no types
         return whole
 
@@ -66,7 +66,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, x_t: Tensor, context: ContextRank, lengths_S: Tensor) -> Tensor:
         parts = [torch.empty_like(x_t) for _ in range(context.size)]
         dist.all_gather(parts, x_t.contiguous(), group=context.group)
-        whole_T = x_t.new_empty(int(lengths_S.sum()))
+        whole_T = x_t.new_empty(int(lengths_S.sum()), *x_t.shape[1:])
         for rank, part in enumerate(parts):
             whole_T[positions(lengths_S, context.size, rank).to(x_t.device)] = part
         ctx.mine = context.part(lengths_S).to(x_t.device)

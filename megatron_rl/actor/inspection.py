@@ -24,7 +24,7 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.moe.router import clear_auxiliary_losses
 from megatron_rl.actor.optimizer.norms import sum_of_squares
 from megatron_rl.actor.packing import Microbatch, by_sample
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import PackedColumns, with_support
 from megatron_rl.models.shards import is_vocabulary
 from megatron_rl.types import Gradient, TokenSpan
 
@@ -48,10 +48,11 @@ def token_numbers(actor: MegatronActor, coefficients: Mapping[str, float]) -> di
     for index, microbatches in enumerate(actor.rows.minibatches):
         columns, denominators = actor.prepared(index), actor.rows.denominators[index]
 
-        def look(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, None]:
+        def look(i: int, logp_T: Tensor, entropy_T: Tensor | None, support_TK: Tensor | None) -> tuple[Tensor, None]:
             batch = microbatches[i]  # noqa: B023  # the pass ends before the next mini-batch
             if batch.names and actor.reports_metrics:
-                given = columns[i], denominators, coefficients  # noqa: B023
+                own = with_support(columns[i], support_TK)  # noqa: B023
+                given = own, denominators, coefficients  # noqa: B023
                 numbers = _numbers(actor.spec.objective, logp_T, entropy_T, *given)
                 for name, x_T in numbers.items():
                     for sample, values in by_sample(batch, torch.where(columns[i].action_mask_T, x_T, 0.0)).items():  # noqa: B023
@@ -96,11 +97,12 @@ def gradient_of(actor: MegatronActor, minibatch: int, part: TokenSpan, coefficie
     rows = (own + [i for i in range(len(batches)) if i not in own])[:num_rows]
     chosen = [batches[i] for i in rows]
 
-    def loss(k: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, None]:
+    def loss(k: int, logp_T: Tensor, entropy_T: Tensor | None, support_TK: Tensor | None) -> tuple[Tensor, None]:
         if not chosen[k].names:
             return logp_T.sum() * 0.0, None
         given = columns[rows[k]]
-        given = replace(given, weight_T=torch.where(masks[rows[k]], given.weight_T, 0.0))
+        weight_T = torch.where(masks[rows[k]], given.weight_T, 0.0)
+        given = with_support(replace(given, weight_T=weight_T), support_TK)
         value, _ = actor.spec.objective(logp_T, entropy_T, given, actor.rows.denominators[minibatch], coefficients)
         return value, None
 

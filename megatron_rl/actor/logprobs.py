@@ -71,6 +71,8 @@ def vocabulary_shard(
         num_real=num_real,
         first=first,
         forbidden_F=torch.tensor(columns, device=weight_VH.device) if columns else None,
+        num_ranks=group.size(),
+        rank=group.rank(),
         max_over_ranks=reduced(dist.ReduceOp.MAX),
         sum_over_ranks=reduced(dist.ReduceOp.SUM),
     )

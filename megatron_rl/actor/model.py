@@ -168,10 +168,15 @@ def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
 
 
 def build_model(
-    shape: ModelShape, model: ModelConfig, policy: PolicyConfig, stage: int, adapting: Adapting | None = None
+    shape: ModelShape,
+    model: ModelConfig,
+    policy: PolicyConfig,
+    stage: int,
+    adapting: Adapting | None = None,
+    is_frozen: bool = False,
 ) -> list[DistributedDataParallel]:
     """Build this rank's pipeline stage, wrapped for its type and data parallelism: one model for each virtual stage,
-    in order of depth."""
+    in order of depth. A frozen one has no gradients."""
     parallel = policy.parallel
     config = transformer_config(shape, model, parallel, policy.megatron.transformer)
     if parallel.context > 1 and platform.device().type != "cpu" and config.transformer_impl == "local":
@@ -180,7 +185,8 @@ def build_model(
             "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, because context.py has kernels "
             f"for CPUs only, but {obstacle}; set context to 1, or see model.layers"
         )
-    return [_build_chunk(shape, config, policy, stage, chunk, adapting) for chunk in range(parallel.virtual)]
+    chunks = range(parallel.virtual)
+    return [_build_chunk(shape, config, policy, stage, chunk, adapting, is_frozen) for chunk in chunks]
 
 
 def _build_chunk(
@@ -190,6 +196,7 @@ def _build_chunk(
     stage: int,
     chunk: int,
     adapting: Adapting | None,
+    is_frozen: bool,
 ) -> DistributedDataParallel:
     parallel, fused = policy.parallel, config.transformer_impl == "transformer_engine"
     number = chunk if parallel.virtual > 1 else None
@@ -232,6 +239,8 @@ def _build_chunk(
     gpt.to(platform.device())
     if adapting is not None:
         adapting.adapt(gpt, "" if number is None else f"chunk{number}.")
+    if is_frozen:
+        gpt.requires_grad_(False)
     wrapped = Float16Module(config, gpt) if config.bf16 or config.fp16 else gpt
     keep_biases_in_float32([gpt])
     keep_rates_in_float32(gpt)

@@ -83,7 +83,7 @@ def _describe_activations(trainer: MegatronTrainer, microbatches: Sequence[Micro
     with ExitStack() as hooks, platform.running(), torch.no_grad():
         for module, number in numbered:
             hooks.callback(module.register_forward_hook(look(number)).remove)
-        trainer.schedule.run(microbatches, lambda i, logp_T, entropy_T: (logp_T.new_zeros(()), None), forward_only=True)
+        trainer.schedule.run(microbatches, lambda i, logp_T, *_: (logp_T.new_zeros(()), None), forward_only=True)
     first = min((number for of_rank in trainer.agreement.gather(found) for number in of_rank), default=None)
     if first is None:
         return ""

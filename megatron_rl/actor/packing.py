@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns
+from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns, TaughtColumns
 from megatron_rl.algorithms.process_rewards import at_actions
 from megatron_rl.types import ModelShape, Share, Tokens
 
@@ -128,6 +128,7 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
     action_mask_T, logp_rollout_T = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
     padding_T, reward_T = np.ones(num_tokens, bool), np.zeros(num_tokens)
+    logp_teacher_T = np.full(num_tokens, np.nan, np.float32)
     for i, (sample, mine, start, (_, skipped)) in enumerate(zip(samples, tokens, starts, holders, strict=False)):
         here, predicting = slice(start, start + own[i]), slice(start, start + own[i] - 1)
         ids_T[here] = mine.ids[skipped:]
@@ -136,6 +137,8 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         target_T[predicting] = mine.ids[skipped + 1 :]
         action_mask_T[predicting] = action_T
         logp_rollout_T[predicting] = mine.logp_rollout[skipped + 1 :]
+        if mine.logp_teacher is not None:
+            logp_teacher_T[predicting] = mine.logp_teacher[skipped + 1 :]
         reward_T[predicting] = _rewards(share, sample, mine)[skipped + 1 :]
         lag_T[predicting] = np.where(action_T, share.version - mine.version[skipped + 1 :], 0)
         token_T[start : start + padded[i]] = (int(share.index[sample]) << 32) + skipped + np.arange(1, padded[i] + 1)
@@ -154,8 +157,11 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         lag_T=torch.from_numpy(lag_T),
         reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
     )
+    packed = {f.name: getattr(columns, f.name) for f in fields(columns)}
+    if share.teacher_weights is not None:
+        weight_T, logp_T = spread(share.teacher_weights), torch.from_numpy(logp_teacher_T)
+        columns = TaughtColumns(**packed, teacher_weight_T=weight_T, logp_teacher_T=logp_T)
     if share.logp_reference is not None:
-        packed = {f.name: getattr(columns, f.name) for f in fields(columns)}
         columns = ComparedColumns(**packed, logp_reference_T=spread(share.logp_reference, np.float64))
     return Microbatch(
         names=tuple(names),
@@ -209,20 +215,26 @@ def targets_after_next(batch: Microbatch) -> tuple[Tensor, Tensor]:
 
 
 def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
-    """A column as numbers at the tokens of each sample, each [L] in float32, or in the column's float64, by
+    """A column as numbers at the tokens of each sample, each [L], or [L, K], in float32, or in the column's float64, by
     the sample's index in the step. A sample's first token, which nothing predicts, has 0."""
     values_T = (x_T.detach() if x_T.dtype == torch.float64 else x_T.detach().float()).cpu().numpy()
     return {
-        index: np.concatenate([np.zeros(1, values_T.dtype), values_T[shared], values_T[own]])
+        index: np.concatenate([np.zeros_like(values_T[:1]), values_T[shared], values_T[own]])
         for index, shared, own in _predicting(batch)
     }
+
+
+def at_ends(batch: Microbatch, x_T: Tensor) -> dict[int, float]:
+    """The entry of a column at the last token of each sample, by the sample's index in the step."""
+    values_T = x_T.detach().double().cpu()
+    return {index: float(values_T[own.stop]) for index, _, own in _predicting(batch)}
 
 
 def column_of(batch: Microbatch, numbers: Mapping[int, np.ndarray]) -> Tensor:
     """The inverse of `by_sample`: a column with these numbers, on the device of the micro-batch; 0 at other tokens. A
     shared prompt has the numbers of the sample that holds it."""
-    dtype = next((one.dtype for one in numbers.values()), np.dtype(np.float32))
-    column_T = np.zeros(len(batch.ids_T), dtype)
+    like = next(iter(numbers.values()), np.zeros(0, np.float32))
+    column_T = np.zeros((len(batch.ids_T), *like.shape[1:]), like.dtype)
     for index, shared, own in _predicting(batch):
         column_T[own] = numbers[index][1 + shared.stop - shared.start :]
     return torch.from_numpy(column_T).to(batch.ids_T.device)

@@ -36,6 +36,10 @@ class ActorSpec:
     total_steps: int
     """The number of optimizer steps of the run, for the learning rate's schedule."""
     seed: int
+    teacher: ModelConfig | None = None
+    """The model whose log-probs the ranks compute (`Needs.teacher`); None: there is none."""
+    top_k: int = 0
+    """The number of tokens in a support (`algorithm.distillation.top_k`)."""
     forbidden: tuple[int, ...] = ()
     """The tokens that are never sampled (`rollout.sampling.forbid`), in ascending order."""
     collective_timeout: timedelta = timedelta(minutes=10)

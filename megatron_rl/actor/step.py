@@ -31,16 +31,19 @@ from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
 from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
 from megatron_rl.actor.value_head import values
+from megatron_rl.algorithms.columns import support_of
 from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
+from megatron_rl.algorithms.top_logprobs import logprobs_at, top_tokens
 from megatron_rl.types import ModelShape
 
 # Megatron's schedules call it by this name; it runs the backward pass of one micro-batch.
 schedules.backward_step = spans.spanned("backward", schedules.backward_step)
 
-MicrobatchLoss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
-"""(index of the micro-batch, logp_T, entropy_T) -> (the micro-batch's share of the loss, any result). logp_T and
-entropy_T are 0 where the target is not an action. entropy_T is None unless the schedule computes entropies. A critic
-has its values in the place of logp_T, which are not 0 there."""
+MicrobatchLoss = Callable[[int, Tensor, Tensor | None, Tensor | None], tuple[Tensor, Any]]
+"""(index of the micro-batch, logp_T, entropy_T, logp_support_TK) -> (the micro-batch's share of the loss, any result).
+They are 0 where the target is not an action. entropy_T is None unless the schedule computes entropies, and
+logp_support_TK unless the row has `support_T`. A critic has its values in the place of logp_T, which are not 0 there.
+"""
 
 
 def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **groups: Any) -> None:
@@ -85,10 +88,12 @@ class Schedule:
         forward_only: bool = False,
         temperature: float | None = None,
         head_loss: HeadLoss | None = None,
+        top: int = 0,
     ) -> list[Any]:
         """Run all micro-batches.
 
         Args:
+            top: see `top`; the results are then these tokens, and `loss` is not called.
             temperature: for the log-probs; None means the schedule's own.
             head_loss: of the multi-token head, which is added to `loss` if it is given.
 
@@ -125,7 +130,10 @@ class Schedule:
                 )
 
             def calculate(hidden_1TH: Tensor) -> tuple[Tensor, Tensor, Any]:
-                value, result = self._calculate(i, hidden_1TH, batch, divisor, loss)
+                if top:
+                    value, result = hidden_1TH.new_zeros(()), self._top(hidden_1TH, batch, divisor, top)
+                else:
+                    value, result = self._calculate(i, hidden_1TH, batch, divisor, loss)
                 if self.shape.multi_token and torch.is_grad_enabled():
                     value = value + self.head_share(hidden_1TH, batch, packed, divisor, head_loss)
                 return value, torch.ones((), dtype=torch.int, device=platform.device()), result
@@ -144,6 +152,16 @@ class Schedule:
         )
         return results
 
+    def top(self, microbatches: Sequence[Microbatch], k: int) -> list[Tensor]:
+        """int64 [T, k] of each micro-batch: the most probable tokens at each action, on the last pipeline stage; an
+        empty list on others."""
+
+        def unused(i: int, *numbers: Tensor | None) -> tuple[Tensor, Any]:
+            raise AssertionError("`top` leaves it out")
+
+        with platform.running(), torch.no_grad():
+            return self.run(microbatches, unused, forward_only=True, top=k)
+
     def _calculate(
         self, i: int, hidden_1TH: Tensor, batch: Microbatch, temperature: float, loss: MicrobatchLoss
     ) -> tuple[Tensor, Any]:
@@ -151,10 +169,12 @@ class Schedule:
             number_T, entropy_T = values(hidden_1TH[0], self.last), None
         else:
             number_T, entropy_T = self._logprobs(hidden_1TH, batch, temperature)
+        token_TK = support_of(batch.columns)
+        support_TK = None if token_TK is None else self._support(hidden_1TH, batch, token_TK.long(), temperature)
         if self.context is not None:
             number_T = self.context.whole(number_T, batch.lengths_S)
             entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
-        return loss(i, number_T, entropy_T)
+        return loss(i, number_T, entropy_T, support_TK)
 
     def _vocabulary_of(self, weight_VH: Tensor) -> VocabularyShard:
         if self._vocabulary is None:
@@ -163,16 +183,36 @@ class Schedule:
         return self._vocabulary
 
     def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor | None]:
-        weight_VH = output_weight(self.last)
+        weight_VH, vocabulary = self._output()
         return token_logprobs(
             hidden_1TH[0],
             weight_VH,
             self._part(batch.target_T, batch),
-            replace(self._vocabulary_of(weight_VH), low_rank=self.last.output_layer.low_rank()),
+            vocabulary,
             temperature=temperature,
             mask_T=self._part(batch.columns.action_mask_T, batch),
             entropy=self.entropy,
         )
+
+    def _support(self, hidden_1TH: Tensor, batch: Microbatch, token_TK: Tensor, temperature: float) -> Tensor:
+        """[T, K]: the log-probs of these tokens of the row."""
+        weight_VH, vocabulary = self._output()
+        token_TK = self._part(token_TK, batch)
+        mask_T = self._part(batch.columns.action_mask_T, batch)
+        logp_TK = logprobs_at(hidden_1TH[0], weight_VH, token_TK, vocabulary, temperature=temperature, mask_T=mask_T)
+        return logp_TK if self.context is None else self.context.whole(logp_TK, batch.lengths_S)
+
+    def _top(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float, k: int) -> Tensor:
+        """int64 [T, K]: the most probable tokens at each position."""
+        weight_VH, vocabulary = self._output()
+        mask_T = self._part(batch.columns.action_mask_T, batch)
+        token_TK = top_tokens(hidden_1TH[0], weight_VH, vocabulary, temperature=temperature, mask_T=mask_T, k=k)
+        return token_TK if self.context is None else self.context.whole(token_TK, batch.lengths_S)
+
+    def _output(self) -> tuple[Tensor, VocabularyShard]:
+        """The output layer's weight, and this rank's part of the vocabulary."""
+        weight_VH = output_weight(self.last)
+        return weight_VH, replace(self._vocabulary_of(weight_VH), low_rank=self.last.output_layer.low_rank())
 
     def head_share(
         self,

@@ -44,7 +44,7 @@ from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.actor.training_state import TrainingState
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import PackedColumns, with_support
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
 from megatron_rl.algorithms.passes import REPEATED, STOPPED, Column
 from megatron_rl.models import check_parameters, megatron_shards
@@ -195,12 +195,13 @@ class MegatronTrainer:
         columns = self.prepared(minibatch)
         problems: list[str] = []
 
-        def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
+        def loss(i: int, logp_T: Tensor, *more: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
             batch = microbatches[i]
             if not batch.names:
                 return logp_T.sum() * 0.0, {}
             try:
-                return self.spec.objective(logp_T, entropy_T, columns[i], denominators, coefficients)
+                own = with_support(columns[i], more[1])
+                return self.spec.objective(logp_T, more[0], own, denominators, coefficients)
             except NotFiniteError as error:
                 # Other ranks wait for this one in the schedule, so it must be finished before all raise together.
                 problems.append(f"sample {batch.names[error.sample]}: {error}")
@@ -285,8 +286,7 @@ class MegatronTrainer:
         return self._state.snapshot()
 
     def restore(self, snapshot: np.ndarray) -> None:
-        """Restore what `snapshot` returned on the same rank of the same mesh. The optimizer keeps the settings of this
-        run."""
+        """Restore what `snapshot` returned on the same rank and mesh. The optimizer keeps the settings of this run."""
         self.require("training")
         self._state.restore(snapshot)
 
@@ -308,7 +308,7 @@ class MegatronTrainer:
             temperature: None means the sampling temperature.
         """
 
-        def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, FirstPass]:
+        def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None, _: Tensor | None) -> tuple[Tensor, FirstPass]:
             return logp_T.new_zeros(()), FirstPass(logp_T, entropy_T)
 
         with platform.running(), torch.no_grad():

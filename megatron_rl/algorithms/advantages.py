@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_rl.algorithms.outcomes import (
+    a2po,
     gdpo,
     gpg,
     group_statistics,
@@ -31,6 +32,7 @@ from megatron_rl.algorithms.outcomes import (
 from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards, summed_rewards
 from megatron_rl.algorithms.two_stage import two_stage
 from megatron_rl.config.advantages import (
+    A2poAdvantage,
     FunctionAdvantage,
     GaeAdvantage,
     GdpoAdvantage,
@@ -50,7 +52,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.section import Method
-from megatron_rl.types import Credit, Metrics, StepBatch, TokenRewards
+from megatron_rl.types import Credit, Metrics, RatedBatch, StepBatch, TaughtBatch, TokenRewards
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
@@ -60,6 +62,7 @@ ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
         s.rewards, s.group_of, s.num_actions
     ),
     RemaxAdvantage: lambda section, s, cfg: remax(s.rewards, s.greedy_rewards),
+    A2poAdvantage: lambda section, s, cfg: a2po(s.rewards, s.pass_rates, section.beta),
     OpoAdvantage: lambda section, s, cfg: opo(s.rewards, s.group_of, s.num_actions),
     GpgAdvantage: lambda section, s, cfg: gpg(s.rewards, s.group_of, cfg.drop_zero_signal),
     MaxRlAdvantage: lambda section, s, cfg: max_rl(s.rewards, s.group_of),
@@ -81,6 +84,7 @@ tokens. Its other part is in `token_advantages.ESTIMATORS`."""
 
 SCORE_FIELDS = {
     "greedy_reward": ("greedy_rewards",),
+    "pass_rate": ("pass_rates",),
     "reward_parts": ("reward_parts", "reward_weights"),
     "token_rewards": ("token_rewards",),
     "thoughts": ("thought_of", "num_item_tokens"),
@@ -131,6 +135,12 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
     active = scored & has_signal_G[group_of] if cfg.drop_zero_signal else scored
     overlong = scored & batch.is_cut & cfg.overlong_filter
     active = active & ~overlong
+    if cfg.distillation is not None:
+        assert isinstance(batch, TaughtBatch), "a run with distillation has teachers"
+        # A teacher gives a gradient to samples whose outcome gives none.
+        active = active & cfg.distillation.outcome
+        advantages = np.where(active, advantages, 0.0)
+        active = active | ((batch.teacher_weights > 0) & ~(batch.is_cut & cfg.overlong_filter))
     answers = of_answers(batch)
     _, std_G, spread_G = group_statistics(answers.rewards, answers.group_of)
     any_reward = bool((spread_G >= 0).any())
@@ -183,7 +193,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         return batch
     first = np.flatnonzero(np.diff(answer_of, prepend=-1))
     parts, greedy = batch.reward_parts, batch.greedy_rewards
-    return replace(
+    reduced = replace(
         batch,
         names=[batch.names[i] for i in first],
         group_of=batch.group_of[first],
@@ -193,6 +203,9 @@ def of_answers(batch: StepBatch) -> StepBatch:
         greedy_rewards=None if greedy is None else greedy[first],
         answer_of=None,
     )
+    if isinstance(reduced, RatedBatch) and reduced.pass_rates is not None:
+        return replace(reduced, pass_rates=reduced.pass_rates[first])
+    return reduced
 
 
 def _means(scores: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -228,7 +241,7 @@ def _by_function(path: str, batch: StepBatch) -> np.ndarray:
 def _require_inputs(batch: StepBatch, cfg: AlgorithmConfig) -> None:
     estimator = cfg.adv_estimator
     for need in sorted(estimator.needs & SCORE_FIELDS.keys()):
-        missing = [name for name in SCORE_FIELDS[need] if getattr(batch, name) is None]
+        missing = [name for name in SCORE_FIELDS[need] if getattr(batch, name, None) is None]
         if missing:
             raise ValueError(
                 f"adv_estimator {estimator.kind} needs {need}, but there are no {' and no '.join(missing)}, "

@@ -59,6 +59,7 @@ def tables() -> list[Table]:
         ),
         Table("Value loss", "", (_entry(ValueLossConfig, "squared, huber"),)),
         Table("Losses of preferences", "dpo.loss", _union(preferences.PreferenceLoss)),
+        Table("Loss of reward models", "reward_model.loss", (_entry(preferences.BradleyTerryLoss, "bradley_terry"),)),
     ]
 
 

@@ -5,7 +5,7 @@ Shape letters: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,9 +56,35 @@ class ComparedColumns(PackedColumns):
     """The columns of answers that a loss of preferences compares (preference_objective.py)."""
 
     logp_reference_T: Tensor | None = None
-    """float64: the log-prob of all actions of the sample together under the reference model; 0 without a reference."""
+    """float64: the log-prob of all actions of the sample together under the reference model; 0 without a reference,
+    and the pair's margin for a reward model."""
     partner_T: Tensor | None = None
     """float64: what the sample's own number is compared with; None before `Objective.prepare`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtColumns(PackedColumns):
+    """The columns of a run with teachers (distillation.py)."""
+
+    teacher_weight_T: Tensor | None = None
+    """The weight of the sample's teacher; 0 if it has none."""
+    logp_teacher_T: Tensor | None = None
+    """Log-probs of the tokens under the teacher, NaN where it gave none; or [T, K] of those in `support_T`."""
+    support_T: Tensor | None = None
+    """[T, K]: the tokens at each position over which the policy is compared with its teacher; None for the sampled
+    token alone. They may be whole numbers in float32."""
+    logp_support_T: Tensor | None = None
+    """[T, K]: their log-probs under the current policy, with the gradient."""
+
+
+def support_of(columns: PackedColumns) -> Tensor | None:
+    """`support_T`, if there is any."""
+    return columns.support_T if isinstance(columns, TaughtColumns) else None
+
+
+def with_support(columns: PackedColumns, logp_support_TK: Tensor | None) -> PackedColumns:
+    """The columns with `logp_support_T`, if there is any."""
+    return replace(columns, logp_support_T=logp_support_TK) if isinstance(columns, TaughtColumns) else columns
 
 
 def sum_by(owner_T: Tensor, x_T: Tensor) -> Tensor:

@@ -56,6 +56,9 @@ class VocabularyShard:
     they have no probability and no gradient, like padding. None: there are none."""
     low_rank: LowRank | None = None
     """An adapter of the output layer, in the dtype of its weight. It adds scale (hidden A') B' to the logits."""
+    num_ranks: int = 1
+    """The number of ranks that share the vocabulary."""
+    rank: int = 0
     max_over_ranks: Callable[[Tensor], Tensor] = _one_rank
     """The elementwise maximum over the ranks that share the vocabulary. It may overwrite its argument."""
     sum_over_ranks: Callable[[Tensor], Tensor] = _one_rank
@@ -141,9 +144,7 @@ def _apply(
     temperature: float,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    low: tuple[Tensor, ...] = ()
-    if adapter := vocabulary.low_rank:
-        low = adapter.scale * (hidden_NH @ adapter.a_KH.t()), adapter.b_VK
+    low = middle_of(hidden_NH, vocabulary)
     result: tuple[Tensor, Tensor | None, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]  # it has no types
         hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy, *low
     )
@@ -172,22 +173,22 @@ class _Logprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.vocabulary, ctx.temperature = vocabulary, temperature
         ctx.set_materialize_grads(False)
-        here_N, column_N1 = _own_columns(target_N, vocabulary)
+        here_N1, column_N1 = own_columns(target_N[:, None], vocabulary)
         # These four belong to this rank's columns: max z, the target's z, sum exp(z - max z), and
         # sum exp(z - max z) (z - max z). On a rank that has only padding, max z is the lowest finite number: it adds 0
         # below, where -inf would add NaN.
-        largest_N = _bounded(hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=_precise(hidden_NH.dtype)))
+        largest_N = bounded(hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=precise(hidden_NH.dtype)))
         picked_N, total_N, product_N = (torch.zeros_like(largest_N) for _ in range(3))
-        for rows, logits_CR in _chunks(hidden_NH, weight_VH[: vocabulary.num_real], temperature, low):
+        for rows, logits_CR in chunks(hidden_NH, weight_VH[: vocabulary.num_real], temperature, low):
             if vocabulary.forbidden_F is not None:
                 logits_CR.index_fill_(1, vocabulary.forbidden_F, -torch.inf)
-            largest_C = _bounded(logits_CR.amax(1))
+            largest_C = bounded(logits_CR.amax(1))
             largest_N[rows] = largest_C
             picked_N[rows] = logits_CR.gather(1, column_N1[rows]).squeeze(1)
             logits_CR.sub_(largest_C.unsqueeze(1))
             if entropy:
                 exp_CR = logits_CR.exp()
-                product_N[rows] = _row_products(exp_CR, _bounded(logits_CR))
+                product_N[rows] = _row_products(exp_CR, bounded(logits_CR))
             else:
                 exp_CR = logits_CR.exp_()
             total_N[rows] = exp_CR.sum(1)
@@ -195,7 +196,7 @@ class _Logprobs(torch.autograd.Function):
         # From here on the numbers belong to the columns of all ranks, and are relative to the M of all columns.
         own_largest_N, largest_N = largest_N, vocabulary.max_over_ranks(largest_N.clone())
         below_N = own_largest_N - largest_N
-        numbers = [torch.where(here_N, picked_N - largest_N, 0.0), total_N * below_N.exp()]
+        numbers = [torch.where(here_N1.squeeze(1), picked_N - largest_N, 0.0), total_N * below_N.exp()]
         if entropy:
             numbers.append((product_N + total_N * below_N) * below_N.exp())
         picked_N, total_N, *product = vocabulary.sum_over_ranks(torch.stack(numbers))
@@ -214,15 +215,15 @@ class _Logprobs(torch.autograd.Function):
         hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N, *low = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_RH = weight_VH[: ctx.vocabulary.num_real]
-        here_N, column_N1 = _own_columns(target_N, ctx.vocabulary)
+        here_N1, column_N1 = own_columns(target_N[:, None], ctx.vocabulary)
         log_scale_N1 = (largest_N + log_total_N).unsqueeze(1)
         slope_logp_N = torch.zeros_like(log_total_N) if grad_logp_N is None else grad_logp_N / ctx.temperature
         slope_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
-        here_N1 = here_N.to(log_total_N.dtype).unsqueeze(1)
+        here_N1 = here_N1.to(log_total_N.dtype)
         grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=log_total_N.dtype) if needs_weight else None
         grad_low = [torch.zeros_like(one, dtype=log_total_N.dtype) for one in low]
-        for rows, logits_CR in _chunks(hidden_NH, weight_RH, ctx.temperature, low):
+        for rows, logits_CR in chunks(hidden_NH, weight_RH, ctx.temperature, low):
             grad_CR = _gradient_of_logits(
                 logits_CR.sub_(log_scale_N1[rows]),
                 column_N1[rows],
@@ -235,11 +236,11 @@ class _Logprobs(torch.autograd.Function):
             if grad_hidden_NH is not None:
                 torch.mm(grad_CR, weight_RH, out=grad_hidden_NH[rows])
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH[: len(weight_RH)], grad_CR.t(), hidden_NH[rows])
+                add_product(grad_weight_VH[: len(weight_RH)], grad_CR.t(), hidden_NH[rows])
             if low:
                 (middle_NK, b_VK), (grad_middle_NK, grad_b_VK) = low, grad_low
-                _add_product(grad_middle_NK[rows], grad_CR, b_VK[: len(weight_RH)])
-                _add_product(grad_b_VK[: len(weight_RH)], grad_CR.t(), middle_NK[rows])
+                add_product(grad_middle_NK[rows], grad_CR, b_VK[: len(weight_RH)])
+                add_product(grad_b_VK[: len(weight_RH)], grad_CR.t(), middle_NK[rows])
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None, *(grad.to(weight_VH.dtype) for grad in grad_low)
@@ -266,7 +267,7 @@ def _gradient_of_logits(
     of_entropy_CR = None
     if entropy is not None:
         slope_entropy_C1, entropy_C1 = entropy
-        of_entropy_CR = _bounded(log_p_CR).add_(entropy_C1).mul_(slope_entropy_C1).mul_(p_CR)
+        of_entropy_CR = bounded(log_p_CR).add_(entropy_C1).mul_(slope_entropy_C1).mul_(p_CR)
     p_CR.scatter_add_(1, column_C1, -here_C1)
     grad_CR = p_CR if p_CR.dtype == dtype else torch.empty_like(p_CR, dtype=dtype)
     if of_entropy_CR is None:
@@ -274,23 +275,30 @@ def _gradient_of_logits(
     return torch.sub(p_CR.mul_(-slope_C1), of_entropy_CR, out=grad_CR)
 
 
-def _precise(dtype: torch.dtype) -> torch.dtype:
+def precise(dtype: torch.dtype) -> torch.dtype:
     """The dtype of all computations but the matrix products."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _bounded(x: Tensor) -> Tensor:
+def bounded(x: Tensor) -> Tensor:
     """Replace -inf by the lowest finite number, in place. Its product with a probability of 0 is 0 and not NaN."""
     return x.clamp_(min=torch.finfo(x.dtype).min)
 
 
-def _own_columns(target_N: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Whether each target is one of this rank's columns, and the index of the column; 0 for the others."""
-    here_N = (target_N >= vocabulary.first) & (target_N < vocabulary.first + vocabulary.num_real)
-    return here_N, torch.where(here_N, target_N - vocabulary.first, 0).unsqueeze(1)
+def own_columns(token: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
+    """Whether each token is one of this rank's columns, and the index of the column; 0 for the others."""
+    here = (token >= vocabulary.first) & (token < vocabulary.first + vocabulary.num_real)
+    return here, torch.where(here, token - vocabulary.first, 0)
 
 
-def _chunks(
+def middle_of(hidden_NH: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, ...]:
+    """An adapter's middle_NK = scale hidden A' and b_VK; nothing without an adapter."""
+    if (adapter := vocabulary.low_rank) is None:
+        return ()
+    return adapter.scale * (hidden_NH @ adapter.a_KH.t()), adapter.b_VK
+
+
+def chunks(
     hidden_NH: Tensor, weight_RH: Tensor, temperature: float, low: Sequence[Tensor]
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yields (rows, logits_CR / temperature) of each chunk. All chunks share one memory, which the caller may
@@ -302,7 +310,7 @@ def _chunks(
     num_rows, num_columns = len(hidden_NH), len(weight_RH)
     if not num_rows or not num_columns:
         return
-    dtype = _precise(hidden_NH.dtype)
+    dtype = precise(hidden_NH.dtype)
     # There is a product of bf16 matrices with a result in fp32 for GPUs, and none for CPUs.
     is_mixed = dtype != hidden_NH.dtype and hidden_NH.is_cuda
     weight_HR = (weight_RH if is_mixed else weight_RH.to(dtype)).t()
@@ -327,7 +335,7 @@ def _row_products(a_CR: Tensor, b_CR: Tensor) -> Tensor:
     return torch.bmm(a_CR.unsqueeze(1), b_CR.unsqueeze(2)).flatten()
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b. If total is more precise than a and b, the product is rounded to their dtype before it is added."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)

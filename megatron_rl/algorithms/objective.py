@@ -25,9 +25,10 @@ from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.correction import importance_weight, mean_weight, rejected
+from megatron_rl.algorithms.distillation import over_scored, teacher_term
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
-from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
+from megatron_rl.algorithms.losses.terms import LOWEST_LOGP, MAX_LOG_RATIO, Terms
 from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.token_advantages import token_advantages
@@ -35,10 +36,6 @@ from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.correction import WeightConfig
 from megatron_rl.types import Denominators, Metrics
-
-LOWEST_LOGP = -100.0
-"""The lowest log-prob that is taken from an engine; it replaces -inf. No token with the probability e^-100 is ever
-sampled in fp32, and its ratio is beyond every bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +202,7 @@ class PolicyObjective:
         given = {"logp": logp_T, "logp_rollout": columns.logp_rollout_T, "advantage": columns.advantage_T}
         if not self._around_engine:
             given["logp_old"] = anchor_T
-        if self._kl:
-            assert columns.logp_ref_T is not None  # `needs.loss` asks for it
+        if columns.logp_ref_T is not None and "logp_ref" in self.needs.loss:
             given["logp_ref"] = columns.logp_ref_T
         if cfg.entropy or cfg.top_entropy_share < 1:
             assert entropy_T is not None  # `needs.loss` asks for it
@@ -218,21 +214,26 @@ class PolicyObjective:
             padded token, multiplied by a mask later, gives NaN."""
             return torch.where(mask_T, x_T, 0.0)
 
+        advantage_T, shares = actions(columns.advantage_T), dict[str, Tensor]()
+        if cfg.distillation:
+            taught_T, shares = teacher_term(cfg.distillation, columns, actions(anchor_T))
+            advantage_T = advantage_T if cfg.distillation.in_loss else advantage_T + taught_T
         terms = Terms(
             mask_T=mask_T,
             sample_T=columns.sample_T,
-            advantage_T=actions(columns.advantage_T),
+            advantage_T=advantage_T,
             logp_T=actions(logp_T),
             anchor_T=actions(anchor_T),
             logp_rollout_T=actions(columns.logp_rollout_T),
             lag_T=columns.lag_T,
             selected_T=columns.selected_T,
+            logp_ref_T=actions(given["logp_ref"]) if cfg.loss.needs_reference else None,
         )
-        loss_T, shares = self._token_loss(terms)
+        loss_T, of_loss = self._token_loss(terms)
         kept_T, factor_T, described = self._corrected(terms, columns)
-        shares |= described
+        shares |= of_loss | described
         policy_T = torch.where(kept_T, loss_T * factor_T, 0.0)
-        total_T = policy_T
+        total_T = policy_T + taught_T if cfg.distillation and cfg.distillation.in_loss else policy_T
         shares["masked"] = ~kept_T
         if self._kl:
             kl, logp_ref_T = self._kl, actions(given["logp_ref"])
@@ -259,9 +260,8 @@ class PolicyObjective:
         return loss, metrics
 
     def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
-        metrics = over_judged(metrics)
-        problem = None if max_mismatch is None else disagreement(metrics, max_mismatch)
-        if problem:
+        metrics = over_scored(over_judged(metrics))
+        if max_mismatch is not None and (problem := disagreement(metrics, max_mismatch)):
             raise ValueError(problem)
         squares = metrics.get("correction/mean_square")
         if squares is None:

@@ -236,6 +236,27 @@ def remax(rewards: np.ndarray, greedy_rewards: np.ndarray) -> np.ndarray:
     return np.where(differ(rewards, greedy_rewards), rewards - greedy_rewards, 0.0)  # a comparison with NaN is false
 
 
+def a2po(rewards: np.ndarray, pass_rates: np.ndarray, beta: float) -> np.ndarray:
+    """A*-PO (Brantley et al. 2025, arXiv:2505.20686): r minus the optimal value of the prompt, beta log mean exp(r /
+    beta) over answers of the reference policy, whose rewards are 0 or 1.
+
+    Args:
+        rewards: float64 [S]; where it is NaN, the advantage is 0.
+        pass_rates: float64 [S], the share of these answers that are right, from 0 to 1.
+
+    Raises:
+        ValueError: a row has no such share.
+
+    Example: with beta 0.5 and a half of the answers right, V is 0.5 log((e^2 + 1) / 2) = 0.717.
+    """
+    if not ((pass_rates >= 0) & (pass_rates <= 1)).all():
+        raise ValueError("a row has no `pass_rate` from 0 to 1, which adv_estimator a2po needs in each")
+    # log(p e^x + 1 - p) = x + log(p + (1 - p) e^-x), in which nothing overflows; p may be 0.
+    terms = np.stack([1 / beta + np.log(np.maximum(pass_rates, 1e-300)), np.log(np.maximum(1 - pass_rates, 1e-300))])
+    values = beta * np.logaddexp(*terms)
+    return np.where(np.isnan(rewards), 0.0, rewards - values)
+
+
 def group_statistics(rewards: np.ndarray, group_of: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The mean, the standard deviation (divisor n - 1) and the spread (largest minus smallest, 0 if they are equal) of
     the rewards of every group without the abstentions, float64 [G]. A group without any score has 0, 0 and -inf."""

@@ -22,9 +22,12 @@ from typing import Literal, NamedTuple, cast
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 
-Column = Literal["logp", "logp_old", "logp_ref", "entropy", "value", "return", "reward", "advantage"]
+Column = Literal[
+    "logp", "logp_old", "logp_ref", "support", "logp_teacher", "entropy", "value", "return", "reward", "advantage"
+]
 """A number at each token. `logp` and `entropy` are under the weights that an update begins with, `logp_old` and `value`
-under the weights at the step's start, `logp_ref` under the reference policy's."""
+under the weights at the step's start, `logp_ref` under the reference policy's, `logp_teacher` under a teacher's.
+`support` has the policy's or the teacher's most probable tokens, K at each token; `logp_teacher` is then theirs."""
 
 STOPPED = "stopped"
 """The metric of an update that was not made, because `Objective.stops` was true."""
@@ -36,7 +39,7 @@ overflowed."""
 class Pass(NamedTuple):
     """A pass of a model over tokens of a step."""
 
-    model: Literal["policy", "reference", "critic"]
+    model: Literal["policy", "reference", "teacher", "critic"]
     computes: Literal["log-probs", "values", "gradient"]
     leaves: Column | None = None
     """The column that later passes find; None if only the update that follows needs the numbers."""
@@ -55,6 +58,9 @@ class Needs:
     sample is whole in one micro-batch."""
     loss: frozenset[Column] = frozenset()
     """The columns for the loss of a token."""
+    teacher: Literal["sampled", "teacher", "student"] | None = None
+    """The tokens whose log-probs the teacher on the policy's ranks computes: the sampled ones, its own most probable
+    ones, or the policy's. None: there is no such teacher, and `logp_teacher` comes with the tokens."""
 
     @classmethod
     def of(cls, cfg: AlgorithmConfig) -> Needs:
@@ -75,8 +81,12 @@ class Needs:
                 logp_old=selects or normalises,
             ),
             loss=_columns(
-                entropy=True, logp_ref=cfg.kl is not None and not cfg.kl_in_reward, logp_old=not cfg.is_around_engine
+                entropy=True,
+                logp_ref=cfg.loss.needs_reference or (cfg.kl is not None and not cfg.kl_in_reward),
+                logp_old=not cfg.is_around_engine,
+                logp_teacher=cfg.distillation is not None,
             ),
+            teacher=None if cfg.distillation is None else cfg.distillation.on_ranks,
         )
 
     @property
@@ -84,6 +94,8 @@ class Needs:
         """The columns that a step computes once and that later epochs take."""
         once: list[Column] = ["logp_old", "logp_ref"]
         kept = [column for column in once if column in self.statistics | self.loss]
+        kept += ["logp_teacher"] if self.teacher else []
+        kept += ["support"] if self.teacher in ("teacher", "student") else []
         return [*kept, "advantage"] if self.credit else kept
 
     @property
@@ -104,6 +116,10 @@ class Needs:
         begins_with_pass = "logp_old" in self and (num_updates > 1 or self.is_before_update)
         if begins_with_pass:
             passes.append(Pass("policy", "log-probs", "logp_old"))
+        if self.teacher == "student":
+            passes.append(Pass("policy", "log-probs", "support"))
+        if self.teacher:
+            passes.append(Pass("teacher", "log-probs", "logp_teacher"))
         for update in range(num_updates):
             # The first update begins with the weights of logp_old, whose pass has computed what its statistics take.
             if "logp" in self.statistics and not (update == 0 and begins_with_pass):

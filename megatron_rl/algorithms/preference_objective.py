@@ -39,8 +39,8 @@ class PreferenceObjective(PlainObjective):
         loss: the mean loss.
         preference/accuracy: the share of pairs whose chosen answer has the larger number; for KTO the share of answers
             whose number is above z if they are liked, and below otherwise.
-        preference/margin: the mean of h_c - h_r, in nats.
-        preference/chosen, preference/rejected: the mean numbers of these answers, in nats.
+        preference/margin: the mean of h_c - h_r, in nats; of a reward model in the scores' own unit.
+        preference/chosen, preference/rejected: the mean numbers of these answers.
         preference/kl: z of KTO.
     """
 
@@ -82,8 +82,11 @@ class PreferenceObjective(PlainObjective):
         denominators: Denominators,
         coefficients: Mapping[str, float],
     ) -> tuple[Tensor, dict[str, Metric]]:
-        require_finite(columns, {"logp": logp_T})
         assert isinstance(columns, ComparedColumns) and columns.partner_T is not None, "`prepare` comes first"
+        if self.cfg.has_head:
+            require_finite(replace(columns, action_mask_T=_ends(columns)), {"score": logp_T})
+        else:
+            require_finite(columns, {"logp": logp_T})
         first_T = _first(columns)
         number_S = self._numbers(logp_T, columns)[columns.sample_T[first_T]]
         partner_S, label_S = columns.partner_T[first_T], columns.advantage_T[first_T].double()
@@ -93,7 +96,10 @@ class PreferenceObjective(PlainObjective):
             loss_S, share = answer_loss(cfg, number_S, partner_S, label_S), 1.0
         else:
             chosen_S = torch.where(is_chosen_S, number_S, partner_S)
-            loss_S, share = pair_loss(cfg, chosen_S, torch.where(is_chosen_S, partner_S, number_S)), 0.5
+            rejected_S = torch.where(is_chosen_S, partner_S, number_S)
+            assert columns.logp_reference_T is not None, "packing has made them"
+            least_S = columns.logp_reference_T[first_T] if cfg.has_head else 0.0
+            loss_S, share = pair_loss(cfg, chosen_S, rejected_S, least_S), 0.5
         loss = loss_S.sum() / rows
         known_S = number_S.detach()
         is_right_S = label_S * (known_S - partner_S) > 0
@@ -113,6 +119,9 @@ class PreferenceObjective(PlainObjective):
         """float64 [T]: the number of each sample, by its index in the micro-batch."""
         mask_T = columns.action_mask_T
         zeros_T = logp_T.new_zeros(len(mask_T), dtype=torch.float64)
+        if self.cfg.has_head:
+            end_T = _ends(columns)
+            return zeros_T.index_add(0, columns.sample_T[end_T], logp_T[end_T].double())
         number_T = zeros_T.index_add(0, columns.sample_T, torch.where(mask_T, logp_T, 0.0).double())
         assert isinstance(columns, ComparedColumns) and columns.logp_reference_T is not None, "packing has made them"
         first_T = _first(columns)
@@ -136,15 +145,27 @@ def _first(columns: PackedColumns) -> Tensor:
     return begins_T & has_actions_T
 
 
+def _ends(columns: PackedColumns) -> Tensor:
+    """bool [T]: the position of the last token of each sample that has actions: the one after its last action's."""
+    mask_T, sample_T = columns.action_mask_T, columns.sample_T
+    is_end_T = torch.zeros_like(mask_T)
+    is_end_T[1:] = mask_T[:-1] & ~mask_T[1:] & (sample_T[1:] == sample_T[:-1])
+    return is_end_T
+
+
 def judge_rows(
     cfg: PreferenceLossConfig, rows: Sequence[TrainingRow], logp: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The loss of each row, and whether the row is right in the sense of `preference/accuracy`.
 
     Args:
-        logp: float64 [S], the log-prob of all actions of each sample.
+        logp: float64 [S], the log-prob of all actions of each sample, or its score.
     """
-    number_S = torch.from_numpy(logp - np.array([one for row in rows for one in row.logp_reference], np.float64))
+    reference_S = torch.tensor([one for row in rows for one in row.logp_reference], dtype=torch.float64)
+    if cfg.has_head:
+        chosen_R, rejected_R = torch.from_numpy(logp).view(-1, 2).unbind(1)
+        return pair_loss(cfg, chosen_R, rejected_R, reference_S[::2]).numpy(), (chosen_R > rejected_R).numpy()
+    number_S = torch.from_numpy(logp) - reference_S
     if cfg.is_mean:
         number_S = number_S / torch.tensor([tokens.action_mask.sum() for row in rows for tokens in row.samples])
     first_R, second_R = number_S.view(-1, 2).unbind(1)

@@ -1,7 +1,8 @@
 """The losses of preferences (config/preferences.py), as functions of one number for each answer.
 
 The number is the log-prob of all tokens of an answer, or its mean over them, minus the same of the reference model if
-the loss has one. All losses are functions of the numbers of two answers; KTO's second one is z.
+the loss has one; of a reward model it is the score. All losses are functions of the numbers of two answers; KTO's
+second one is z.
 
 Shape letter: S answers.
 """
@@ -12,15 +13,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from megatron_rl.config.preferences import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, PreferenceLossConfig, SimpoLoss
+from megatron_rl.config.preferences import (
+    BradleyTerryLoss,
+    DpoLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    PreferenceLossConfig,
+    SimpoLoss,
+)
 
 
-def pair_loss(cfg: PreferenceLossConfig, chosen_S: Tensor, rejected_S: Tensor) -> Tensor:
+def pair_loss(cfg: PreferenceLossConfig, chosen_S: Tensor, rejected_S: Tensor, least_S: Tensor | float = 0.0) -> Tensor:
     """[S]: the losses of pairs.
 
     Args:
         chosen_S: the numbers of the chosen answers.
         rejected_S: the numbers of the rejected answers.
+        least_S: the margins that the rows of a reward model ask for.
 
     Example: DPO with beta 0.1, and numbers 2 and -3: the margin is 0.5, and the loss log(1 + exp(-0.5)) = 0.474.
     """
@@ -36,6 +46,8 @@ def pair_loss(cfg: PreferenceLossConfig, chosen_S: Tensor, rejected_S: Tensor) -
         case OrpoLoss():
             log_odds_S = margin_S - _log_complement(chosen_S) + _log_complement(rejected_S)
             return -chosen_S - cfg.beta * logsigmoid(log_odds_S)
+        case BradleyTerryLoss():
+            return -logsigmoid(margin_S - least_S) + cfg.center * (chosen_S + rejected_S) ** 2
     raise AssertionError(f"{cfg.kind} has no pairs")
 
 

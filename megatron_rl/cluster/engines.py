@@ -8,15 +8,18 @@ Invariant (tests/e2e): an engine that dies is replaced by one with its index, se
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
@@ -33,6 +36,9 @@ from megatron_rl.config.function import load_function
 from megatron_rl.config.observe import PrometheusEndpoint
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.teachers import rollout_of_engines
+from megatron_rl.data.encode import chat_text, plain_ids
+from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
 from megatron_rl.processes import starting
@@ -57,15 +63,31 @@ ATTEMPTS = 3
 log = logging.getLogger(__name__)
 
 
+class ScoringJob(NamedTuple):
+    """A group that a teacher scores."""
+
+    payload: Sequence[Any]
+    num_prompt_tokens: int
+    prompt: str | Sequence[Mapping[str, Any]] | None
+    """The teacher's own prompt, in place of the samples'; None: the samples'."""
+
+
 class EngineRank(TracedProcess):
     """One engine, which is a group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
     generates."""
 
     def __init__(
-        self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool, record: str, loads_weights: bool = False
+        self, config: GrpoRunConfig, name: tuple[str, int], logs: str, spans_nodes: bool, record: str, loads: bool
     ) -> None:
-        self.logs, self.index, self.name = Path(logs), index, f"engine {index}"
-        begin_process(self.logs / f"engine_{index}.log", self.name)
+        """
+        Args:
+            name: its role and its index.
+            loads: whether it loads the weights of the model's folder.
+        """
+        (role, self.index), self.logs, loads_weights = name, Path(logs), loads
+        self.name = f"{role} {self.index}"
+        begin_process(log_of(self.logs, role, self.index), self.name)
+        self._scoring = asyncio.Lock()
         self.config, self.spans_nodes, self.record, self.loads_weights = config, spans_nodes, record, loads_weights
 
     async def locate(self) -> Location:
@@ -79,7 +101,7 @@ class EngineRank(TracedProcess):
         with starting():
             spec = EngineSpec(
                 model=config.model,
-                rollout=config.rollout,
+                rollout=rollout_of_engines(config),
                 seed=config.run.seed,
                 spans_nodes=self.spans_nodes,
                 returns_routes=config.policy.routing_replay,
@@ -170,12 +192,44 @@ class EngineRank(TracedProcess):
         counts, objects = objects_of(tokens, len(samples), self.config.policy.routing_replay)
         return (*([rollout for rollout, _ in part] for part in given), counts), *objects
 
+    async def score(self, jobs: Sequence[ScoringJob]) -> tuple[int, list[np.ndarray]]:
+        """The log-probs of all actions of groups, as their teacher: the number of tokens, and `Tokens.logp_teacher` of
+        each sample. The calls of an engine follow each other, so that the tokens that are computed together, and with
+        them the rounding, do not depend on the time when a group is complete."""
+        tokens = await asyncio.to_thread(fetch, [one for job in jobs for one in job.payload])
+        remaining, texts = iter(tokens), list[tuple[Sequence[int], int]]()
+        for job in jobs:
+            before = None if job.prompt is None else self._ids_of(job.prompt)
+            for one in islice(remaining, len(job.payload)):
+                own = one.ids.tolist()
+                text = own if before is None else [*before, *own[job.num_prompt_tokens :]]
+                texts.append((text, len(own) - int(one.action_mask.argmax()) if one.action_mask.any() else 0))
+        async with self._scoring:
+            found = iter(await self.engine.score([text for text in texts if text[1]]))
+        scores = [np.zeros(len(one.ids), np.float32) for one in tokens]
+        for score, one, (_, size) in zip(scores, tokens, texts, strict=True):
+            if size:
+                score[-size:] = np.where(one.action_mask[-size:], next(found), 0)
+        return sum(size for _, size in texts), scores
+
+    def _ids_of(self, prompt: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a prompt, which is text or chat turns."""
+        tokenizer = open_tokenizer(self.config.model.path)
+        if not isinstance(prompt, str):
+            prompt = chat_text(tokenizer, prompt, True, self.config.data.chat_template)
+        return plain_ids(tokenizer, prompt)
+
     async def cancel(self, ticket: int) -> None:
         await self.engine.cancel(ticket)
 
     async def close(self) -> None:
         """End vLLM's processes, so that they free their resources."""
         self.engine.close()
+
+
+def log_of(logs: Path, role: str, index: int) -> Path:
+    """The log of an engine."""
+    return logs / f"{role.replace(' ', '_')}_{index}.log"
 
 
 def sampler_of(rollout: RolloutConfig) -> Callable[[EngineSpec], Sampler]:
@@ -199,7 +253,10 @@ class EngineGroup:
             bring them.
     """
 
-    role, rank = "engine", EngineRank
+    role: str = "engine"
+    rank: type[EngineRank] = EngineRank
+    records = "unfinished"
+    """The folder of the records of unfinished answers."""
 
     def __init__(
         self,
@@ -213,11 +270,11 @@ class EngineGroup:
         self.deadlines = placement.deadlines
         self.loads_weights = loads_weights
         num = config.rollout.num_engines
-        self._records = logs.parent / "unfinished"
+        self._records = logs.parent / self.records
         remove_records(self._records)
         self.record_of: dict[int, str] = {}
         """The file where each engine, by its index, records the tokens of its unfinished answers."""
-        self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
+        self.processes = [Process(f"{self.role} {i}", log_of(logs, self.role, i), self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """The number of engines that were replaced since the run began."""
         self.bring_weights: Callable[[int], object] = self._start_again if loads_weights else _no_bridge
@@ -231,10 +288,11 @@ class EngineGroup:
         return [process.actor for process in self.processes]
 
     def _new(self, index: int) -> Any:
-        options = self._placement.group_options("engine", index) | {"max_concurrency": MAX_CALLS}
-        spans_nodes = self._placement.spans_nodes("engine", index)
+        options = self._placement.group_options(self.role, index) | {"max_concurrency": MAX_CALLS}
+        spans_nodes = self._placement.spans_nodes(self.role, index)
         self.record_of[index] = str(self._records / f"engine_{index}_{secrets.token_hex(4)}.tokens")
-        arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index], self.loads_weights)
+        name, record = (self.role, index), self.record_of[index]
+        arguments = (self._config, name, str(self._logs), spans_nodes, record, self.loads_weights)
         return ray.remote(self.rank).options(**options).remote(*arguments)
 
     def wait(self) -> None:
@@ -290,7 +348,7 @@ class EngineGroup:
         dead = [index for index, answer in enumerate(answers) if answer is not True]
         if dead:
             said = next((answer for answer in answers if isinstance(answer, str) and answer), "")
-            lost = f"engine {', '.join(map(str, dead))} died or does not answer"
+            lost = f"{self.role} {', '.join(map(str, dead))} died or does not answer"
             self._restarts.spend(f"{lost}: {said}" if said else lost, lasts=bool(said))
         for index in dead:
             log.info("%s is replaced", self.processes[index])
@@ -300,7 +358,7 @@ class EngineGroup:
             replaced = {index: self.processes[index] for index in dead}
             timeout_s = self._config.cluster.start_timeout_s
             try:
-                self._placement.start_again("engine", replaced, self._new, timeout_s)
+                self._placement.start_again(self.role, replaced, self._new, timeout_s)
                 calls = [process.actor.start.remote() for process in replaced.values()]
                 gather(calls, list(replaced.values()), "to start vLLM", timeout_s)
             except BaseException:  # also a stop, which saves: nobody may wait for memory until vLLM has started

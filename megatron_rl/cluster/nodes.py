@@ -16,7 +16,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_rl.cluster.deadlines import Deadlines
-from megatron_rl.cluster.placement import Node, Placement, demands_of, place, place_again
+from megatron_rl.cluster.demands import demands_of
+from megatron_rl.cluster.placement import Node, Placement, place, place_again
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.profiling import nsight_environment
 from megatron_rl.cluster.waiting import explain, settle
@@ -25,8 +26,8 @@ from megatron_rl.config.schema import BaseConfig
 POOL_LABEL = "pool"
 """The label of a Ray node that names its pool, as in `ray start --labels pool=train`."""
 
-ROLES = ("trainer", "critic", "engine", "verifier")
-"""What a run consists of."""
+ROLES = ("trainer", "critic", "engine", "teacher", "verifier", "reward_model")
+"""What a run consists of, each as the first word of the roles in its placement."""
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,9 @@ class RayPlacement:
             ValueError: there is no room.
         """
         self._config = config
-        self.plan: Placement = place([demand for demand in demands_of(config) if demand.role in roles], read_nodes())
+        self.plan: Placement = place(
+            [demand for demand in demands_of(config) if demand.role.split()[0] in roles], read_nodes()
+        )
         self._spanning: dict[tuple[str, int], PlacementGroup] = {}
         self.deadlines = Deadlines(config.cluster.step_timeout_s)
         """The time limits of all processes of the run."""

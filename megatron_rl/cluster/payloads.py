@@ -40,6 +40,8 @@ class StoredTokens:
     """`Tokens` without routes."""
     routes: ObjectItem | None = None
     """`Tokens.routes`; None if the engines return no routes."""
+    teacher: ObjectItem | None = None
+    """`Tokens.logp_teacher`; None if there is none."""
 
 
 def plan_objects(sizes: Sequence[int], most: int) -> list[range]:
@@ -126,20 +128,25 @@ def fetch(payloads: Iterable[Any], timeout_s: float | None = None, with_routes: 
         RayError: the tokens are lost, or did not come in time.
     """
     payloads = list(payloads)
-    wanted = [item.object for one in payloads for item in _items(one, with_routes)]
+    wanted = [item.object for one in payloads for item in _items(one, with_routes).values()]
     references = list(dict.fromkeys(wanted))  # samples may share an object
     fetched = dict(zip(references, ray.get(references, timeout=timeout_s) if references else (), strict=True))
 
     def tokens_of(payload: Any) -> Tokens:
-        tokens: Tokens
-        tokens, *routes = [fetched[item.object][item.number] for item in _items(payload, with_routes)] or [payload]
-        return replace(tokens, routes=routes[0]) if routes else tokens
+        items = {name: fetched[item.object][item.number] for name, item in _items(payload, with_routes).items()}
+        tokens: Tokens = items.pop("tokens", payload)
+        return replace(tokens, **items) if items else tokens
 
     return [tokens_of(payload) for payload in payloads]
 
 
-def _items(payload: Any, with_routes: bool) -> list[ObjectItem]:
-    """The objects to fetch for a payload; empty if its tokens are here already."""
+def _items(payload: Any, with_routes: bool) -> dict[str, ObjectItem]:
+    """The objects to fetch for a payload: the tokens, and fields of them; empty if they are here already."""
     if not isinstance(payload, StoredTokens):
-        return []
-    return [payload.tokens, payload.routes] if with_routes and payload.routes else [payload.tokens]
+        return {}
+    items = {
+        "tokens": payload.tokens,
+        "routes": payload.routes if with_routes else None,
+        "logp_teacher": payload.teacher,
+    }
+    return {name: item for name, item in items.items() if item is not None}

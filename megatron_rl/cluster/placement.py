@@ -18,10 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, lcm
-
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.types import Mesh
+from math import ceil, inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,49 +112,6 @@ class NoRoom(ValueError):
         self.demand = demand
 
 
-def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
-    """What the roles of a run need."""
-    cluster, mesh = config.cluster, config.policy.parallel.mesh
-    of_critic = config.critic.parallel.mesh if isinstance(config, GrpoRunConfig) and config.critic else Mesh()
-    shared = 1  # ranks of other groups that share the GPUs of these ranks, and must also be in one node
-    if isinstance(config, GrpoRunConfig) and cluster.colocate:
-        shared = lcm(config.rollout.engine_ranks, of_critic.tensor, of_critic.expert_ways)
-    trainer = Demand(
-        role="trainer",
-        num_groups=1,
-        group_size=mesh.world_size,
-        block=lcm(mesh.tensor, mesh.expert_ways, shared),  # tensor-parallel groups are consecutive ranks
-        cpus=cluster.cpus_per_trainer,
-        gpus=cluster.gpus_per_trainer,
-        advice="lower policy.parallel (or rollout.parallel.tensor), cluster.cpus_per_trainer or gpus_per_trainer",
-        pool=cluster.pools.get("trainer"),
-    )
-    trainers = [trainer]
-    if isinstance(config, GrpoRunConfig) and config.critic is not None:
-        block = lcm(of_critic.tensor, of_critic.expert_ways)
-        critic = replace(trainer, role="critic", group_size=of_critic.world_size, block=block)
-        advice = "lower critic.parallel, cluster.cpus_per_trainer or cluster.gpus_per_trainer"
-        critic = replace(critic, advice=advice, pool=cluster.pools.get("critic"))
-        trainers.append(replace(critic, gpus=0, beside="trainer") if cluster.colocate else critic)
-    if not isinstance(config, GrpoRunConfig) or config.rollout.replay is not None:
-        return tuple(trainers)
-    engine = Demand(
-        role="engine",
-        num_groups=config.rollout.num_engines,
-        group_size=config.rollout.engine_ranks,
-        block=config.rollout.engine_ranks,
-        cpus=0,
-        gpus=cluster.gpus_per_engine_rank,
-        advice="lower rollout.num_engines, rollout.parallel.tensor or rollout.parallel.pipeline",
-        pool=cluster.pools.get("engine"),
-        can_span=not cluster.colocate,
-        beside="trainer" if cluster.colocate else None,
-        stage=config.rollout.parallel.tensor,
-    )
-    verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
-    return (*trainers, engine, verifier)
-
-
 def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:
     """Place all groups of all roles.
 
@@ -209,12 +163,10 @@ def place_again(placement: Placement, role: str, index: int, alive: Sequence[Nod
     if all(rank.node.id in ids for rank in placement.groups[role][index]):
         return placement
     if any(demand.beside == role or (demand.beside and demand.role == role) for demand in placement.demands):
-        lost = ", ".join(
-            dict.fromkeys(rank.node.name for rank in placement.groups[role][index] if rank.node.id not in ids)
-        )
+        lost = dict.fromkeys(rank.node.name for rank in placement.groups[role][index] if rank.node.id not in ids)
         raise ValueError(
-            f"the node {lost} is gone, where trainers and engines shared GPUs; start the run again with --resume auto, "
-            "so that both get new places"
+            f"the node {', '.join(lost)} is gone, where trainers and engines shared GPUs; start the run again with "
+            "--resume auto, so that both get new places"
         )
     free = {node.id: _Free(node) for node in nodes}
     for other, groups in placement.groups.items():

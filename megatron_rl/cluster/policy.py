@@ -57,6 +57,7 @@ class TrainerRank(ProfiledRank, MegatronRank):
         fused_norms = super().start(address, port, secret, load_model)
         if load_model:
             self.actor.keep_reference()
+        self.actor.load_teacher()
         return fused_norms
 
     def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:

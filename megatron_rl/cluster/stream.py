@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +42,7 @@ from megatron_rl.cluster.running_groups import (
     deal,
     largest_part,
 )
+from megatron_rl.cluster.teachers import Teachers
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.prefix_values import PrefixValues
@@ -52,6 +53,8 @@ from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
 
+Taught = Callable[[Sequence[Group]], list[Group]]
+"""Gives groups the log-probs of their teachers."""
 ANSWERING = "to answer"
 """What engines are asked to do, as messages name it."""
 LINGER_S = 0.1
@@ -88,8 +91,10 @@ class RayStream:
     """Judges, journals and hands out each group as soon as its answers are complete. A lost part goes on with the
     tokens that it had, in any engine."""
 
-    def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
-        self._config, self._engines, self._verifiers = config, engines, verifiers
+    def __init__(
+        self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup, teachers: Teachers | None = None
+    ) -> None:
+        self._config, self._engines, self._verifiers, self._teachers = config, engines, verifiers, teachers
         self._tickets, self._batches = count(), count()
         self._asked: dict[int, AskedGroup] = {}
         """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
@@ -106,8 +111,8 @@ class RayStream:
         """Each scoring since groups were handed out, with the number of its answers."""
         self._lost: list[Lost] = []
         """The calls whose answers were lost, and are not asked for again yet."""
-        self._num_again = self._num_restarts = 0
-        """The number of parts that were asked for again since the last `collect`."""
+        self._counts = Counter[str]()
+        """The parts that were asked for again since the last `collect`, and the restarts of verifiers before it."""
         for verifier in verifiers.verifiers:
             in_thread(partial(self._verify, verifier), "verify")
 
@@ -207,10 +212,10 @@ class RayStream:
             for number in groups:
                 del self._asked[number]
             idle_s, span_s = self._idle.take(time.perf_counter())
-        again, self._num_again = self._num_again, 0
-        own = {"stream/asked_again": float(again), "stream/idle_s": idle_s, "stream/span_s": span_s}
-        before, self._num_restarts = self._num_restarts, self._verifiers.num_restarts
-        return Collected(groups, metrics | own | {"verifier/restarts": float(self._num_restarts - before)})
+        before, self._counts = self._counts, Counter(restarts=self._verifiers.num_restarts)
+        own = {"stream/asked_again": float(before["again"]), "stream/idle_s": idle_s, "stream/span_s": span_s}
+        restarts = float(self._counts["restarts"] - before["restarts"])
+        return Collected(groups, metrics | own | {"verifier/restarts": restarts})
 
     def _judged(self, groups: dict[int, Group]) -> tuple[dict[int, Group], Metrics]:
         """The groups to hand out with their verdicts, and the metrics of all scorings since the last ones."""
@@ -242,7 +247,7 @@ class RayStream:
             self._engines.bring_weights(version)  # if the policy is lost, the loop recovers and collects again
         self._lost = []
         for batch in self._again([one.sent.part for one in lost]):
-            self._num_again += len(batch)
+            self._counts["again"] += len(batch)
             self._send(batch, version)
         self._engines.deadlines.begin(ANSWERING)
 
@@ -274,7 +279,8 @@ class RayStream:
             try:
                 complete = [done for sent, future in answered if (done := self._completed(sent, future))]
                 if complete:
-                    self._events.put(self._verified(verifier, complete))
+                    taught = self._teach([(asked.request.number, group) for asked, _, group in complete])
+                    self._events.put(self._verified(verifier, complete, taught))
             except Exception as error:  # the driver raises it
                 self._events.put(error)
 
@@ -294,10 +300,30 @@ class RayStream:
         self._events.put(Lost(sent, error))
         return None
 
-    def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
+    def _teach(self, groups: Sequence[tuple[int, Group]], idle: bool = False) -> Taught:
+        """Ask the teachers of the groups that are trained on. What is returned waits for them.
+
+        Args:
+            groups: with the numbers of their requests.
+            idle: see `Teachers.begin`.
+        """
+        if (teachers := self._teachers) is None:
+            return list
+        own = [i for i, (number, _) in enumerate(groups) if number >= 0]
+        asked = teachers.begin([groups[i][1] for i in own], idle)
+
+        def taught(groups: Sequence[Group]) -> list[Group]:
+            found = dict(zip(own, teachers.finish([groups[i] for i in own], asked), strict=True))
+            return [found.get(i, group) for i, group in enumerate(groups)]
+
+        return taught
+
+    def _verified(
+        self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]], taught: Taught
+    ) -> VerifiedGroups:
         groups, values = [group for _, _, group in complete], self._config.rollout.prefix_values
         verdicts, metrics = verifier.score(to_judge(groups, values))
-        groups = judged(groups, verdicts, values)
+        groups = taught(judged(groups, verdicts, values))
         whole = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
         to_train_on = {asked.request.number: group for asked, _, group in whole if asked.request.number >= 0}
         if to_train_on:
@@ -326,7 +352,9 @@ class BatchStream(RayStream):
         pieces = [one.piece for one, _ in self._scored if one.piece is not None and one.is_current]
         values = self._config.rollout.prefix_values
         verdicts, metrics = self._verifiers.decide(to_judge(groups.values(), values), pieces)
-        return dict(zip(groups, judged(groups.values(), verdicts, values), strict=True)), metrics
+        told = judged(groups.values(), verdicts, values)
+        taught = self._teach(list(zip(groups, told, strict=True)), idle=True)
+        return dict(zip(groups, taught(told), strict=True)), metrics
 
     def _again(self, lost: Sequence[AskedPart]) -> Iterable[Sequence[AskedPart]]:
         """All parts of the engines that died, and the parts that were lost although their engines live, in order. The
@@ -344,12 +372,19 @@ class BatchStream(RayStream):
                             self._ready.pop(asked.request.number, None)
         return again.values()
 
-    def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
-        groups = to_judge((group for _, _, group in complete), self._config.rollout.prefix_values)
+    def _verified(
+        self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]], taught: Taught
+    ) -> VerifiedGroups:
+        groups, values = [group for _, _, group in complete], self._config.rollout.prefix_values
         early = [i for i, reward in enumerate(self._config.rewards) if not reward.needs_all_answers]
-        return VerifiedGroups(complete, {}, (groups, verifier.scored(groups, early) if early else {}))
+        scored = verifier.scored(to_judge(groups, values), early) if early else {}
+        groups = taught(groups)
+        whole = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
+        return VerifiedGroups(whole, {}, (to_judge(groups, values), scored))
 
 
-def open_stream(config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> RayStream:
+def open_stream(
+    config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup, teachers: Teachers | None = None
+) -> RayStream:
     """The stream of a run, which begins to verify."""
-    return (RayStream if config.rollout.one_by_one else BatchStream)(config, engines, verifiers)
+    return (RayStream if config.rollout.one_by_one else BatchStream)(config, engines, verifiers, teachers)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ray
 
@@ -26,7 +26,7 @@ from megatron_rl.cluster.process_trace import TracedProcess
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.scoring import Piece, added_up, in_order, results
 from megatron_rl.cluster.waiting import ProcessLost, gather, in_thread, locate_all
-from megatron_rl.config.rewards import ServiceReward
+from megatron_rl.config.rewards import RewardModelReward, ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import JournalWriter
 from megatron_rl.data.tokenizer import open_tokenizer
@@ -47,9 +47,9 @@ before the process is lost with the scores of all of them."""
 class VerifierRank(TracedProcess):
     """The process of the reward functions. A slow or crashing function does not stop the driver."""
 
-    def __init__(self, config: GrpoRunConfig, path: str, name: str) -> None:
+    def __init__(self, config: GrpoRunConfig, own: Sequence[int], path: str, name: str) -> None:
         begin_process(Path(path), name)
-        self.config = config
+        self.config, self.own = config, own
         self._judged: tuple[list[Any], list[Answer], list[dict[int, float]]] = [], [], []
         """The payloads of the last call, their answers, and the answers' repeated shares. The next call often has the
         same payloads, because each kind of reward has a call of its own."""
@@ -65,11 +65,17 @@ class VerifierRank(TracedProcess):
         Raises:
             ValueError: a reward function cannot be imported.
         """
-        config = self.config
-        log.info("loading the tokenizer and the rewards: %s", ", ".join(reward.label for reward in config.rewards))
+        config, delimiter = self.config, self.config.rollout.delimiter
+        log.info("loading the tokenizer and the rewards: %s", ", ".join(config.rewards[i].label for i in self.own))
         tokenizer = open_tokenizer(config.model.path)
         decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
-        self.rewards = RewardSet(config.rewards, decoder, config.rollout.delimiter, config.cluster.verifier_workers)
+        made = {}
+        for i in set(self.own) & set(config.scored_by_model):
+            from megatron_rl.cluster.reward_model import RewardModel  # it imports transformers' models
+
+            reward = cast(RewardModelReward, config.rewards[i])
+            made[i] = RewardModel(reward, decoder, delimiter, on_gpu=config.cluster.reward_model_gpus > 0)
+        self.rewards = RewardSet(config.rewards, decoder, delimiter, config.cluster.verifier_workers, self.own, made)
         self.journal = JournalWriter(config.run_folder / "journal")
         return self.rewards.calls
 
@@ -120,16 +126,20 @@ class VerifierGroup:
         self._rewards, self._shaping = config.rewards, config.algorithm.shaping
         self._failures = FailureLog(logs / "rewards.log")
         more, num = (placement, restarts, self._failures), config.cluster.verifiers
-        self.verifiers = [RayVerifier(config, logs, *more, i) for i in range(num)]
+        indices = config.scored_by_model
+        models = {i: RayVerifier(config, logs, *more, Duty("reward_model", n, [i])) for n, i in enumerate(indices)}
+        others = [i for i in range(len(config.rewards)) if i not in models]
+        self.verifiers = [RayVerifier(config, logs, *more, Duty("verifier", n, others), models) for n in range(num)]
+        self._all = [*self.verifiers, *models.values()]
 
     @property
     def processes(self) -> list[Process]:
-        return [verifier.process for verifier in self.verifiers]
+        return [verifier.process for verifier in self._all]
 
     @property
     def num_restarts(self) -> int:
         """The number of processes that were replaced since the run began."""
-        return sum(verifier.num_restarts for verifier in self.verifiers)
+        return sum(verifier.num_restarts for verifier in self._all)
 
     def wait(self) -> None:
         """Wait until all rewards are loaded. They load while engines and policy start.
@@ -137,7 +147,7 @@ class VerifierGroup:
         Raises:
             ValueError: a reward function cannot be imported.
         """
-        for verifier in self.verifiers:
+        for verifier in self._all:
             verifier.wait()
 
     def decide(self, groups: Sequence[Group], pieces: Sequence[Piece]) -> tuple[list[list[Verdict]], Metrics]:
@@ -172,8 +182,23 @@ class VerifierGroup:
         return shape_verdicts(verdicts, [group.rollouts for group in groups], self._shaping), metrics
 
 
+class Duty(NamedTuple):
+    """What a process of rewards is for."""
+
+    role: str
+    """`verifier` or `reward_model`."""
+    number: int
+    """Its number among the processes of this role."""
+    rewards: Sequence[int]
+    """The indices of its rewards."""
+
+
 class RayVerifier:
-    """One verifier."""
+    """One verifier, or the process of a reward model, which is one with this reward alone.
+
+    Args:
+        models: the processes of reward models, by the indices of their rewards.
+    """
 
     def __init__(
         self,
@@ -182,23 +207,26 @@ class RayVerifier:
         placement: RayPlacement,
         restarts: Restarts,
         failures: FailureLog,
-        index: int,
+        duty: Duty,
+        models: Mapping[int, RayVerifier] = {},
     ) -> None:
         self._config, self._placement, self._restarts = config, placement, restarts
-        self._failures, self._index = failures, index
+        self._failures, self._duty, self._models = failures, duty, models
         self.num_restarts = 0
         self._lock = Lock()
         """Held while the process works: a time limit applies to one call, and the process is replaced once."""
-        name = "verifier" if config.cluster.verifiers == 1 else f"verifier {index}"
+        role, number, _ = duty
+        num = config.cluster.verifiers if role == "verifier" else len(config.scored_by_model)
+        name = role.replace("_", " ") + (f" {number}" if num > 1 else "")
         log_path = logs / f"{name.replace(' ', '_')}.log"
         self.process = Process(name, log_path, None)
-        self.process.actor = self._new(index)
+        self.process.actor = self._new(number)
         self._loading = self.process.actor.load.remote()
 
     def _new(self, index: int) -> Any:
-        options = self._placement.rank_options("verifier", index, 0)
+        options = self._placement.rank_options(self._duty.role, index, 0)
         path, name = str(self.process.log), self.process.name
-        return ray.remote(VerifierRank).options(**options).remote(self._config, path, name)
+        return ray.remote(VerifierRank).options(**options).remote(self._config, self._duty.rewards, path, name)
 
     def wait(self) -> None:
         """Wait until the rewards are loaded. They load while engines and policy start.
@@ -207,7 +235,8 @@ class RayVerifier:
             ValueError: a reward function cannot be imported.
         """
         timeout_s = self._config.cluster.start_timeout_s
-        locate_all([self.process], timeout_s, "no resources")
+        gpus = self._config.cluster.reward_model_gpus if self._duty.role == "reward_model" else 0
+        locate_all([self.process], timeout_s, f"{gpus:g} GPU" if gpus else "no resources")
         self._calls = gather([self._loading], [self.process], "to load the rewards", timeout_s)[0]
 
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
@@ -231,9 +260,13 @@ class RayVerifier:
             ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
         """
         given: dict[int, Scored] = {}
+        asked = [model for index, model in self._models.items() if index in indices]
+        calls = [in_thread(partial(model.scored, groups, indices), "score") for model in asked]
         for call in self._calls:
             if own := [index for index in call if index in indices]:
                 given.update(zip(own, self._score_with(own, groups), strict=True))
+        for of_model in results(calls):
+            given |= of_model
         return given
 
     def write(self, groups: Mapping[int, Group]) -> None:
@@ -316,6 +349,7 @@ class RayVerifier:
         ray.kill(self.process.actor)
         self.num_restarts += 1
         timeout_s = self._config.cluster.start_timeout_s
-        self._placement.start_again("verifier", {self._index: self.process}, self._new, timeout_s)
+        role, number, _ = self._duty
+        self._placement.start_again(role, {number: self.process}, self._new, timeout_s)
         self._loading = self.process.actor.load.remote()
         self.wait()

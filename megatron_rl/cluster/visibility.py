@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_rl.cluster.network import Interface, find_interface
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.waiting import settle
+from megatron_rl.config.rewards import RewardModelReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.config.section import import_paths
 
@@ -42,8 +43,8 @@ class NodeNeeds:
     """What every node must see. Paths are absolute."""
 
     models: tuple[Path, ...]
-    """The model's folder, which trainers, engines and the verifier read, and the folder of its weights if it
-    differs."""
+    """The model's folder, which trainers, engines and the verifier read, the folder of its weights if it differs, and
+    those of reward models."""
     run_folder: Path
     """The run's folder, into which all processes write."""
     mark: str
@@ -67,7 +68,9 @@ def check_nodes(config: BaseConfig, placement: Placement) -> None:
     modules = {path.module.partition(".")[0] for path in functions if not path.file}
     if isinstance(config, GrpoRunConfig) and config.rollout.beams is not None:
         files.add(str(config.rollout.beams.catalogue))
-    models = tuple(path for path in (config.model.path, config.model.weights) if path is not None)
+    of_rewards = config.rewards if isinstance(config, GrpoRunConfig) else ()
+    scoring = [one.path for one in of_rewards if isinstance(one, RewardModelReward)]
+    models = tuple(path for path in (config.model.path, config.model.weights, *scoring) if path is not None)
     mark_name = f".seen_by_nodes_{secrets.token_hex(8)}"
     needs = NodeNeeds(models, config.run_folder, mark_name, tuple(sorted(modules)), tuple(map(Path, sorted(files))))
     mark = needs.run_folder / needs.mark

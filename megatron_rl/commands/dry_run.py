@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
+from megatron_rl.cluster.demands import demands_of
+from megatron_rl.cluster.placement import Placement, smallest_cluster
 from megatron_rl.config.machine import num_cores, threads_of_ranks
-from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.teachers import TeacherConfig, teacher_on_ranks
 from megatron_rl.models import FAMILIES
 from megatron_rl.planning.activations import attention_of, has_fused_layers, linear_attention_of, trains_fused
 from megatron_rl.planning.engine import step_tokens
@@ -24,12 +26,13 @@ from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.parameters import BYTES, count_parameters, expert_data_ways, gigabytes, largest_stage
 from megatron_rl.planning.rates import Rates
-from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
+from megatron_rl.planning.shapes import planned_critic_shape, planned_shape, planned_teacher_shape
 from megatron_rl.planning.step import StepSeconds, expected_tokens, push_seconds, step_seconds
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
 COLUMNS = {"trainer": "trainer ranks", "critic": "critic ranks", "engine": "engines", "verifier": "verifier"}
+COLUMNS["reward_model"] = "reward models"
 """The title of each role's column in the table of nodes."""
 
 
@@ -71,11 +74,9 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     if isinstance(config, OfflineRunConfig):
         offline = config.offline
         table.add_row("rows of a step", f"{offline.rows_per_step}, of at most {offline.max_tokens} tokens")
-    if isinstance(config, DpoRunConfig):
-        reference = (
-            "with the model at the start as reference" if config.dpo.loss.has_reference else "no reference model"
-        )
-        table.add_row("loss", f"{config.dpo.loss.kind}, {reference}")
+        if loss := config.preferences:
+            reference = "with the model at the start as reference" if loss.has_reference else "no reference model"
+            table.add_row("loss", f"{loss.kind}, {reference}")
     if isinstance(config, SftRunConfig):
         turns = {"all": "all turns of the assistant", "last": "the last turn", "whole": "all turns, prompts too"}
         table.add_row("trained in chats", f"{turns[config.sft.turns]}, with the stop token (sft.turns)")
@@ -127,6 +128,8 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
         table.add_row("  vLLM's arguments", json.dumps(rollout.vllm))
     beams = f" thoughts x {rollout.beams.width} beams" if rollout.beams else ""
     each = f"{rollout.samples_per_prompt}{beams}"
+    for number, teacher in enumerate(config.teachers):
+        table.add_row(f"teacher {number}", _described(config, number, teacher))
     table.add_row("samples", f"{rollout.prompts_per_step} prompts x {each} = {num_samples:,}")
     if rollout.max_lag:
         asked = (rollout.max_lag + 1) * num_samples
@@ -144,6 +147,22 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     )
     table.add_row("  bytes out of the busiest trainer rank", gigabytes(sent.max()))
     console.print(table)
+
+
+def _described(config: GrpoRunConfig, number: int, teacher: TeacherConfig) -> str:
+    """What a teacher is and who computes it."""
+    if teacher.path is None:
+        who = f"the server {teacher.server}" if teacher.server else "the policy's engines"
+    else:
+        shape = planned_teacher_shape(config, number)
+        who = f"{shape.family}, {FAMILIES[shape.family].num_parameters(shape):,} parameters, "
+        if teacher_on_ranks(config):
+            who += "on the trainer's ranks"
+        else:
+            parallel = teacher.parallel
+            stages = f" x PP{parallel.pipeline}" if parallel.pipeline > 1 else ""
+            who += f"{teacher.num_engines} x TP{parallel.tensor}{stages}"
+    return who if teacher.datasets is None else f"{who}, for {', '.join(teacher.datasets)}"
 
 
 def _threads(config: BaseConfig) -> str:
@@ -227,6 +246,10 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
         title.append(f"with the rates of {config.cluster.calibration}")
     if config.critic:
         title.append("the critic's work is not counted")
+    if config.teachers:
+        title.append("the work and the GPUs of teachers are not counted")
+    if config.scored_by_model:
+        title.append("the reward models' GPUs are not counted")
     table = Table(title="; ".join(title), title_justify="left")
     for column in ("", *steps):
         table.add_column(column, justify="right" if column else "left")
@@ -272,7 +295,7 @@ def describe_placement(config: BaseConfig, console: Console) -> None:
     plan = smallest_cluster(demands_of(config), config.cluster.gpus_per_node)
     num_nodes = f"{len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''}"
     table = Table(title=f"placement on {num_nodes} of {config.cluster.gpus_per_node} GPUs", title_justify="left")
-    for column in ("", *(COLUMNS[role] for role in plan.groups), "GPUs in use"):
+    for column in ("", *(COLUMNS.get(role, f"{role}s") for role in plan.groups), "GPUs in use"):
         table.add_column(column)
     for node in plan.nodes:
         gpus = sum(rank.gpus for groups in plan.groups.values() for g in groups for rank in g if rank.node == node)

@@ -198,7 +198,7 @@ def engines_alone(
             num_threads = threads_of_ranks(config, num_cores())
             cleaning.enter_context(ray_session(config.cluster, 1, logs, check, num_threads=num_threads))
             tell("the engines start vLLM (logs/engine_0.log), and the verifiers load the rewards")
-            placement = RayPlacement(config, ("engine", "verifier"))
+            placement = RayPlacement(config, ("engine", "verifier", "reward_model"))
             restarts = Restarts(config.cluster.restarts_per_hour)
             engines = EngineGroup(config, logs, placement, restarts, loads_weights=True)
             cleaning.callback(engines.close)

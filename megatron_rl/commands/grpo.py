@@ -32,6 +32,7 @@ from megatron_rl.commands.dry_run import (  # noqa: E402
 from megatron_rl.commands.screen import waiting  # noqa: E402
 from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
+from megatron_rl.config.teachers import teacher_on_ranks  # noqa: E402
 from megatron_rl.layout import Links  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
@@ -45,7 +46,10 @@ if TYPE_CHECKING:
 
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.cluster.critic import CriticGroup
+    from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.nodes import RayPlacement
+    from megatron_rl.cluster.restarts import Restarts
+    from megatron_rl.cluster.teachers import Teachers
     from megatron_rl.data.prompt_table import PromptTable
     from megatron_rl.loop.source import Prompts
 
@@ -59,7 +63,6 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.colocation import Colocation, shared_links
-    from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.models import Models
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
@@ -95,8 +98,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
                 check_nodes(config, placement.plan)
             if config.rollout.replay is None:
-                engines = EngineGroup(config, logs, placement, restarts)
-                cleaning.callback(engines.close)
+                engines, teachers = start_engines(config, logs, placement, restarts, cleaning)
                 verifier = VerifierGroup(config, logs, placement, restarts)
             others = start_others(config, shape, logs, placement)
             policy = PolicyGroup(spec, config.cluster, logs, placement)
@@ -118,11 +120,12 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             if config.rollout.replay is None:
                 tell("the engines start vLLM (logs/engine_0.log)")
                 engines.wait()
+                teachers.wait()
                 tell("the verifiers load the rewards (logs/verifier.log)")
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
-                ports = Ports(models, bridge, open_stream(config, engines, verifier))
-                observe_run(config, sink, [*models.groups, engines, verifier])
+                ports = Ports(models, bridge, open_stream(config, engines, verifier, teachers))
+                observe_run(config, sink, [*models.groups, engines, *([teachers] if config.teachers else []), verifier])
             else:
                 ports = ports_without_engines(models)
                 observe_run(config, sink, models.groups)
@@ -152,8 +155,24 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
         total_steps=(config.run.steps - config.num_warmup_steps) * config.algorithm.num_updates,
         seed=config.run.seed,
         collective_timeout=config.cluster.collective_timeout,
+        teacher=teacher_on_ranks(config),
+        top_k=config.algorithm.distillation.top_k if config.algorithm.distillation else 0,
         forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
     )
+
+
+def start_engines(
+    config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts, cleaning: ExitStack
+) -> tuple[EngineGroup, Teachers]:
+    """The processes of the engines, the policy's and the teachers', which end with the context."""
+    from megatron_rl.cluster.engines import EngineGroup
+    from megatron_rl.cluster.teachers import Teachers
+
+    engines = EngineGroup(config, logs, placement, restarts)
+    cleaning.callback(engines.close)
+    teachers = Teachers(config, logs, placement, restarts, engines)
+    cleaning.callback(teachers.close)
+    return engines, teachers
 
 
 def start_others(

@@ -58,6 +58,10 @@ STARTERS: dict[str, dict[str, Any]] = {
         **COMMON,
         "dpo": {"rows": "pairs.jsonl", "rows_per_step": 64, "max_tokens": 4096, "loss": {"kind": "dpo", "beta": 0.1}},
     },
+    "reward-model": {
+        **COMMON,
+        "reward_model": {"rows": "pairs.jsonl", "rows_per_step": 64, "max_tokens": 4096},
+    },
 }
 """The file of each kind of run."""
 

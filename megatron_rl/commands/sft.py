@@ -1,5 +1,5 @@
 """Training on rows without engines, with the same Megatron actor as reinforcement learning: supervised training on
-completions, and training on preferences (commands/dpo.py).
+completions, training on preferences (commands/dpo.py), and of reward models (commands/reward_model.py).
 
 megatron-rl sft FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """
@@ -31,6 +31,7 @@ from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import DpoRunConfig, OfflineRunConfig, SftRunConfig  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.models import check_model, read_shape  # noqa: E402
+from megatron_rl.planning.shapes import trained_shape  # noqa: E402
 from megatron_rl.types import Tokenizer, TrainingRow  # noqa: E402
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def run(config: OfflineRunConfig, checkpoints: Checkpoints, interrupt: Interrupt
     folder, logs = config.run_folder, config.run_folder / "logs"
     write_provenance(folder, config, checkpoints.first_step)
     spec = ActorSpec(
-        shape=config.policy.adapted(shape),
+        shape=trained_shape(config, shape),
         model=config.model,
         policy=config.policy,
         objective=_objective(config),
@@ -119,7 +120,7 @@ def run(config: OfflineRunConfig, checkpoints: Checkpoints, interrupt: Interrupt
 def _objective(config: OfflineRunConfig) -> Objective:
     from megatron_rl.algorithms import PreferenceObjective, SupervisedObjective
 
-    return PreferenceObjective(config.dpo.loss) if isinstance(config, DpoRunConfig) else SupervisedObjective()
+    return PreferenceObjective(config.preferences) if config.preferences else SupervisedObjective()
 
 
 def read_rows(

@@ -24,7 +24,7 @@ from rich.table import Table
 from megatron_rl.commands.defaults import with_defaults
 from megatron_rl.commands.dry_run import describe_memory, describe_policy
 from megatron_rl.config.load import merge_arguments, validate
-from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, RewardModelRunConfig, SftRunConfig
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import RunMemory, run_memory
@@ -34,10 +34,11 @@ from megatron_rl.processes import piped
 
 
 def read(arguments: Sequence[str]) -> BaseConfig:
-    """The configuration of a run without engines if there is a section `sft` or `dpo`, otherwise the configuration of
-    reinforcement learning."""
+    """The configuration of a run without engines if there is its section, otherwise the configuration of reinforcement
+    learning."""
     merged = merge_arguments(arguments)
-    kind = next((one for one in (SftRunConfig, DpoRunConfig) if one.section in merged), GrpoRunConfig)
+    offline = (SftRunConfig, DpoRunConfig, RewardModelRunConfig)
+    kind = next((one for one in offline if one.section in merged), GrpoRunConfig)
     if isinstance(run := merged.get("run"), dict) and run.pop("epochs", None) is not None:
         run["steps"] = run.get("steps") or 1  # the sizes do not depend on the length
     return with_defaults(validate(kind, merged))

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Lambda = Annotated[float, Field(ge=0, le=1)]
-Need = Literal["group", "greedy_reward", "reward_parts", "values", "token_rewards", "thoughts"]
+Need = Literal["group", "greedy_reward", "pass_rate", "reward_parts", "values", "token_rewards", "thoughts"]
 """What an estimator needs. group: several samples of each prompt. greedy_reward: the reward of the prompt's greedy
-answer. reward_parts: the separate scores of the reward functions. values: the values of a critic. token_rewards:
-rewards at single tokens. thoughts: several items of each thought (`rollout.beams`). With one of the last three it gives
-each token its own advantage."""
+answer. pass_rate: the row's column of this name. reward_parts: the separate scores of the reward functions. values: the
+values of a critic. token_rewards: rewards at single tokens. thoughts: several items of each thought (`rollout.beams`).
+With one of the last three it gives each token its own advantage."""
 
 
 class GrpoAdvantage(Method):
@@ -91,6 +91,20 @@ class RemaxAdvantage(Method):
     needs: ClassVar[frozenset[Need]] = frozenset({"greedy_reward"})
 
     kind: Literal["remax"] = "remax"
+
+
+class A2poAdvantage(Method):
+    """A*-PO (Brantley et al. 2025, arXiv:2505.20686), for rewards that are 0 or 1. p is the share of right
+    answers of the reference policy to the row's prompt, its column `pass_rate`, which `megatron-rl filter-difficulty`
+    writes; then V is beta times the log of the mean of exp(r / beta) over these answers."""
+
+    formula: ClassVar[str] = "r - V, V = beta log(p exp(1 / beta) + 1 - p)"
+    source: ClassVar[str] = "arXiv:2505.20686"
+    needs: ClassVar[frozenset[Need]] = frozenset({"pass_rate"})
+
+    kind: Literal["a2po"] = "a2po"
+    beta: PositiveFloat = 0.5
+    """The paper's beta_1: V is near 1 for small ones if any answer was right, and near p for large ones."""
 
 
 class OpoAdvantage(Method):
@@ -265,6 +279,7 @@ AdvantageConfig = Annotated[
     | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage
     | RemaxAdvantage
+    | A2poAdvantage
     | OpoAdvantage
     | GpgAdvantage
     | MaxRlAdvantage

@@ -25,6 +25,7 @@ from megatron_rl.config.advantages import (
 from megatron_rl.config.correction import CorrectionConfig, MaskedWeight, Rejection
 from megatron_rl.config.losses import Aggregation, DualClipLoss, LossConfig, Share
 from megatron_rl.config.section import Method, Section, default_kind
+from megatron_rl.config.teachers import DistillationConfig
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import GrpoRunConfig
@@ -168,7 +169,10 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none."""
     kl: KlConfig | None = None
-    """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept."""
+    """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept,
+    unless the loss compares with it (`a2po`)."""
+    distillation: DistillationConfig | None = None
+    """How the policy learns from `teachers`; null means that there are none."""
     entropy: EntropyConfig | None = None
     """The entropy bonus; null means none."""
     top_entropy_share: Share = 1.0

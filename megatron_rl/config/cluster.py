@@ -90,11 +90,14 @@ class ClusterConfig(Section):
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
     """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU. If it is
     left out, `device` decides."""
+    gpus_per_reward_model: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The number of GPUs that Ray reserves for each reward model with a `path`, at most one; 0 means that they run on
+    the CPU. null: one if engines have GPUs, otherwise none."""
     colocate: bool = False
     """true: trainers, a critic and engines share GPUs. While engines generate, the states of trainers and critic are in
     the node's memory; while these train, the engines have nothing on the GPUs. The numbers of engine, trainer and
     critic ranks must be equal. false: each has its own GPUs."""
-    pools: dict[Literal["trainer", "critic", "engine", "verifier"], str] = {}
+    pools: dict[Literal["trainer", "critic", "engine", "teacher", "verifier", "reward_model"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
     verifiers: PositiveInt = 1
@@ -143,11 +146,17 @@ class ClusterConfig(Section):
     least ten minutes."""
 
     @property
+    def reward_model_gpus(self) -> float:
+        """The number of GPUs of each reward model."""
+        given = self.gpus_per_reward_model
+        return float(self.gpus_per_engine_rank > 0) if given is None else given
+
+    @property
     def collective_timeout(self) -> timedelta:
         return timedelta(seconds=self.collective_timeout_s or max(self.start_timeout_s, 600.0))
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
-        for key in ("gpus_per_trainer", "gpus_per_engine_rank"):
+        for key in ("gpus_per_trainer", "gpus_per_engine_rank", "gpus_per_reward_model"):
             if self.device == "cpu" and (number := getattr(self, key)):
                 yield f"cluster.device is cpu, but cluster.{key} is {number:g}; remove the key, or set device to auto"
         of_job = run.slurm.gpus_per_node if run.slurm is not None else None

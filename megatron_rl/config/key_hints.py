@@ -40,7 +40,9 @@ KEYS = {
     **dict.fromkeys(("total_epochs", "num_train_epochs", "epochs"), "it is run.epochs"),
     **dict.fromkeys(("wandb", "report_to", "logger", "tensorboard", "mlflow"), "trackers are listed in observe"),
     **dict.fromkeys(("gradient_checkpointing", "recompute"), "it is model.recompute"),
-    **dict.fromkeys(("ref", "reference", "ref_model"), "a reference is kept if algorithm.kl is set"),
+    **dict.fromkeys(
+        ("ref", "reference", "ref_model"), "a reference is kept if algorithm.kl is set or the loss is a2po"
+    ),
     **dict.fromkeys(("model_name_or_path", "model_name"), "it is model.path"),
     **dict.fromkeys(("epsilon", "clip_ratio", "cliprange"), "clipping is algorithm.loss"),
 }

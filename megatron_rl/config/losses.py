@@ -37,6 +37,8 @@ class PolicyLoss(Method):
     has_ratio: ClassVar[bool] = True
     """Whether the loss has a ratio to the policy that sampled or to pi_old, so that a sample may be trained on again
     after an update."""
+    needs_reference: ClassVar[bool] = False
+    """Whether the loss compares with the reference policy, even without `algorithm.kl`."""
     corrects: ClassVar[bool] = False
     """Whether the loss contains the importance weight of the engine's policy, so that no correction may be added."""
 
@@ -142,6 +144,22 @@ class DroLoss(PolicyLoss):
     kind: Literal["dro"] = "dro"
     beta: PositiveFloat = 1.0
     """The strength of the pull. The gradient of a token is 0 where log r = A / beta."""
+
+
+class A2poLoss(PolicyLoss):
+    """Optimal advantage regression, A*-PO (Brantley et al. 2025), with the estimator `a2po`: the log-ratio of a whole
+    sample to the reference policy is fitted to its advantage."""
+
+    formula: ClassVar[str] = "(beta L - A)^2, where L is the sum of log pi - log pi_ref over the sample"
+    source: ClassVar[str] = "arXiv:2505.20686"
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
+    has_ratio: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = True
+
+    kind: Literal["a2po"] = "a2po"
+    beta: PositiveFloat = 1e-3
+    """The paper's beta_2: the larger it is, the nearer the policy stays to the reference."""
 
 
 class VespoLoss(PolicyLoss):
@@ -342,6 +360,7 @@ LossConfig = Annotated[
     | CispoLoss
     | SapoLoss
     | DroLoss
+    | A2poLoss
     | VespoLoss
     | ReinforceLoss
     | GpgLoss

@@ -26,6 +26,8 @@ class PreferenceLossConfig(Method):
     """Whether an answer has the mean of its tokens' log-probs in place of their sum."""
     has_pairs: ClassVar[bool] = True
     """Whether a row has a chosen and a rejected answer. Otherwise it has one, which is liked or not."""
+    has_head: ClassVar[bool] = False
+    """Whether an answer has the score of a head at its last token in place of log-probs."""
 
 
 class DpoLoss(PreferenceLossConfig):
@@ -99,6 +101,20 @@ class KtoLoss(PreferenceLossConfig):
     """The weight of answers that are liked."""
     undesirable_weight: NonNegative = 1.0
     """The weight of the other answers."""
+
+
+class BradleyTerryLoss(PreferenceLossConfig):
+    """The loss of a reward model (Bradley & Terry 1952; Ouyang et al. 2022), where S is the score of an answer and m
+    the row's `margin`, 0 without one."""
+
+    formula: ClassVar[str] = "-log s(S_c - S_r - m) + center (S_c + S_r)^2"
+    source: ClassVar[str] = "arXiv:2203.02155 eq. 1; center: arXiv:2312.09244 eq. 2"
+    has_reference: ClassVar[bool] = False
+    has_head: ClassVar[bool] = True
+
+    kind: Literal["bradley_terry"] = "bradley_terry"
+    center: NonNegative = 0.0
+    """The weight of the square that keeps the scores around 0, such as 0.01; TRL's `center_rewards_coefficient`."""
 
 
 PreferenceLoss = Annotated[

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.key_hints import hint
 from megatron_rl.config.losses import PolicyLoss
-from megatron_rl.config.schema import DpoRunConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import DpoRunConfig, GrpoRunConfig, RewardModelRunConfig, SftRunConfig
 from megatron_rl.config.section import Method, Section
 
 HEAD = """# Configuration
@@ -30,7 +30,7 @@ Every key of a run, with its type, its default and its meaning. A key is written
 on the command line as `section.key=value`; later arguments win. A section with several kinds is chosen by its key
 `kind`, and has a heading for each kind, such as `algorithm.loss[dual_clip]`. `megatron-rl sft` has the sections `run`,
 `model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; `megatron-rl dpo` has `dpo` in its
-place, and the other recipes have all but these two.
+place, `megatron-rl reward-model` has `reward_model`, and the other recipes have all but these three.
 """
 BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "of length >="}
 NAMES: dict[Any, str] = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
@@ -96,6 +96,7 @@ def parts() -> list[Heading]:
         **GrpoRunConfig.model_fields,
         "sft": SftRunConfig.model_fields["sft"],
         "dpo": DpoRunConfig.model_fields["dpo"],
+        "reward_model": RewardModelRunConfig.model_fields["reward_model"],
     }
     return [part for part in _parts("", "", fields, {}) if part.path]
 

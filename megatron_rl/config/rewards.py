@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -18,61 +19,11 @@ from pydantic import (
 )
 
 from megatron_rl.config.function import FunctionPath
+from megatron_rl.config.reward import Reward
 from megatron_rl.config.section import Section
 
 if TYPE_CHECKING:
     from megatron_rl.config.schema import GrpoRunConfig
-
-
-class Reward(Section):
-    """What all kinds of rewards have in common."""
-
-    kind: str
-    needs_all_answers: ClassVar[bool] = False
-    """Whether the score of an answer may depend on the other answers of the step, which one call then scores."""
-    name: str | None = None
-    """The reward's name in metrics and logs, which must be unique; null means its kind, or its function's name."""
-    weight: float = 1.0
-    """The factor of this reward's score in the sum of all rewards."""
-    datasets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """The rows that this reward scores, by their column `dataset`; null means all rows. It abstains on other rows. If a
-    row has lists of equal length in `dataset` and `ground_truth`, the reward takes its own ground truths."""
-    on_error: Literal["abstain", "stop"] = "abstain"
-    """What happens when this reward cannot score an answer (an exception, a NaN, a wrong form, a time-out). `abstain`:
-    the answer's sum lacks it, the failure is counted, and `logs/rewards.log` has the row and the error. `stop` ends the
-    run after a checkpoint."""
-    timeout_s: PositiveFloat = 600
-    """The longest time of one call, in seconds, which scores the answers that finished since the previous call, or, for
-    a `function`, all of a step. Later the verifier's process is replaced, or an asynchronous function is cancelled, and
-    `on_error` decides about the answers of the call."""
-    max_silent_steps: PositiveInt | None = 3
-    """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
-    Steps without a row that it scores are not counted."""
-    max_failed_steps: PositiveInt | None = 3
-    """The same for steps when every answer failed (`on_error`)."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.kind
-
-    def scores(self, columns: Mapping[str, Any]) -> bool:
-        """Whether the reward scores the answers to a row with these columns."""
-        return self.datasets is None or any(name in self.datasets for name in datasets_of(columns))
-
-    def ground_truth(self, columns: Mapping[str, Any]) -> Any:
-        """What the reward compares the answers to a row with; None if the row has no ground truth for it."""
-        truth, names = columns.get("ground_truth"), columns.get("dataset")
-        if not isinstance(names, list | tuple) or not isinstance(truth, list | tuple) or len(names) != len(truth):
-            return truth
-        own = [one for one, name in zip(truth, names, strict=True) if self.datasets is None or name in self.datasets]
-        return own[0] if len(own) == 1 else own or None
-
-
-def datasets_of(columns: Mapping[str, Any]) -> list[str]:
-    """The data sets of a row with these columns: its `dataset`, which is a name or a list of names."""
-    value = columns.get("dataset")
-    names = value if isinstance(value, list | tuple) else [value]
-    return list(dict.fromkeys(str(name) for name in names if name is not None and name == name))  # NaN is no name
 
 
 class GroundTruthReward(Reward):
@@ -384,14 +335,24 @@ class JudgeReward(ServiceReward):
             ) from None
 
 
+_OF_SERVERS = ServiceReward.model_fields.keys() - Reward.model_fields.keys() - {"require_stop", "url"}
+
+
 class RewardModelReward(ServiceReward):
-    """A reward model, which vLLM serves as a classifier with one class, scores the question and the text after the
-    thought. The server renders both with the model's own chat template (`POST /classify` with `messages`). A question
-    that is plain text is sent as a turn of the user."""
+    """A reward model, which is a classifier with one class, scores the question and the text after the thought: in a
+    process of the run (`path`), or in vLLM's server (`url`), which renders both with the model's own chat template
+    (`POST /classify` with `messages`) and gets plain text as a turn of the user."""
 
     kind: Literal["reward_model"] = "reward_model"
-    url: Address
-    """The address of vLLM's server: `http://host:8000`, without `/v1`."""
+    path: Path | None = None
+    """The model's folder, as `megatron-rl reward-model` writes it: one that `AutoModelForSequenceClassification` of
+    transformers loads, with a tokenizer. A process of the run scores with it, in the folder's own data type, on
+    `cluster.gpus_per_reward_model` GPUs. Chats have the model's chat template; plain text is followed by the answer and
+    the end-of-sequence token, as in training."""
+    url: Address = ""
+    """The address of vLLM's server, in place of `path`: `http://host:8000`, without `/v1`."""
+    model: str = ""
+    """The server's name for the model."""
     unfinished_score: FiniteFloat
     """The score of an answer that a token budget cut, or that has no delimiter. It has no default, because models have
     different scales; give one that is below the model's scores of bad answers."""
@@ -399,6 +360,16 @@ class RewardModelReward(ServiceReward):
     """`none`: the score is the model's logit. `sigmoid`: 1 / (1 + exp(-logit))."""
     clamp: tuple[FiniteFloat, FiniteFloat] | None = None
     """The smallest and the largest score, after the activation; null leaves the scores as they are."""
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> Self:
+        if (self.path is None) == (not self.url):
+            raise ValueError("give one of path, a folder that the run scores with, and url, a server's address")
+        if self.url and not self.model:
+            raise ValueError("model: give the server's name for the model")
+        if self.path and (wrong := sorted(self.model_fields_set & _OF_SERVERS)):
+            raise ValueError(f"{wrong[0]} is about a server, and path names a folder; remove one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_clamp(self) -> Self:

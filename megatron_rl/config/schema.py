@@ -27,15 +27,17 @@ from megatron_rl.config.data import DataConfig, Rows
 from megatron_rl.config.health import HealthRule
 from megatron_rl.config.observe import ObserverConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
-from megatron_rl.config.preferences import DpoLoss, PreferenceLoss
+from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, PreferenceLoss, PreferenceLossConfig
 from megatron_rl.config.rewards import (
     ExactAnswerReward,
     GroundTruthReward,
     RewardConfig,
+    RewardModelReward,
 )
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.slurm import SlurmConfig
+from megatron_rl.config.teachers import TeacherConfig
 from megatron_rl.types import Adapters, ModelShape
 
 
@@ -57,14 +59,15 @@ class OfflineConfig(Section):
     out if nothing of its answer is left; unreadable rows stop the run."""
 
     def conflicts(self, run: OfflineRunConfig) -> Iterator[str]:
-        cap, key = run.balance.max_tokens_per_microbatch, run.section
+        cap, key, command = run.balance.max_tokens_per_microbatch, run.section, run.section.replace("_", "-")
         if self.eval_every and self.eval is None:
             has_none = f"but {key}.eval gives no held-out rows; give them, or remove it"
             yield f"{key}.eval_every is {self.eval_every}, {has_none}"
         if run.policy.routing_replay:
-            yield f"policy.routing_replay replays the choices of engines, and `megatron-rl {key}` has none; remove it"
+            has_none = f"and `megatron-rl {command}` has none; remove it"
+            yield f"policy.routing_replay replays the choices of engines, {has_none}"
         if run.cluster.colocate:
-            yield f"cluster.colocate: `megatron-rl {key}` has no engines; remove it"
+            yield f"cluster.colocate: `megatron-rl {command}` has no engines; remove it"
         if run.balance.oversize == "refuse" and cap < self.max_tokens:
             yield (
                 f"balance.max_tokens_per_microbatch ({cap}) is below {key}.max_tokens ({self.max_tokens}), so the "
@@ -90,6 +93,19 @@ class DpoConfig(OfflineConfig):
     """The rows, with `prompt`, `chosen` and `rejected`; without `prompt` it is the turns that both chats begin with.
     For `kto` also `prompt`, `completion`, `label`."""
     loss: PreferenceLoss = DpoLoss()
+
+
+class RewardModelConfig(OfflineConfig):
+    rows: Rows
+    """The rows, as those of `dpo.rows`, with pairs only; optionally with `margin`, a number."""
+    loss: BradleyTerryLoss = BradleyTerryLoss()
+
+    def conflicts(self, run: OfflineRunConfig) -> Iterator[str]:
+        yield from super().conflicts(run)
+        if run.policy.multi_token != "drop":
+            yield f"policy.multi_token is {run.policy.multi_token}, but a reward model writes no text; remove it"
+        if self.on_bad_row == "cut":
+            yield "reward_model.on_bad_row is cut, but a reward model scores whole answers; set it to skip"
 
 
 class EvalConfig(Section):
@@ -124,7 +140,7 @@ class CheckpointConfig(Section):
     keep_best: str | None = None
     """The name of an evaluation metric, such as `eval/accuracy`: the evaluated checkpoint with the largest value is
     kept (of `eval/loss` the smallest). A checkpoint is evaluated if its step is a multiple of `eval.every`
-    (`sft.eval_every`, `dpo.eval_every`). null: none is kept for its value."""
+    (`sft.eval_every` and its like). null: none is kept for its value."""
     export_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`. All exports are
     kept. 0 exports only the final model, as `hf`. `megatron-rl export` exports any checkpoint later."""
@@ -199,10 +215,10 @@ class BaseConfig(Section):
 
 
 class OfflineRunConfig(BaseConfig):
-    """What the configurations of `megatron-rl sft` and `megatron-rl dpo` have in common."""
+    """What the configurations of `megatron-rl sft`, `megatron-rl dpo` and `megatron-rl reward-model` have in common."""
 
     section: ClassVar[str]
-    """The name of the section that has the rows, and of the command."""
+    """The name of the section that has the rows, and with hyphens of the command."""
 
     @property
     def offline(self) -> OfflineConfig:
@@ -211,13 +227,20 @@ class OfflineRunConfig(BaseConfig):
         return section
 
     @property
+    def preferences(self) -> PreferenceLossConfig | None:
+        """The loss of training on preferences; None for supervised rows."""
+        return None
+
+    @property
     def samples_per_row(self) -> int:
         """The number of texts that a row is trained on."""
-        return 1
+        return 2 if self.preferences else 1
 
     @property
     def eval_metrics(self) -> list[str]:
-        return [] if self.offline.eval is None else ["eval/loss"]
+        if self.offline.eval is None:
+            return []
+        return ["eval/loss", "eval/accuracy"] if self.preferences else ["eval/loss"]
 
 
 class SftRunConfig(OfflineRunConfig):
@@ -234,12 +257,19 @@ class DpoRunConfig(OfflineRunConfig):
     dpo: DpoConfig
 
     @property
-    def samples_per_row(self) -> int:
-        return 2
+    def preferences(self) -> PreferenceLossConfig:
+        return self.dpo.loss
+
+
+class RewardModelRunConfig(OfflineRunConfig):
+    """The configuration of `megatron-rl reward-model`."""
+
+    section: ClassVar[str] = "reward_model"
+    reward_model: RewardModelConfig
 
     @property
-    def eval_metrics(self) -> list[str]:
-        return [] if self.dpo.eval is None else ["eval/loss", "eval/accuracy"]
+    def preferences(self) -> PreferenceLossConfig:
+        return self.reward_model.loss
 
 
 class GrpoRunConfig(BaseConfig):
@@ -251,9 +281,17 @@ class GrpoRunConfig(BaseConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig | None = None
     """The critic of PPO; null means that there is none."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """The models that the policy learns from, with `algorithm.distillation`. A row has the first one that teaches its
+    data set."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
     """The reward functions. An answer's reward is the sum of their scores, each multiplied by its weight."""
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def scored_by_model(self) -> list[int]:
+        """The indices of the rewards that have a process of their own: reward models with a folder."""
+        return [i for i, one in enumerate(self.rewards) if isinstance(one, RewardModelReward) and one.path is not None]
 
     @property
     def deciding_rewards(self) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.convert import tiktoken_files
+from megatron_rl.data.tokenizer import padding_id
 from megatron_rl.models import FAMILIES, critic_config
 from megatron_rl.models.composite import read_config
 
@@ -62,7 +63,7 @@ def companions(
     if head and not multi_token and (fields.get(head.key) or multi_token is False):
         fields[head.key] = 0
     if value_head:
-        fields = critic_config(fields)
+        fields = critic_config(fields, padding_id(folder))
     if fields != json.loads(config):
         config = json.dumps(fields, indent=2).encode()
     files = {"config.json": config}

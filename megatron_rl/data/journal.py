@@ -149,6 +149,9 @@ def encode(number: int, group: Group) -> bytes:
     routed = [None if tokens.routes is None else len(tokens.routes) for tokens in payload]
     if any(length is not None for length in routed):
         columns["routes"] = np.concatenate([tokens.routes for tokens in payload if tokens.routes is not None])
+    taught = [tokens.logp_teacher is not None for tokens in payload]
+    if any(taught):
+        columns["logp_teacher"] = np.concatenate([t.logp_teacher for t in payload if t.logp_teacher is not None])
     rest = {
         "number": number,
         "uid": group.prompt.uid,
@@ -157,6 +160,7 @@ def encode(number: int, group: Group) -> bytes:
         "samples": [asdict(rollout) for rollout in group.rollouts],
         "lengths": [len(tokens.ids) for tokens in payload],
         "routed": routed,
+        "taught": taught,
         "conversations": [tokens.conversation and asdict(tokens.conversation) for tokens in payload],
     }
     blob: bytes = save(columns, metadata={"group": json.dumps(rest)})
@@ -169,20 +173,23 @@ def decode(blob: bytes) -> tuple[int, Group]:
     rest: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["group"])
     columns = load(blob)
     cuts = np.cumsum(rest["lengths"])[:-1]
-    routes = list(_split_routes(columns, rest["routed"]))
+    routes = list(_split(columns.get("routes"), rest["routed"]))
     said = map(_conversation, rest.get("conversations") or [None] * len(routes))  # older files have none
-    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, said, strict=True)
+    taught = rest.get("taught") or [False] * len(routes)  # older files have none
+    lengths = [length if is_taught else None for length, is_taught in zip(rest["lengths"], taught, strict=True)]
+    teacher = list(_split(columns.get("logp_teacher"), lengths))
+    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, said, teacher, strict=True)
     rollouts, payload = [_rollout(values) for values in rest["samples"]], [Tokens(*row) for row in rows]
     ids = payload[0].ids[: rollouts[0].num_prompt_tokens].tolist() if rollouts else ()
     prompt, engines = Prompt(rest["uid"], tuple(ids), ""), rest.get("engines", ())  # older files have none
     return rest["number"], Group(prompt, rollouts, payload, rest["version"], engines=tuple(engines))
 
 
-def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None]) -> Iterator[np.ndarray | None]:
-    """The routes of each rollout, for the number of tokens in `routed`; None if it has none."""
+def _split(joined: np.ndarray | None, lengths: Sequence[int | None]) -> Iterator[np.ndarray | None]:
+    """The part of each rollout, of the number of tokens in `lengths`; None if it has none."""
     start = 0
-    for length in routed:
-        yield None if length is None else columns["routes"][start : start + length]
+    for length in lengths:
+        yield None if length is None or joined is None else joined[start : start + length]
         start += length or 0
 
 

@@ -6,7 +6,8 @@
 | `chosen`, `rejected` as chats | the prompt is the turns with which both begin; a column `prompt` as text is left out |
 | `prompt`, `completion`, `label` | for KTO: an answer, which is liked if `label` is true |
 
-For KTO a pair is two such rows. Further columns, such as `tools`, are the same for both answers.
+For KTO a pair is two such rows. Further columns, such as `tools`, are the same for both answers. A row of a reward
+model may have a number `margin`.
 
 Invariants (tests/unit/data): both answers of a pair have the same prompt; each answer has the tokens of the supervised
 row with this prompt and this completion.
@@ -14,6 +15,7 @@ row with this prompt and this completion.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ import numpy as np
 from megatron_rl.config.preferences import PreferenceLossConfig
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, counted, listed_turns
+from megatron_rl.data.scored_texts import with_common_prefix
 from megatron_rl.types import Tokens, TrainingRow
 
 Read = Callable[[Row], Tokens]
@@ -35,7 +38,8 @@ FARTHEST = 100
 def load_preferences(
     source: Path | str, read: Read, loss: PreferenceLossConfig, max_tokens: int, on_bad_row: OnBadRow = "fail"
 ) -> tuple[list[TrainingRow], int]:
-    """The rows for a loss, with 0 as log-probs of a reference, and the number of skipped rows.
+    """The rows for a loss, with 0 as log-probs of a reference, and the number of skipped rows. Those of a reward model
+    have their margin there.
 
     Args:
         read: gives the tokens of a supervised row with `prompt` and `completion`.
@@ -57,11 +61,27 @@ def load_preferences(
             if on_bad_row == "cut" and len(chosen.ids) == max_tokens:
                 raise LongRow(f"`chosen` and `rejected` have the same first {max_tokens} tokens")
             raise BadRow("`chosen` and `rejected` are the same tokens, so that nothing can be learnt; remove the row")
+        if loss.has_head:
+            return [TrainingRow(uid, with_common_prefix(chosen, rejected), (1.0, -1.0), (margin_of(row),) * 2)]
         return [TrainingRow(uid, (chosen, rejected), (1.0, -1.0), (0.0, 0.0))]
 
     found, skipped = load_rows(source, make, on_bad_row)
     rows = [row for rows in found for row in rows]
     return rows if loss.has_pairs else _with_others(rows, source, max_tokens), skipped
+
+
+def margin_of(row: Row) -> float:
+    """The number in a row's column `margin`; 0 if there is none.
+
+    Raises:
+        BadRow: it is no finite number.
+    """
+    margin = row.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise BadRow(f"`margin` is {margin!r}; it is the number by which the chosen answer's score must be ahead")
+    return float(margin)
 
 
 def answers_of(row: Row, loss: PreferenceLossConfig) -> list[tuple[Row, float]]:

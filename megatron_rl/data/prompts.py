@@ -206,8 +206,8 @@ def question_of(row: Mapping[str, Any], required_columns: Iterable[str], reading
         rate = question.columns.get("pass_rate")
         if not isinstance(rate, int | float) or not 0 <= rate <= 1:
             raise BadRow(
-                f"`pass_rate` must be a number from 0 to 1, but it is {rate!r}; data.easy_first_epochs needs it, and "
-                f"`megatron-rl filter-difficulty` writes it"
+                f"`pass_rate` must be a number from 0 to 1, but it is {rate!r}; data.easy_first_epochs or the "
+                f"estimator a2po needs it, and `megatron-rl filter-difficulty` writes it"
             )
     if not isinstance(question.messages, str) and question.messages[-1]["role"] == "assistant":
         raise BadRow("`messages` ends with the assistant's turn, but the model must write this turn; remove it")

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.config.schema import DpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.schema import OfflineRunConfig, SftRunConfig
 from megatron_rl.data.demonstrations import Demonstration, Template, TrainedTurns, demonstrations_of
 from megatron_rl.data.encode import encodable, plain_ids, rendered
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.preferences import load_preferences
 from megatron_rl.data.rows import LongRow, OnBadRow, Row
-from megatron_rl.data.tokenizer import end_texts
+from megatron_rl.data.scored_texts import scored_reader
+from megatron_rl.data.tokenizer import end_texts, padding_id
 from megatron_rl.types import Tokens, TrainingRow
 
 if TYPE_CHECKING:
@@ -117,10 +118,13 @@ def load_training_rows(
     token: Callable[[int], str | None] = tokenizer.convert_ids_to_tokens  # type: ignore[assignment]  # one for one
     ends = end_texts(config.model.path, token, partial(plain_ids, tokenizer))
     offline = config.offline
-    if isinstance(config, DpoRunConfig):
-        on_bad_row = offline.on_bad_row
-        read = demonstration_reader(tokenizer, offline.max_tokens, ends, section="dpo", is_cut=on_bad_row == "cut")
-        return load_preferences(source, lambda row: read(row)[0], config.dpo.loss, offline.max_tokens, on_bad_row)
+    if loss := config.preferences:
+        longest, on_bad_row = offline.max_tokens, offline.on_bad_row
+        if loss.has_head:
+            scored = scored_reader(tokenizer, padding_id(config.model.path), longest)
+            return load_preferences(source, scored, loss, longest, on_bad_row)
+        read = demonstration_reader(tokenizer, longest, ends, section=config.section, is_cut=on_bad_row == "cut")
+        return load_preferences(source, lambda row: read(row)[0], loss, longest, on_bad_row)
     assert isinstance(config, SftRunConfig)
     rows, skipped = load_supervised(source, tokenizer, offline.max_tokens, offline.on_bad_row, ends, config.sft.turns)
     return [TrainingRow(uid, samples, (0.0,) * len(samples)) for uid, samples in rows], skipped

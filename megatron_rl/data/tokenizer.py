@@ -50,6 +50,22 @@ def end_ids(folder: Path) -> set[int]:
     return ids
 
 
+def padding_id(folder: Path) -> int | None:
+    """The padding token of a classifier that is made of the model in a folder: the tokenizer's, or else config.json's,
+    or else the end-of-sequence token, as in TRL; None if there is none of them."""
+    of_tokenizer, config = _read(folder / "tokenizer_config.json"), _read(folder / "config.json")
+    token = of_tokenizer.get("pad_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = _read(folder / "tokenizer.json").get("added_tokens", [])
+    known = {one["content"]: one["id"] for one in added}
+    known |= {one["content"]: int(i) for i, one in of_tokenizer.get("added_tokens_decoder", {}).items()}
+    end = config.get("eos_token_id")
+    for found in (known.get(text), config.get("pad_token_id"), *(end if isinstance(end, list) else [end])):
+        if isinstance(found, int):
+            return found
+    return None
+
+
 def end_texts(
     folder: Path, text_of: Callable[[int], str | None], encode: Callable[[str], list[int]]
 ) -> tuple[str, ...]:

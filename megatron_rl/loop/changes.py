@@ -27,7 +27,7 @@ MAY_CHANGE = re.compile(
             r"critic\.model(\.(path|weights|recompute|layers))?",
             # The other keys of `data` would change the questions, or their order.
             r"data\.(train|train\.\d+\.path|eval|on_bad_row|deduplicate|cache)",
-            r"(sft|dpo)\.(rows|on_bad_row|eval|eval_every)",
+            r"(sft|dpo|reward_model)\.(rows|on_bad_row|eval|eval_every)",
             r"rollout\.(dump(\.last)?|lora|num_engines|parallel\.(tensor|pipeline|expert)|prefix_cache|max_sequences|gpu_memory_utilization)",
             r"rollout\.vllm(\..*)?",
             r"rollout\.environment\.(processes|step_timeout_s)",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import comb, sqrt
 from statistics import fmean, variance
 
-from megatron_rl.config.rewards import datasets_of
+from megatron_rl.config.reward import datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import thoughts_of
 from megatron_rl.loop.rollouts import verdicts_of

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from megatron_rl.balance import plan_microbatches
-from megatron_rl.config.schema import DpoRunConfig, OfflineRunConfig
+from megatron_rl.config.schema import OfflineRunConfig
 from megatron_rl.loop.evaluation import accuracy
 from megatron_rl.loop.shares import deal
 from megatron_rl.ports import Policy
@@ -20,7 +20,8 @@ from megatron_rl.types import Metrics, ModelShape, StepBatch, TrainingRow
 
 
 def score_rows(config: OfflineRunConfig, shape: ModelShape, policy: Policy, batch: StepBatch) -> np.ndarray:
-    """float64 [S]: the log-prob of all actions of each sample together under the present weights, in nats."""
+    """float64 [S]: the log-prob of all actions of each sample together under the present weights, in nats; of a reward
+    model its score."""
     active = np.ones(len(batch.names), bool)
     parallel = config.policy.parallel
     plan = plan_microbatches(batch, active, shape, parallel, config.balance, recompute=config.model.recompute)
@@ -40,10 +41,10 @@ def evaluate_rows(
     """
     batch = StepBatch.of_rows(rows, version=step)
     logp = score_rows(config, shape, policy, batch)
-    if isinstance(config, DpoRunConfig):
+    if config.preferences:
         from megatron_rl.algorithms.preference_objective import judge_rows  # torch takes a second
 
-        losses, is_right = judge_rows(config.dpo.loss, rows, logp)
+        losses, is_right = judge_rows(config.preferences, rows, logp)
         right = is_right.astype(float).tolist()
         return {"eval/loss": float(losses.mean()), **accuracy("eval/accuracy", fmean(right), right, len(right))}
     num_tokens = float(batch.num_actions.sum())

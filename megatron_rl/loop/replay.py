@@ -32,7 +32,9 @@ def dump(config: GrpoRunConfig, folder: Path, stream: Stream, rollouts: Rollouts
 
 def settings(config: GrpoRunConfig) -> dict[str, Any]:
     """The keys that rollouts depend on when they are trained on, in JSON's types."""
-    return {
+    distillation = config.algorithm.distillation
+    teachers = [one.model_dump(mode="json", include={"prompt", "datasets"}) for one in config.teachers]
+    return ({"teachers": teachers} if distillation and distillation.by == "engine" else {}) | {
         "rewards": {reward.label: reward.weight for reward in config.rewards},
         "algorithm.shaping": [shaping.model_dump(mode="json") for shaping in config.algorithm.shaping],
         # Files of earlier versions lack the key `forbid`.

@@ -8,7 +8,8 @@ from statistics import fmean, stdev
 import numpy as np
 
 from megatron_rl.algorithms.equality import all_equal
-from megatron_rl.config.rewards import RewardConfig, datasets_of
+from megatron_rl.config.reward import datasets_of
+from megatron_rl.config.rewards import RewardConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
 from megatron_rl.types import UTILITY, Group, Metrics, Verdict

@@ -18,16 +18,19 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.losses import Aggregation
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.teachers import teacher_of
 from megatron_rl.types import (
     Credit,
     Metrics,
     MicrobatchPlan,
     Minibatches,
     ModelShape,
+    RatedBatch,
     Rollouts,
     Share,
     Shares,
     StepBatch,
+    TaughtBatch,
     TokenNumbers,
     TokenRewards,
 )
@@ -80,7 +83,13 @@ def plan_step(config: GrpoRunConfig, shape: ModelShape, batch: StepBatch) -> tup
 def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBatch:
     """The batch of a step."""
     weights = np.array([reward.weight for reward in config.rewards])
-    return StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
+    batch = StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
+    if config.teachers:
+        teachers = [teacher_of(config.teachers, group.prompt.columns) for group in rollouts.groups]
+        of_groups = np.array([0.0 if number is None else config.teachers[number].weight for number in teachers])
+        return TaughtBatch.of(batch, of_groups[batch.group_of])
+    is_rated = "pass_rate" in config.algorithm.adv_estimator.needs
+    return RatedBatch.of(batch, rollouts.groups) if is_rated else batch
 
 
 def with_columns(shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[Share]:
@@ -137,6 +146,7 @@ def _share(
         tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
         epochs=epochs,
+        teacher_weights=batch.teacher_weights[index] if isinstance(batch, TaughtBatch) else None,
     )
 
 

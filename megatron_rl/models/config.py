@@ -212,12 +212,16 @@ def critic_shape(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=True)
 
 
-def critic_config(config: dict[str, Any]) -> dict[str, Any]:
+def critic_config(config: dict[str, Any], padding: int | None) -> dict[str, Any]:
     """The config.json of a model with a value head: transformers loads the model as
-    `AutoModelForSequenceClassification`."""
+    `AutoModelForSequenceClassification`, which scores a row at its last token that is not the padding token.
+
+    Args:
+        padding: the padding token; None if there is none.
+    """
     names = [name.replace(_CAUSAL, _CLASSIFIES) for name in config.get("architectures", [])]
     one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    return config | one_label | {"architectures": names, "tie_word_embeddings": False}
+    return config | one_label | {"architectures": names, "tie_word_embeddings": False, "pad_token_id": padding}
 
 
 def _check_class(family: Family, config: Mapping[str, Any]) -> None:

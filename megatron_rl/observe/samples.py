@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.config.rewards import datasets_of
+from megatron_rl.config.reward import datasets_of
 from megatron_rl.types import Group, Rollout, Share, Tokenizer, Tokens
 
 MOST_TOKENS = 16

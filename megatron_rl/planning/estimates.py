@@ -17,7 +17,7 @@ from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches
 from megatron_rl.balance.hardware import PEAK_FLOPS
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.layout import Links
 from megatron_rl.planning.parameters import BYTES, expert_data_ways, stage_parameters
 from megatron_rl.planning.rates import H100, Rates
@@ -51,7 +51,7 @@ def largest_work(config: BaseConfig) -> Work:
         lengths = np.full(num_samples, rollout.max_model_tokens)
         return Work(lengths, num_updates, epochs * balancing + passes, epochs)
     assert isinstance(config, OfflineRunConfig)
-    offline, first_pass = config.offline, int(isinstance(config, DpoRunConfig))  # preferences compare answers first
+    offline, first_pass = config.offline, int(config.preferences is not None)  # preferences compare answers first
     lengths = np.full(offline.rows_per_step * config.samples_per_row, offline.max_tokens)
     return Work(lengths, 1, balancing + first_pass)
 

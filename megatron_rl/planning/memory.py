@@ -7,20 +7,25 @@ allocator are left out, because `cluster.gpu_memory_gb` leaves room for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.teachers import teacher_on_ranks
 from megatron_rl.planning.activations import trains_fused
 from megatron_rl.planning.engine import EngineMemory, engine_memory, gpu_bytes
 from megatron_rl.planning.gpu import PHASES, GpuMemory, always
 from megatron_rl.planning.nodes import NodeMemory, node_memory
 from megatron_rl.planning.parameters import BYTES, stage_parameters
-from megatron_rl.planning.shapes import planned_critic_shape
+from megatron_rl.planning.reward_models import reward_model_memory
+from megatron_rl.planning.shapes import planned_critic_shape, planned_teacher_shape
 from megatron_rl.planning.trainer import sharing, trainer_memory
 from megatron_rl.planning.transfer import BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
+
+TEACHER = "teacher"
+"""The weights of a teacher that the trainer ranks compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class RunMemory:
     """What the ranks keep in the memory of their nodes."""
     critic: GpuMemory | None = None
     """None if there is no critic. It has the memory that a trainer rank has."""
+    scoring: tuple[Sequence[GpuMemory], float] = ((), 0.0)
+    """The reward models on GPUs, and the bytes of memory that each has."""
 
     @property
     def on_gpus(self) -> bool:
@@ -57,12 +64,14 @@ class RunMemory:
     def _limited(self) -> list[tuple[GpuMemory, float]]:
         """The fullest GPU of each kind, and the memory that it has."""
         trainers = [(one, self.trainer_limit) for one in (self.trainer, self.critic) if one is not None]
+        models, limit = self.scoring
+        scoring = [(one, limit) for one in models]
         if self.engine is None:
-            return trainers
+            return trainers + scoring
         if self.is_shared:
             sides = [one for one, _ in trainers]
-            return [(GpuMemory.together(*sides, self.engine.gpu), self.trainer_limit)]
-        return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages)]
+            return [(GpuMemory.together(*sides, self.engine.gpu), self.trainer_limit), *scoring]
+        return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages), *scoring]
 
     @property
     def problems(self) -> list[str]:
@@ -101,7 +110,8 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     """
     cluster, parallel, model = config.cluster, config.policy.parallel, config.model
     on_gpus = cluster.gpus_per_trainer > 0
-    communicators, engine, critic, reference = BridgeBytes(), None, None, 0.0
+    communicators, engine, critic, reference, teacher = BridgeBytes(), None, None, 0.0, 0.0
+    scoring: list[GpuMemory] = []
     if isinstance(config, GrpoRunConfig):
         plan = planned_transfer(config, shape, parallel.mesh)
         if on_gpus:
@@ -109,9 +119,14 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         if cluster.gpus_per_engine_rank > 0:
             engine = engine_memory(config, shape, plan, communicators.engine)
             engine = engine.sharing() if cluster.colocate else engine
-        if config.algorithm.kl is not None and shape.adapters is None:  # with adapters the base is the reference
+        compares = config.algorithm.kl is not None or config.algorithm.loss.needs_reference
+        if compares and shape.adapters is None:  # with adapters the base is the reference
             held = stage_parameters(shape.served, parallel.mesh, trains_fused(config, shape, parallel.context))
             reference = float(max(one.total for one in held) * BYTES[model.dtype])
+        if teacher_on_ranks(config) is not None:
+            held = stage_parameters(planned_teacher_shape(config, 0), parallel.mesh)
+            teacher = float(max(one.total for one in held) * BYTES[model.dtype])
+        scoring = reward_model_memory(config)
         if config.critic is not None:
             critic = _critic_memory(config)
             critic = sharing(critic, "critic") if cluster.colocate else critic
@@ -128,6 +143,10 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         )
         if reference:
             memory = replace(memory, host={**memory.host, "reference policy": reference})
+        if teacher:  # on the device during its pass, which ends before there are activations: an upper bound
+            part, remedy = {TEACHER: (teacher, 0.0, 0.0)}, {TEACHER: "set algorithm.distillation.by to engine"}
+            memory = replace(memory, host={**memory.host, TEACHER: teacher})
+            memory = replace(memory, parts={**memory.parts, **part}, remedies={**memory.remedies, **remedy})
         return sharing(memory, "trainer") if cluster.colocate else memory
 
     trainer = of_trainer(model.recompute)
@@ -142,6 +161,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         fused=trains_fused(config, shape, parallel.context),
         nodes=node_memory(config, {role: gpu.host for role, gpu in gpus.items() if gpu}),
         critic=critic,
+        scoring=(scoring, gpu_bytes(config) * cluster.reward_model_gpus),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_rl.actor.spec import check_trainable
-from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
+from megatron_rl.config.rewards import ReasoningGymReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
@@ -31,7 +31,7 @@ from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
-from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.shapes import planned_model
 from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.critic import faults_of_critic
@@ -39,7 +39,9 @@ from megatron_rl.preflight.devices import faults_of_device, faults_of_engine, fa
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
+from megatron_rl.preflight.reward_services import faults_of_services
 from megatron_rl.preflight.rows import Tell, check_resumed_rows, faults_of_hub, faults_of_rows, missing_rows
+from megatron_rl.preflight.teachers import faults_of_teachers
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
@@ -100,7 +102,7 @@ def preflight(
 
     folder = config.model.path
     elsewhere = planning and not folder.exists()
-    shape: ModelShape | None = attempt(lambda: planned_shape(config).base.served if planning else read_shape(folder))
+    shape: ModelShape | None = attempt(lambda: planned_model(config) if planning else read_shape(folder))
     splits = tokenizer = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
@@ -125,8 +127,7 @@ def preflight(
             tell(f"not checked, because the folder {config.critic.model.path} is not there: the critic")
         else:
             faults += faults_of_critic(config, shape, tokenizer)
-    broken = faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else []
-    faults += broken
+    faults += (broken := faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else [])
     absent = missing_rows(config) if elsewhere else []
     if broken:
         tell("not checked, because rollout.environment has a fault: rows and reward functions")
@@ -137,14 +138,15 @@ def preflight(
     num_updates = config.run.steps
     if isinstance(config, GrpoRunConfig):
         num_updates *= config.algorithm.num_updates
-        faults += faults_of_backend(config, trains=True)
+        faults += faults_of_backend(config, trains=True) + faults_of_teachers(config, tokenizer, tell)
+        faults += faults_of_services(config, planning, tell)
         if (saved := config.rollout.replay) is not None:
             attempt(lambda: require_step(saved, config.run.steps - 1))
         if config.eval.every and config.data.eval is None:
             tell(f"eval.every is {config.eval.every}, but nothing is evaluated: data.eval gives no held-out rows")
     if config.policy.optimizer.warmup_steps >= num_updates:
         tell("policy.optimizer.warmup_steps: the learning rate rises until after the last step, and never reaches lr")
-    faults += _keys(config) + _sampling(config) + faults_of_engine_options(config, tell)
+    faults += _sampling(config) + faults_of_engine_options(config, tell)
     _compare_products(config, tell)
     faults += (named := _name(config))
     if not named:
@@ -160,7 +162,8 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     Raises:
         ValueError: trainer or engine cannot split the model as configured.
     """
-    if shape.value_head:
+    loss = config.preferences if isinstance(config, OfflineRunConfig) else None
+    if shape.value_head and not (loss and loss.has_head):
         raise ValueError(
             f"model.path: {config.model.path} ends with one number in place of logits, as reward models and critics "
             "do, so it writes no text; give the folder of a model that does"
@@ -287,18 +290,6 @@ def _compare_products(config: BaseConfig, tell: Tell) -> None:
             f"model.dtype is {name}. This CPU multiplies such matrices at {speeds[0]:.1f} GFLOP/s, and at "
             f"{speeds[1]:.0f} in float32: each step will take many times as long; remove model.dtype, or set float32"
         )
-
-
-def _keys(config: BaseConfig) -> list[str]:
-    """Check that the keys of the rewards' servers are there. Returns the faults. The servers need not run yet."""
-    faults = []
-    for reward in config.rewards if isinstance(config, GrpoRunConfig) else ():
-        if isinstance(reward, ServiceReward):
-            try:
-                reward.api_key(os.environ)
-            except ValueError as error:
-                faults.append(str(error))
-    return faults
 
 
 def _sampling(config: BaseConfig) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,13 +16,14 @@ from jinja2 import TemplateError
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
-from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstrations_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of
 from megatron_rl.data.prompts import check_columns, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, counted
+from megatron_rl.data.scored_texts import scored_text
 from megatron_rl.data.supervised import check_length as check_demonstration
 from megatron_rl.data.supervised import ids_of
 from megatron_rl.data.template_coverage import require_turns
@@ -100,6 +102,16 @@ class _Lengths:
             return None
         return len(ids_of(longest, self._tokenizer.ids, 0)[0])
 
+    def of_scored(self, row: Row, bound: int) -> int | None:
+        """The same of a reward model's row."""
+        try:
+            text = scored_text(row, self._render, "")
+        except Unrendered:
+            return None
+        if self._tokenizer is None or len(text.encode()) < bound:
+            return None
+        return len(self._tokenizer.ids(text))
+
     def _render(self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, arguments: Row) -> str:
         self.without_template |= self._no_template
         text = self._template.render(turns, add_generation_prompt, arguments) if self._template else None
@@ -150,17 +162,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     lengths = _Lengths(tokenizer)
     faults: list[str] = []
     if isinstance(config, OfflineRunConfig):
-        offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
-
-        def check_row(row: Row) -> None:
-            for answer, _ in answers_of(row, config.dpo.loss) if isinstance(config, DpoRunConfig) else [(row, 0.0)]:
-                length = lengths.of_demonstration(answer, turns, offline.max_tokens, config.section == "sft")
-                if length is not None and offline.on_bad_row != "cut":
-                    check_demonstration(length, offline.max_tokens, config.section)
-
-        given = {key: source for key, source in _sources(config).items() if source is not None}
-        for key, of_rows in given.items():
-            faults += _file(key, of_rows, check_row, offline.on_bad_row, ROWS_S / len(given), tell)
+        faults += _faults_of_offline_rows(config, lengths, tell)
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
         longest, data, environment = config.rollout.max_prompt_tokens, config.data, config.rollout.environment
@@ -198,7 +200,9 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
                 check_length(length, longest)
 
         def check_source(source: RowSource) -> list[str]:
-            check = partial(check_prompt, reading=source.reading)
+            needs = config.algorithm.adv_estimator.needs
+            is_rated = source.reading.rated or (source is not heldout and "pass_rate" in needs)
+            check = partial(check_prompt, reading=replace(source.reading, rated=is_rated))
             return _file(source.key, source.path, check, data.on_bad_row, seconds, tell)
 
         for source in sources:
@@ -227,6 +231,28 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     return faults
 
 
+def _faults_of_offline_rows(config: OfflineRunConfig, lengths: _Lengths, tell: Tell) -> list[str]:
+    offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
+    loss = config.preferences
+
+    def check_row(row: Row) -> None:
+        for answer, _ in answers_of(row, loss) if loss else [(row, 0.0)]:
+            if loss and loss.has_head:
+                length = lengths.of_scored(answer, offline.max_tokens)
+            else:
+                length = lengths.of_demonstration(answer, turns, offline.max_tokens, is_divisible=loss is None)
+            if length is not None and offline.on_bad_row != "cut":
+                check_demonstration(length, offline.max_tokens, config.section)
+
+    given = {key: source for key, source in _sources(config).items() if source is not None}
+    seconds = ROWS_S / len(given)
+    return [
+        fault
+        for key, of_rows in given.items()
+        for fault in _file(key, of_rows, check_row, offline.on_bad_row, seconds, tell)
+    ]
+
+
 def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:
     """Compare the number of supervised rows with the one at the checkpoint to resume from, whose stream has an order of
     just as many. Rows that are skipped are not counted there.
@@ -237,7 +263,7 @@ def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:
     saved = find_checkpoints(config.run_folder / "checkpoints")
     if not isinstance(config, OfflineRunConfig) or resume is None or not saved:
         return
-    if isinstance(config, DpoRunConfig) and not config.dpo.loss.has_pairs:  # a pair may be two rows
+    if config.preferences and not config.preferences.has_pairs:  # a pair may be two rows
         return
     rows, folder = config.offline.rows, saved[max(saved) if resume == "auto" else resume]
     if not isinstance(rows, Path) or not rows.exists():  # names of the hub may have to be downloaded first

@@ -217,6 +217,16 @@ class Engine:
                     found[k] = completion.prompt_logp[-call.num_scored :]
         return [found[k] for k in range(len(texts))]
 
+    async def score(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Sequence[float]]:
+        """The log-probs of the last tokens of each text, at temperature 1. An engine that does nothing else empties its
+        prefix cache first.
+
+        Args:
+            texts: the tokens, and how many of them are scored, at least 1.
+        """
+        nobody = AnswerCall(-1, GroupRequest(0, Prompt("", (), ""), 0, ()), range(0), None, None)
+        return await asyncio.wrap_future(await self.sampler.begin(nobody, lambda: begin(self._score(texts))))
+
     async def cancel(self, ticket: int) -> None:
         """End the answers of a group. Its call of `answer`, if it is running, ends with an error."""
         if self._episodes is not None:

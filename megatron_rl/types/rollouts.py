@@ -83,6 +83,8 @@ class Tokens:
     have any numbers. None if the engine did not tell."""
     conversation: Conversation | None = None
     """What was said in several turns; None if there is no environment."""
+    logp_teacher: np.ndarray | None = None
+    """float32 [L]: the log-prob of each action by the row's teacher; 0 elsewhere. None if engines scored for none."""
 
 
 LARGEST_SCORE = 3.4e38

@@ -7,7 +7,7 @@ sample. A sample is a rollout, or a supervised row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,7 +84,7 @@ class TrainingRow:
     """One for each sample: 1 if it is liked, -1 if it is not, and 0 otherwise."""
     logp_reference: tuple[float, ...] = ()
     """The log-prob of all actions of each sample together under the reference model, for preferences; 0 if the loss has
-    no reference. Empty for supervised rows."""
+    no reference; for reward models the margin of the pair. Empty for supervised rows."""
 
     @property
     def names(self) -> list[str]:
@@ -192,6 +192,33 @@ class StepBatch:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TaughtBatch(StepBatch):
+    """The batch of a run with teachers."""
+
+    teacher_weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """float64 [S]: the weight of the sample's teacher; 0 if it has none."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, teacher_weights: np.ndarray) -> TaughtBatch:
+        return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)}, teacher_weights=teacher_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class RatedBatch(StepBatch):
+    """A batch for an estimator that needs pass rates."""
+
+    pass_rates: np.ndarray | None = None
+    """float64 [S]: the column `pass_rate` of the sample's row."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, groups: Sequence[Group]) -> RatedBatch:
+        """The batch with the pass rates of its groups' rows; NaN where a row has none."""
+        rates = numbers(group.prompt.columns.get("pass_rate") for group in groups)
+        given = {one.name: getattr(batch, one.name) for one in fields(batch)}
+        return cls(**given, pass_rates=rates[batch.group_of])
+
+
 def numbers(values: Iterable[float | None]) -> np.ndarray:
     """float64, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], np.float64)
@@ -256,6 +283,8 @@ class Share:
     """float64 [N]: see `TrainingRow.logp_reference`; None if there are none."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
+    teacher_weights: np.ndarray | None = None
+    """float64 [N]: see `TaughtBatch.teacher_weights`; None without teachers."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The numbers at the tokens of each sample that the step has computed already, by the name of the column, such as
     `value` of a critic: float32 [L] by `index`, or references to them."""

@@ -1,4 +1,5 @@
-"""The reward_model reward: a classifier with one class, which vLLM serves, scores the question with its answer.
+"""The reward_model reward: a classifier with one class scores the question with its answer. Here vLLM serves it; in a
+process of the run it is `cluster/reward_model.py`.
 
 The request is vLLM's `ClassificationChatRequest`, with the raw logit in place of a probability.
 
@@ -47,11 +48,20 @@ class RewardModelVerifier(ServiceVerifier):
         logits = parsed(_Classification, reply).data[0].probs
         if len(logits) != 1:
             raise ValueError(f"the model has {len(logits)} classes, but a reward model has one; serve another model")
-        score = logits[0]
-        if self._cfg.activation == "sigmoid":
-            score = 0.5 * (1 + math.tanh(score / 2))  # the same, without an overflow
-        if self._cfg.clamp is not None:
-            score = min(max(score, self._cfg.clamp[0]), self._cfg.clamp[1])
-        if abs(score) > LARGEST_SCORE:
-            raise ValueError(f"the logit {score:g}, but no score may be above {LARGEST_SCORE:g}")
-        return score
+        return score_of(self._cfg, logits[0])
+
+
+def score_of(cfg: RewardModelReward, logit: float) -> float:
+    """The score that the configuration makes of a logit.
+
+    Raises:
+        ValueError: it is no finite number, or too large.
+    """
+    score = logit
+    if cfg.activation == "sigmoid":
+        score = 0.5 * (1 + math.tanh(score / 2))  # the same, without an overflow
+    if cfg.clamp is not None:
+        score = min(max(score, cfg.clamp[0]), cfg.clamp[1])
+    if not abs(score) <= LARGEST_SCORE:
+        raise ValueError(f"the logit {logit:g}, but no score may be above {LARGEST_SCORE:g}")
+    return score

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, mean
 from typing import Any, Protocol
@@ -111,20 +111,29 @@ class RewardSet:
         tokenizer: any object with `decode(ids, skip_special_tokens=...)`.
         delimiter: the text that ends the thought (`</think>`); empty if the model does not think.
         num_workers: the number of processes for each `JudgedReward`.
+        own: the indices of the rewards that this process has; None: all.
+        made: verifiers that are made already, by the indices of their rewards.
     """
 
     def __init__(
-        self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str, num_workers: int = 1
+        self,
+        configs: Sequence[RewardConfig],
+        tokenizer: Tokenizer,
+        delimiter: str,
+        num_workers: int = 1,
+        own: Collection[int] | None = None,
+        made: Mapping[int, Verifier] = {},
     ) -> None:
+        def make(cfg: RewardConfig) -> Verifier:
+            if isinstance(cfg, GroundTruthReward):
+                return GroundTruthVerifier(cfg, tokenizer, delimiter, num_workers)
+            return VERIFIERS[type(cfg)](cfg, tokenizer, delimiter)
+
+        own = range(len(configs)) if own is None else own
         self._configs = configs
-        self._verifiers = [
-            GroundTruthVerifier(cfg, tokenizer, delimiter, num_workers)
-            if isinstance(cfg, GroundTruthReward)
-            else VERIFIERS[type(cfg)](cfg, tokenizer, delimiter)
-            for cfg in configs
-        ]
-        together = [i for i, verifier in enumerate(self._verifiers) if getattr(verifier, "is_async", False)]
-        alone = [[i] for i in range(len(configs)) if i not in together]
+        self._verifiers = {i: made[i] if i in made else make(configs[i]) for i in own}
+        together = [i for i, verifier in self._verifiers.items() if getattr(verifier, "is_async", False)]
+        alone = [[i] for i in self._verifiers if i not in together]
         self.calls: list[list[int]] = alone + ([together] if together else [])
         """The indices of the rewards of each call of `score`: the asynchronous ones in one call, which comes last, and
         each other one in its own."""

@@ -44,6 +44,7 @@ for name in ("httpx", "httpcore"):  # they would write a line for each request, 
     logging.getLogger(name).setLevel(logging.WARNING)
 
 Form = TypeVar("Form", bound=BaseModel)
+Score = TypeVar("Score")
 
 
 class ServiceError(Exception):
@@ -71,7 +72,7 @@ class Service:
         self.last_fault = ""
         """Why the last request without a score had none."""
 
-    async def ask(self, path: str, body: bytes, read: Callable[[Any], float], logged: Logged) -> float:
+    async def ask(self, path: str, body: bytes, read: Callable[[Any], Score], logged: Logged) -> Score:
         """The score in the server's reply. The metrics get `request_s`, the seconds of each request, and `retries`, the
         number of requests after the first one.
 

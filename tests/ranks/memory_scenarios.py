@@ -67,7 +67,7 @@ def saved_activations(rank, world_size, url, *, folder, samples, layout, **setti
         saved.add(held)
         return held
 
-    def loss(i, logp_T, entropy_T):
+    def loss(i, logp_T, entropy_T, support_TK):
         return logp_T.sum(), logp_T
 
     for chunk in actor.chunks:  # the outputs hold the graph

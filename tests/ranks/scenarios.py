@@ -40,7 +40,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.preferences import PreferenceLossConfig
-from megatron_rl.models import FAMILIES, read_shape, slices
+from megatron_rl.models import FAMILIES, critic_shape, read_shape, slices
 from megatron_rl.tools.bench.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
 
@@ -99,8 +99,9 @@ def build(
         sequence=layout.sequence,
     )
     policy = PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, **settings)
+    shape, has_head = read_shape(folder), isinstance(algorithm, PreferenceLossConfig) and algorithm.has_head
     spec = ActorSpec(
-        shape=policy.adapted(read_shape(folder)),
+        shape=policy.adapted(critic_shape(shape) if has_head else shape),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
         policy=policy,
         objective=_objective(algorithm),

@@ -12,7 +12,7 @@ from shares import TrainSample
 
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss
 from megatron_rl.config.policy import LoraConfig
-from megatron_rl.config.preferences import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from megatron_rl.types import Mesh, Tokens
 
 LOSSES = {
@@ -21,10 +21,25 @@ LOSSES = {
     "simpo": SimpoLoss(),
     "orpo": OrpoLoss(beta=0.5),
     "kto": KtoLoss(beta=0.3, undesirable_weight=0.7),
+    "bradley_terry": BradleyTerryLoss(center=0.1),
 }
 NUM_ROWS = 5
 RELATIVE = (1e-5, 2e-5, 1e-4)
 """See RELATIVE_OF_UPDATE in test_actor_layouts.py."""
+
+
+@pytest.fixture(scope="module")
+def classifier_folder(model_folder, tmp_path_factory):
+    """The model with a head for one score, as transformers saves it."""
+    from transformers import AutoModelForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder, dtype=torch.float32, num_labels=1)
+    model.score.weight.data.normal_(0, 0.3)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +67,24 @@ def labelled(samples, loss):
 
 def of_transformers(folder, samples, references, loss) -> tuple[float, float]:
     """(loss, norm of its gradient), in float64."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    model, numbers = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), []
+    kind = AutoModelForSequenceClassification if loss.has_head else AutoModelForCausalLM
+    model, numbers = kind.from_pretrained(folder, dtype=torch.float64), []
     for sample, reference in zip(samples, references, strict=True):
         ids, mask = torch.from_numpy(sample.tokens.ids).long(), torch.from_numpy(sample.tokens.action_mask)
+        if loss.has_head:
+            numbers.append(model(ids[None]).logits[0, 0])
+            continue
         logp_LV = model(ids[None]).logits[0].log_softmax(-1)
         logp = logp_LV[:-1].gather(1, ids[1:, None])[:, 0][mask[1:]].sum()
         number = logp - (reference if loss.has_reference else 0.0)
         numbers.append(number / mask.sum() if loss.is_mean else number)
     first, second = torch.stack(numbers).view(-1, 2).unbind(1)
-    if loss.has_pairs:
+    if loss.has_head:  # as in TRL's RewardTrainer
+        value = -torch.nn.functional.logsigmoid(first - second - torch.tensor(references[::2])).mean()
+        value += loss.center * torch.mean((first + second) ** 2)
+    elif loss.has_pairs:
         value = pair_loss(loss, first, second).mean()
     else:
         labels = torch.tensor([sample.advantage for sample in samples[0::2]])
@@ -74,6 +96,8 @@ def of_transformers(folder, samples, references, loss) -> tuple[float, float]:
 
 def updates_of(trainers, folder, pairs, layout: Layout, loss, **settings):
     samples, references = pairs
+    if loss.has_head:
+        references = margins(references)
     results = trainers.run(
         "preference_scenarios.train",
         layout.mesh.world_size,
@@ -81,18 +105,29 @@ def updates_of(trainers, folder, pairs, layout: Layout, loss, **settings):
         samples=labelled(samples, loss),
         layout=layout,
         loss=loss,
-        logp_reference=references if loss.has_reference else [0.0] * len(references),
+        logp_reference=references if loss.has_reference or loss.has_head else [0.0] * len(references),
         **settings,
     )
     assert all(one == results[0] for one in results)
     return results[0]
 
 
-@pytest.mark.parametrize("name", cover.essential([*LOSSES], "dpo"))
-def test_the_first_update_is_that_of_transformers(trainers, model_folder, pairs, name):
+def margins(references):
+    """The margin of each pair, at both answers."""
+    return [0.1 * abs(references[i // 2 * 2]) for i in range(len(references))]
+
+
+@pytest.fixture
+def folder_of(model_folder, classifier_folder):
+    return lambda loss: classifier_folder if loss.has_head else model_folder
+
+
+@pytest.mark.parametrize("name", cover.essential([*LOSSES], "dpo", "bradley_terry"))
+def test_the_first_update_is_that_of_transformers(trainers, folder_of, pairs, name):
     loss = LOSSES[name]
-    expected, norm = of_transformers(model_folder, labelled(pairs[0], loss), pairs[1], loss)
-    first, *later = updates_of(trainers, model_folder, pairs, Layout(num_microbatches=3), loss)
+    folder, references = folder_of(loss), margins(pairs[1]) if loss.has_head else pairs[1]
+    expected, norm = of_transformers(folder, labelled(pairs[0], loss), references, loss)
+    first, *later = updates_of(trainers, folder, pairs, Layout(num_microbatches=3), loss)
     assert first["loss"] == pytest.approx(expected, rel=1e-5) and first["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert later[-1]["loss"] != first["loss"]
 
@@ -107,13 +142,44 @@ CASES = [(layout, name, adapted) for layout in LAYOUTS for name in LOSSES for ad
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "adapted"), cover.essential(CASES, ("cp2_dp2_empty_microbatch", "dpo", False)), ids=str
+    ("layout", "name", "adapted"),
+    cover.essential(CASES, ("cp2_dp2_empty_microbatch", "dpo", False), ("tp2_pp2", "bradley_terry", False)),
+    ids=str,
 )
-def test_updates_do_not_depend_on_the_layout(trainers, model_folder, pairs, layout, name, adapted):
+def test_updates_do_not_depend_on_the_layout(trainers, folder_of, pairs, layout, name, adapted):
     settings = {"lora": LoraConfig(rank=4)} if adapted else {}
-    one = updates_of(trainers, model_folder, pairs, Layout(), LOSSES[name], **settings)
-    many = updates_of(trainers, model_folder, pairs, LAYOUTS[layout], LOSSES[name], **settings)
+    folder = folder_of(LOSSES[name])
+    one = updates_of(trainers, folder, pairs, Layout(), LOSSES[name], **settings)
+    many = updates_of(trainers, folder, pairs, LAYOUTS[layout], LOSSES[name], **settings)
     for found, expected, relative in zip(many, one, RELATIVE, strict=True):
         for key in ("loss", "grad_norm", "update_ratio"):
             assert found[key] == pytest.approx(expected[key], rel=relative), key
         assert found["preference/accuracy"] == pytest.approx(expected["preference/accuracy"], abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", cover.essential([*LAYOUTS], "cp2_dp2_empty_microbatch"))
+def test_an_exported_reward_model_gives_transformers_the_same_scores(trainers, model_folder, pairs, layout, tmp_path):
+    from transformers import AutoModelForSequenceClassification
+
+    samples, references = pairs
+    found = trainers.run(
+        "preference_scenarios.train",
+        LAYOUTS[layout].mesh.world_size,
+        folder=model_folder,  # a language model, so that the head begins with zeros
+        samples=samples,
+        layout=LAYOUTS[layout],
+        loss=LOSSES["bradley_terry"],
+        logp_reference=margins(references),
+        export=tmp_path / "hf",
+    )
+    own = {index: score for _, scores in found for index, score in scores.items()}
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf")
+    assert model.num_labels == 1
+    model.config.pad_token_id = 0  # this model has neither a tokenizer nor an end of sequence
+    longest = max(len(sample.tokens.ids) for sample in samples)
+    rows = [np.pad(s.tokens.ids, (0, longest - len(s.tokens.ids))) for s in samples]
+    mask = torch.tensor([[i < len(s.tokens.ids) for i in range(longest)] for s in samples]).long()
+    with torch.no_grad():
+        scores = model(torch.from_numpy(np.stack(rows)).long(), attention_mask=mask).logits[:, 0]
+    assert [own[s.index] for s in samples] == pytest.approx(scores.tolist(), abs=1e-5)
+    assert scores.abs().min() > 1e-4, "the head has learnt"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from megatron_rl.algorithms.losses.a2po import a2po_loss
 from megatron_rl.algorithms.losses.cispo import cispo_loss
 from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov_loss, kl_cov_loss
 from megatron_rl.algorithms.losses.decoupled import decoupled_loss
@@ -28,6 +29,7 @@ LOSSES: dict[type, Callable[..., TokenLoss]] = {
     config.CispoLoss: cispo_loss,
     config.SapoLoss: sapo_loss,
     config.DroLoss: dro_loss,
+    config.A2poLoss: a2po_loss,
     config.VespoLoss: vespo_loss,
     config.ReinforceLoss: reinforce_loss,
     config.GpgLoss: reinforce_loss,

@@ -18,6 +18,10 @@ MAX_LOG_RATIO = 20.0
 clip range, so the clamp changes only gradients that a clip removes, or that are below 2e-9 |A|. The log-ratios
 themselves are not clamped, because a token with -90 must count with -90 in the mean of its sample."""
 
+LOWEST_LOGP = -100.0
+"""The lowest log-prob that is taken from an engine; it replaces -inf. No token with the probability e^-100 is ever
+sampled in fp32, and its ratio is beyond every bound."""
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -39,6 +43,8 @@ class Terms:
     """int: the number of versions between the weights that sampled the token and the weights at the step's start."""
     selected_T: Tensor | None
     """bool: the tokens that Clip-Cov or KL-Cov has chosen; None for other losses."""
+    logp_ref_T: Tensor | None = None
+    """Log-probs under the reference policy; None unless the loss needs them."""
 
     @property
     def log_ratio_T(self) -> Tensor:

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.algorithms import estimate_advantages
 from megatron_rl.algorithms.outcomes import (
+    a2po,
     gdpo,
     gpg,
     grpo,
@@ -28,6 +29,7 @@ from megatron_rl.algorithms.outcomes import (
 )
 from megatron_rl.algorithms.whitening import whiten
 from megatron_rl.config.advantages import (
+    A2poAdvantage,
     AdvantageConfig,
     FunctionAdvantage,
     GdpoAdvantage,
@@ -43,7 +45,7 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import StepBatch, TokenRewards
+from megatron_rl.types import RatedBatch, StepBatch, TokenRewards
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
@@ -188,6 +190,16 @@ def test_golden_reinforce_plus_plus_baseline():
     got = reinforce_plus_plus_baseline(rewards, group_of, np.array([1, 3, 2, 2]))
     np.testing.assert_allclose(got, expected, rtol=1e-12)
     assert got[2:].tolist() == [0, 0]
+
+
+def test_a2po_subtracts_the_log_mean_exp_of_rewards_of_the_reference():
+    drawn, beta = [[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]], 0.3
+    values = [beta * math.log(sum(math.exp(r / beta) for r in of_prompt) / 4) for of_prompt in drawn]
+    rates, rewards = np.array([np.mean(one) for one in drawn] + [0.5]), np.array([1.0, 0, 1, NAN])
+    assert a2po(rewards, rates, beta) == pytest.approx([1 - values[0], -values[1], 1 - values[2], 0], abs=1e-12)
+    assert a2po(rewards, rates, 1e-3)[0] == pytest.approx(1e-3 * math.log(2)), "no overflow"
+    with pytest.raises(ValueError, match="no `pass_rate` from 0 to 1"):
+        a2po(rewards, np.array([0.5, 0.5, NAN, 0.5]), beta)
 
 
 def test_golden_remax():
@@ -496,6 +508,7 @@ def test_gpg_counts_zero_signal_groups_once():
             lambda b: reinforce_plus_plus_baseline(b.rewards, b.group_of, b.num_actions),
         ),
         (RemaxAdvantage(), lambda b: remax(b.rewards, b.greedy_rewards)),
+        (A2poAdvantage(), lambda b: a2po(b.rewards, b.pass_rates, 0.5)),
         (OpoAdvantage(), lambda b: opo(b.rewards, b.group_of, b.num_actions)),
         (GpgAdvantage(), lambda b: gpg(b.rewards, b.group_of, True)),
         (MaxRlAdvantage(), lambda b: max_rl(b.rewards, b.group_of)),
@@ -512,6 +525,8 @@ def test_the_registry_gives_each_estimator_its_fields(estimator, function):
         reward_parts=np.array([[1.0, 0], [0, 9], [2, 4], [3, 1], [NAN, NAN], [1, 8]]),
         reward_weights=np.array([1.0, 0.5]),
     )
+    fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
+    scores = RatedBatch(**fields, pass_rates=np.repeat([0.25, 0.75], 3))
     credit, _ = estimate_advantages(scores, AlgorithmConfig(adv_estimator=estimator))
     assert credit.advantages.tolist() == function(scores).tolist() and np.count_nonzero(credit.advantages)
 
@@ -524,6 +539,7 @@ def test_every_kind_names_its_source():
 @pytest.mark.parametrize(
     ("estimator", "missing"),
     [
+        (A2poAdvantage(), "a2po needs pass_rate, but there are no pass_rates"),
         (RemaxAdvantage(), "remax needs greedy_reward, but there are no greedy_rewards"),
         (GdpoAdvantage(), "gdpo needs reward_parts, but there are no reward_parts and no reward_weights"),
         (GrpoProcessAdvantage(), "grpo_process needs token_rewards, but there are no token_rewards"),

@@ -14,6 +14,7 @@ from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.config.algorithm import AlgorithmConfig, FixedCoefficient, KlConfig
 from megatron_rl.config.losses import (
     AGGREGATIONS,
+    A2poLoss,
     ClipCovLoss,
     DecoupledLoss,
     FunctionLoss,
@@ -25,6 +26,7 @@ from megatron_rl.config.losses import (
 CHANGED = {
     ClipCovLoss: ClipCovLoss(share=0.1, cov_low=0.0, cov_high=5.0),
     KlCovLoss: KlCovLoss(share=0.1),
+    A2poLoss: A2poLoss(beta=0.1),
     FunctionLoss: FunctionLoss(path="megatron_rl.recipes.tiny.losses:penalised"),
 }
 VARIANTS = [CHANGED.get(kind) or kind() for kind in LOSSES] + [

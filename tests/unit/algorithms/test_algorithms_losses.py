@@ -38,6 +38,7 @@ def terms(ratio, advantage, *, old=-1.0, sample=None, selected=None, rollout=Non
         logp_rollout_T=anchor if rollout is None else real(rollout),
         lag_T=torch.full((num,), lag),
         selected_T=None if selected is None else torch.tensor(selected),
+        logp_ref_T=anchor,
     )
 
 
@@ -143,6 +144,14 @@ def test_dro_pulls_back_with_the_log_ratio():
     assert slope == pytest.approx([-2.0, 0.5 - 1, 0.0])
 
 
+def test_a2po_fits_the_log_ratio_of_a_sample_to_its_advantage():
+    given = replace(terms([1.0] * 3, [0.3, 0.3, -0.2], sample=[0, 0, 1]), logp_ref_T=real([-1.5, -1.25, -0.5]))
+    loss, slope, _ = evaluate(config.A2poLoss(beta=0.2), given)
+    first, second = 0.2 * (0.5 + 0.25) - 0.3, 0.2 * -0.5 + 0.2
+    assert loss == pytest.approx([first**2, first**2, second**2])
+    assert slope == pytest.approx([2 * 2 * 0.2 * first] * 2 + [2 * 0.2 * second])  # the sample's loss is the mean
+
+
 def test_vespo_weighs_a_sample_by_the_product_of_its_ratios():
     """Two samples: the ratios 2 and 1/2 multiply to 1, and 2 and 1 to 2."""
     given = terms([2, 0.5, 2, 1], [1, 1, -1, -1], sample=[0, 0, 1, 1])
@@ -219,6 +228,7 @@ def test_segments_are_runs_of_actions():
 
 
 SMOOTH = [config.DualClipLoss(), config.GmpoLoss(), config.SapoLoss(), config.ReinforceLoss(), config.KlCovLoss()]
+SMOOTH += [config.A2poLoss(beta=0.3)]
 """Without stop-gradients: for the others the slopes above and the slow reference speak."""
 
 
@@ -246,7 +256,12 @@ def test_a_ratio_of_a_billion_stays_finite(cfg, ratio, advantage):
     loss, slope, _ = evaluate(cfg, terms([ratio], [advantage], selected=[True], old=-30.0))
     assert math.isfinite(loss[0]) and math.isfinite(slope[0])
     if advantage == 0:
-        assert (loss[0], slope[0]) == (0, 0) or cfg.kind in ("kl_cov", "function", "dro")  # these have a penalty
+        assert (loss[0], slope[0]) == (0, 0) or cfg.kind in (
+            "kl_cov",
+            "function",
+            "dro",
+            "a2po",
+        )  # these have a penalty
 
 
 def no_tuple(given: Terms):

@@ -375,7 +375,7 @@ def test_the_default_aggregation_is_the_papers():
         for kind in LOSSES
         if kind is not FunctionLoss
     }
-    assert {name for name, mode in own.items() if mode == "seq-mean-token-mean"} == {"gspo", "gmpo", "sapo"}
+    assert {name for name, mode in own.items() if mode == "seq-mean-token-mean"} == {"gspo", "gmpo", "sapo", "a2po"}
     assert own.pop("reinforce") == "seq-mean-token-sum"
     assert {mode for mode in own.values()} == {"seq-mean-token-mean", "token-mean"}
     assert AlgorithmConfig(loss={"kind": "gspo"}, loss_agg_mode="token-mean").aggregation == "token-mean"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss
-from megatron_rl.config.preferences import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 
 LOSSES = [
     DpoLoss(beta=0.4),
@@ -16,6 +16,7 @@ LOSSES = [
     IpoLoss(beta=0.3),
     SimpoLoss(beta=1.5, gamma=0.7),
     OrpoLoss(beta=0.6),
+    BradleyTerryLoss(center=0.02),
     KtoLoss(beta=0.5, desirable_weight=1.3, undesirable_weight=0.8),
 ]
 
@@ -36,12 +37,19 @@ def log_odds(logp: float) -> float:
         (IpoLoss(beta=0.5), (1.2 - 1.0) ** 2),
         (SimpoLoss(beta=0.5, gamma=0.1), -log_sigmoid(0.6 - 0.1)),
         (OrpoLoss(beta=0.5), 0.3 - 0.5 * log_sigmoid(log_odds(-0.3) - log_odds(-1.5))),
+        (BradleyTerryLoss(center=0.1), -log_sigmoid(1.2) + 0.1 * 1.8**2),
     ],
     ids=str,
 )
 def test_golden_pair_of_minus_0_3_and_minus_1_5(loss, expected):
     chosen, rejected = torch.tensor([-0.3, -1.5], dtype=torch.float64).view(2, 1)
     assert pair_loss(loss, chosen, rejected).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_margin_is_asked_of_the_lead():
+    chosen, rejected, least = torch.tensor([2.0, 2.0, 0.5], dtype=torch.float64)
+    loss = pair_loss(BradleyTerryLoss(), chosen + 1, rejected, least)
+    assert loss.item() == pytest.approx(-log_sigmoid(0.5), rel=1e-12)
 
 
 def test_golden_answers_of_kto():

@@ -54,6 +54,8 @@ def token_loss(cfg, token, sample, chosen) -> torch.Tensor:
             return -a * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
         case "dro":
             return -a * logp + cfg.beta * (logp - old) ** 2 / 2
+        case "a2po":
+            return (cfg.beta * sum(t["logp"] - t["ref"] for t in sample) - a) ** 2
         case "vespo":
             w = 1.0
             for t in sample:

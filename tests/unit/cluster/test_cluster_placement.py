@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron_rl.cluster.demands import demands_of
 from megatron_rl.cluster.placement import (
     Demand,
     Node,
     NoRoom,
     Placement,
-    demands_of,
     place,
     place_again,
     smallest_cluster,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,7 +120,27 @@ class OnesVerifier:
         self.journal += groups
 
 
-def make_stage(is_asynchronous: bool) -> SimpleNamespace:
+class AnyTeachers:
+    """Says whom it was asked for, and gives each group a name."""
+
+    def __init__(self):
+        self.asked: list[str] = []
+
+    def begin(self, groups, idle=False):
+        if idle:  # all have been asked
+            return []
+        self.asked += [group.prompt.uid for group in groups]
+        return [f"scores of {group.prompt.uid}" for group in groups]
+
+    def finish(self, groups, asked):
+        given = zip(groups, asked or [None] * len(groups), strict=True)
+        return [self._with(group, one) if one else group for group, one in given]
+
+    def _with(self, group, scores):
+        return replace(group, payload=[replace(one, teacher=scores) for one in group.payload])
+
+
+def make_stage(is_asynchronous: bool, teachers: AnyTeachers | None = None) -> SimpleNamespace:
     """A stream with two engines; groups of 8 are dealt in two parts."""
     engines, verifier = [HeldEngine(), HeldEngine()], OnesVerifier()
     rollout = SimpleNamespace(max_lag=0, prompts_per_step=4, samples_per_prompt=8, num_engines=2, prefix_values=None)
@@ -136,7 +157,7 @@ def make_stage(is_asynchronous: bool) -> SimpleNamespace:
         loads_weights=False,
     )
     verifiers = SimpleNamespace(verifiers=[verifier], num_restarts=0, decide=verifier.decide)
-    stream = open_stream(config, group, verifiers)
+    stream = open_stream(config, group, verifiers, teachers)
     return SimpleNamespace(stream=stream, engines=engines, verifier=verifier, group=group)
 
 
@@ -171,6 +192,25 @@ def test_a_group_is_complete_when_all_its_parts_are(stage):
     assert group.payload == [StoredTokens((f"tokens 7 {i}", 0)) for i in range(8)]
     assert group.engines == [0] * 4 + [1] * 4
     assert all(sample.verdict.score == 1 for sample in group.rollouts)
+
+
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+def test_groups_that_are_trained_on_get_their_teachers_scores(is_asynchronous):
+    """Before the journal has them, and with the verdicts that were made meanwhile."""
+    stage = make_stage(is_asynchronous, AnyTeachers())
+    ask(stage, 7, 8, version=0)
+    ask(stage, -1, 4, version=0)  # an evaluation
+    for engine in stage.engines:
+        while engine.calls:
+            engine.end()
+    groups: dict = {}
+    while len(groups) < 2:
+        groups |= stage.stream.collect(0).groups
+    assert {one.teacher for one in groups[7].payload} == {"scores of row"}
+    assert {one.teacher for one in groups[-1].payload} == {None}
+    assert all(one.verdict.score == 1 for group in groups.values() for one in group.rollouts)
+    assert len(stage.stream._teachers.asked) == 1
+    leave(10.0)
 
 
 def test_a_cancelled_group_is_never_handed_out_and_can_be_asked_for_again(stage):

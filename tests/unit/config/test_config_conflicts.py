@@ -11,11 +11,48 @@ RUN = ["run={name: x, steps: 4}", "model.path=m", "data.train=rows.jsonl"]
 SHORT = "rollout={prompts_per_step: 4, samples_per_prompt: 2, max_prompt_tokens: 8, max_response_tokens: 24}"
 THINKING = "rollout.thinking={thought_tokens: 8, response_tokens: 8}"
 VALUES = ["rollout.prefix_values={}", "algorithm.adv_estimator={kind: grpo_process}"]
+TEACHER = "{path: t}"
 TURNS = "rollout.environment={kind: class, path: 'turns:Turns'}"
 COLOCATED = "cluster.colocate=true"
 EXPANDABLE = "cluster.environment={PYTORCH_ALLOC_CONF: 'max_split_size_mb:512, expandable_segments:True'}"
 
 CONFLICTS = [
+    ([f"teachers=[{TEACHER}]"], "teachers have no effect without algorithm.distillation"),
+    (["algorithm.distillation={}"], "there are none; give teachers"),
+    (["teachers=[{}]", "algorithm.distillation={}"], "is the policy, which needs another prompt"),
+    (["teachers=[{path: t, server: s}]", "algorithm.distillation={}"], "remove one of the two"),
+    *(
+        ([f"teachers=[{TEACHER}]", f"algorithm.distillation={{{how}}}", override], message)
+        for how, override, message in (
+            ("by: engine, form: sampled", "rollout.sampling.temperature=0.8", "temperature is 0.8"),
+            (
+                "by: engine, form: reverse",
+                "algorithm.distillation.top_k=4",
+                "needs the teacher's log-probs of 4 tokens",
+            ),
+            ("by: engine, form: sampled", "algorithm.kl={}", "algorithm.kl pulls the policy to its beginning"),
+            (
+                "by: engine, form: sampled",
+                "algorithm.loss.kind=a2po",
+                "algorithm.loss a2po pulls the policy to its beginning",
+            ),
+            ("by: engine, form: sampled", "algorithm.loss={kind: gspo}", "loss gspo has one ratio for each sample"),
+            ("by: engine, form: sampled", "rollout.active_sampling=true", "and a teacher teaches them, too"),
+            ("by: engine, form: sampled", "algorithm.adv_estimator={kind: grpo_process}", "has no use"),
+            (
+                "by: engine, form: sampled",
+                "teachers=[{server: s}]\nrollout.sampling.forbid=['<pad>']",
+                "forbids tokens",
+            ),
+            ("by: trainer, form: sampled", f"teachers=[{TEACHER}, {TEACHER}]", "room for one teacher"),
+            ("by: trainer, form: sampled", "teachers=[{server: s}]", "room for one teacher"),
+            (
+                "by: trainer, form: sampled",
+                "teachers=[{path: t, prompt: hint}]",
+                "needs algorithm.distillation.by engine",
+            ),
+        )
+    ),
     (["cluster.world_size=8", "policy.parallel={tensor: 2, context: 2}"], "needs 2 x 1 x 1 x 2 = 4 ranks"),
     (["balance.max_tokens_per_microbatch=31"], "is below the longest sample"),
     *(
@@ -138,7 +175,7 @@ def test_sections_that_do_not_go_together_are_told(kind, overrides, message):
     whole = [*RUN[:2], "sft.rows=rows.jsonl"] if kind is SftRunConfig else [*RUN, SHORT]
     validate(kind, merge_arguments(whole))  # without the overrides there is no conflict
     with pytest.raises(ValueError, match=message):
-        validate(kind, merge_arguments([*whole, *overrides]))
+        validate(kind, merge_arguments([*whole, *(one for given in overrides for one in given.split("\n"))]))
 
 
 def test_all_conflicts_are_told_at_once():

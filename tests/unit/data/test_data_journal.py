@@ -15,7 +15,8 @@ from megatron_rl.types import Conversation, Episode, Group, Prompt, Rollout, Tok
 
 
 def group(number: int, num_samples: int = 2, score: float | None = 0.5) -> Group:
-    """Groups with odd numbers have routes, though not of their third sample."""
+    """Groups with odd numbers have routes, though not of their third sample, and a teacher's log-probs, though not of
+    their first."""
     rng = np.random.default_rng(number)
     samples, tokens = [], []
     for i in range(num_samples):
@@ -35,6 +36,7 @@ def group(number: int, num_samples: int = 2, score: float | None = 0.5) -> Group
                 rng.integers(-1, 9, length).astype(np.int32),
                 rng.integers(0, 256, (length - i, 2, 3)).astype(np.uint8) if number % 2 and i < 2 else None,
                 Conversation(({"role": "assistant", "content": "é"},), " now", {"total": 1}) if i == 1 else None,
+                rng.normal(size=length).astype(np.float32) if number % 2 and i else None,
             )
         )
     prompt = Prompt(f"rows.jsonl:{number} é", tuple(tokens[0].ids[:2].tolist()), "")
@@ -45,7 +47,7 @@ def same(a: Group, b: Group) -> bool:
     columns = [
         (getattr(x, name), getattr(y, name))
         for x, y in zip(a.payload, b.payload, strict=True)
-        for name in ("ids", "action_mask", "logp_rollout", "version", "routes")
+        for name in ("ids", "action_mask", "logp_rollout", "version", "routes", "logp_teacher")
         if getattr(x, name) is not None or getattr(y, name) is not None
     ]
     numbers = (a.prompt, a.version, a.rollouts, a.engines) == (b.prompt, b.version, b.rollouts, b.engines)

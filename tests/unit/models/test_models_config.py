@@ -188,7 +188,7 @@ def test_the_rotated_share_of_heads(tmp_path, partly):
     assert read(tmp_path, beside | {"rope_parameters": PARAMETERS}).attention.rotary_dim == 2
     assert read(tmp_path, beside | {"rope_scaling": TO_YARN}).attention.rope.scaling == YarnRope(4.0, 10240)
     assert read(tmp_path, QWEN3 | {"partial_rotary_factor": 1.0}) == read(tmp_path, QWEN3)
-    assert critic_config(beside)["partial_rotary_factor"] == 0.25
+    assert critic_config(beside, None)["partial_rotary_factor"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_a_size_inside_a_layer_that_is_none_is_named_with_the_file(tmp_path, con
 )
 def test_the_class_that_config_json_names_is_the_familys(tmp_path, config, named):
     assert read(tmp_path, config | {"architectures": [named]}) == read(tmp_path, config)
-    critic = critic_config(config | {"architectures": [named]})
+    critic = critic_config(config | {"architectures": [named]}, None)
     assert read(tmp_path, critic).value_head
     for other in (["NewForCausalLM"], [named, "NewForCausalLM"], [named.replace("CausalLM", "RewardModel")], named):
         message = rf"config.json: architectures is {re.escape(json.dumps(other))}; for the family .* only {named}, or"

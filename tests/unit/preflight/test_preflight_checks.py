@@ -402,6 +402,13 @@ def test_a_bad_row_is_named_by_file_and_line(home, lines, message):
     assert message in fault
 
 
+def test_an_estimator_of_pass_rates_needs_the_column(home):
+    rows("train.jsonl", {**GOOD, "pass_rate": 0.5}, GOOD)
+    algorithm = {"adv_estimator": {"kind": "a2po"}, "loss": {"kind": "a2po"}}
+    [fault] = faults(grpo(algorithm=algorithm))
+    assert "train.jsonl:2: `pass_rate` must be a number from 0 to 1, but it is None" in fault
+
+
 def test_rows_that_will_be_skipped_are_counted(home):
     rows("train.jsonl", GOOD, "{", {"prompt": "123456789", "ground_truth": 1})
     notes = []

@@ -30,7 +30,7 @@ def other(home):  # noqa: F811
     shutil.copytree(home / "model", folder)
     for path in folder.glob("*.safetensors*"):
         path.unlink()
-    config = critic_config({**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 16})
+    config = critic_config({**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 16}, None)
     (folder / "config.json").write_text(json.dumps(config))
     shape = read_shape(folder)
     assert shape.value_head and shape == critic_shape(shape)

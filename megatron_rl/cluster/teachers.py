@@ -1,0 +1,200 @@
+"""Teachers in processes of their own, which score the answers of complete groups while other groups are generated.
+
+Their log-probs are objects of Ray's store, one for a group, so they travel with the tokens (`StoredTokens.teacher`).
+Invariant (tests/e2e): a teacher's process that dies is replaced, out of the run's budget of restarts, and what it was
+asked for is asked again; nothing is trained without its teacher's log-probs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Lock
+from typing import Any, cast
+
+import ray
+
+from megatron_rl.cluster.demands import role_of_teacher
+from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup, EngineRank, ScoringJob
+from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.payloads import ObjectItem
+from megatron_rl.cluster.process import Process
+from megatron_rl.cluster.restarts import Restarts
+from megatron_rl.cluster.waiting import ProcessLost, gather
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.teachers import engine_config, served_teachers, teacher_of
+from megatron_rl.data.tokenizer import open_tokenizer
+from megatron_rl.types import Group, Prompt, Tokenizer
+from megatron_rl.verifiers.teacher_server import TeacherServer
+
+SCORING = "to score for a teacher"
+"""What a teacher is asked to do, as messages name it."""
+SHADOW_TOKENS = 16_384
+"""A group that may have so many tokens keeps an engine busy alone; smaller ones are scored together."""
+
+
+class ServedRank(EngineRank):
+    """The process that asks a teacher's server."""
+
+    async def start(self) -> None:
+        teacher = self.config.teachers[0]
+        tokenizer = open_tokenizer(self.config.model.path)
+        self.engine: Any = TeacherServer(teacher, self.name)
+        size, most = len(tokenizer), self.config.rollout.max_prompt_tokens
+        await self.engine.check(cast(Tokenizer, tokenizer), range(0, size, -(-size // most)))
+
+    async def alive(self) -> bool | str:
+        return True
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+class TeacherGroup(EngineGroup):
+    """The processes of one teacher."""
+
+    def __init__(
+        self, config: GrpoRunConfig, number: int, logs: Path, placement: RayPlacement, restarts: Restarts
+    ) -> None:
+        self.role = role_of_teacher(number)
+        self.records = f"unfinished_teacher_{number}"
+        self.rank = EngineRank if config.teachers[number].server is None else ServedRank
+        super().__init__(engine_config(config, number), logs, placement, restarts, loads_weights=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTeacher:
+    """A call of a teacher's process."""
+
+    teacher: int
+    engine: int
+    groups: Sequence[int]
+    """The indices of its groups."""
+    jobs: Sequence[ScoringJob]
+    count: ray.ObjectRef
+    scores: ray.ObjectRef
+
+
+class Teachers:
+    """All teachers that engines compute. Its methods may be called in several threads.
+
+    Args:
+        engines: the policy's, which score for a teacher that is the policy itself. If one of them dies meanwhile, the
+            run ends, with its state saved.
+    """
+
+    role = "teacher"
+
+    def __init__(
+        self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts, engines: EngineGroup
+    ) -> None:
+        self._config, self._deadlines, self._engines = config, placement.deadlines, engines
+        self._own = {
+            number: TeacherGroup(config, number, logs, placement, restarts) for number, _ in served_teachers(config)
+        }
+        by_policy = {number: engines for number, one in enumerate(config.teachers) if one.is_policy}
+        self._groups: Mapping[int, EngineGroup] = {**self._own, **by_policy}
+        self._lock = Lock()
+        """Held while the load is changed, and while processes are replaced."""
+        self._load = {number: Counter(dict.fromkeys(range(len(g.engines)), 0)) for number, g in self._groups.items()}
+
+    @property
+    def processes(self) -> list[Process]:
+        return [process for group in self._own.values() for process in group.processes]
+
+    def wait(self) -> None:
+        """Wait until all teachers have started; see `EngineGroup.wait`."""
+        for group in self._own.values():
+            group.wait()
+
+    def close(self) -> None:
+        for group in self._own.values():
+            group.close()
+
+    def begin(self, groups: Sequence[Group], idle: bool = False) -> list[AskedTeacher]:
+        """Ask the teachers of groups for their log-probs. Returns at once.
+
+        Args:
+            idle: whether the policy's engines answer nothing now. If all groups of a step are handed out together,
+                small groups are scored only then, all in one call, and so are all groups whose teacher is the policy:
+                the tokens that an engine computes together, and with them the rounding, are then always the same.
+
+        Raises:
+            ValueError: a row has no prompt for its teacher.
+        """
+        rollout = self._config.rollout
+        of_teachers: dict[int, list[int]] = {}
+        for i, group in enumerate(groups):
+            number = teacher_of(self._config.teachers, group.prompt.columns)
+            if number is not None and number in self._groups and group.rollouts:
+                of_teachers.setdefault(number, []).append(i)
+        large = rollout.samples_per_group * rollout.max_model_tokens >= SHADOW_TOKENS
+        asked = []
+        for number, own in of_teachers.items():
+            if not rollout.one_by_one and idle == (number in self._own and large):
+                continue
+            engines, alone = len(self._groups[number].engines), not rollout.one_by_one and not idle
+            parts = [[i] for i in own] if alone else [own[k::engines] for k in range(engines)]
+            asked += [self._ask(number, part, [self._job(number, groups[i]) for i in part]) for part in parts if part]
+        return asked
+
+    def finish(self, groups: Sequence[Group], asked: Sequence[AskedTeacher]) -> list[Group]:
+        """The groups that `begin` got with their teachers' log-probs, when they are there.
+
+        Raises:
+            ValueError: a teacher cannot score a group.
+            ProcessLost: its processes were lost each time.
+        """
+        taught = list(groups)
+        for one in asked:
+            scores, first = self._scores(one), 0
+            for i in one.groups:
+                payload = taught[i].payload
+                items = [ObjectItem(scores, first + k) for k in range(len(payload))]
+                first += len(payload)
+                own = [replace(tokens, teacher=item) for tokens, item in zip(payload, items, strict=True)]
+                taught[i] = replace(taught[i], payload=own)
+        return taught
+
+    def _scores(self, asked: AskedTeacher) -> ray.ObjectRef:
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                self._wait_for(asked)
+                break
+            except ProcessLost:
+                if not attempts_left or asked.teacher not in self._own:
+                    raise
+                with self._lock:
+                    self._own[asked.teacher].replace_dead()
+                asked = self._ask(asked.teacher, asked.groups, asked.jobs)
+        return asked.scores
+
+    def _wait_for(self, asked: AskedTeacher) -> None:
+        process = self._groups[asked.teacher].processes[asked.engine]
+        try:
+            gather([asked.count], [process], SCORING, self._deadlines.limit_s(SCORING))
+        finally:
+            with self._lock:
+                self._load[asked.teacher][asked.engine] -= 1
+
+    def _ask(self, number: int, groups: Sequence[int], jobs: Sequence[ScoringJob]) -> AskedTeacher:
+        with self._lock:
+            load = self._load[number]
+            engine = min(load, key=load.__getitem__)
+            load[engine] += 1
+            actor = self._groups[number].engines[engine]
+        count, scores = actor.score.options(num_returns=2).remote(jobs)
+        return AskedTeacher(number, engine, groups, jobs, count, scores)
+
+    def _job(self, number: int, group: Group) -> ScoringJob:
+        prompt = self._own_prompt(number, group.prompt)
+        return ScoringJob(list(group.payload), group.rollouts[0].num_prompt_tokens, prompt)
+
+    def _own_prompt(self, number: int, prompt: Prompt) -> Any:
+        if (column := self._config.teachers[number].prompt) is None:
+            return None
+        if column not in prompt.columns:
+            raise ValueError(f"prompt {prompt.uid} has no column {column}, which teachers.{number}.prompt names")
+        return prompt.columns[column]
