@@ -13,16 +13,22 @@ from megatron_rl.trl.offline_trainers import DPOTrainer, SFTTrainer
 
 __all__ = ["ARGUMENTS", "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "SFTConfig", "SFTTrainer"]
 
-PREFERENCES = tuple(f"{loss}{part}" for loss in ("KTO", "ORPO", "CPO") for part in ("Trainer", "Config"))
+IN_PLACE = {
+    **dict.fromkeys(("KTO", "ORPO", "CPO"), "`megatron_rl.dpo(model, rows)` trains on preferences"),
+    "Reward": "`megatron_rl.reward_model(model, rows)` trains reward models",
+    "GKD": "`megatron_rl.grpo` with the sections teachers and algorithm.distillation learns from teachers",
+}
+"""What is here for TRL's other trainers."""
 STAYS = ("ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config", "rewards")
 
 
 def __getattr__(name: str) -> Any:
     """What another name of TRL's is here."""
-    if name in PREFERENCES:
-        raise ImportError(f"megatron_rl.trl has no {name}: `megatron_rl.dpo(model, rows)` trains on preferences")
     if name.endswith(("Trainer", "Config")) and name not in STAYS:
-        raise ImportError(f"megatron_rl.trl has no {name}: GRPOTrainer, DPOTrainer and SFTTrainer are there")
+        known = IN_PLACE.get(name.removesuffix("Trainer").removesuffix("Config"))
+        raise ImportError(
+            f"megatron_rl.trl has no {name}: {known or 'GRPOTrainer, DPOTrainer and SFTTrainer are there'}"
+        )
     if name in STAYS:
         raise ImportError(f"megatron_rl.trl has no {name}: import it from trl itself, which works with GRPOConfig here")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,8 +54,9 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 | command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |
 
 `DPOConfig` and `DPOTrainer`, `SFTConfig` and `SFTTrainer` are imported in the same way. TRL's `KTOTrainer`,
-`ORPOTrainer` and `CPOTrainer` correspond to [`megatron-rl dpo`](sft_and_ppo.md#preferences); other trainers are not
-here.
+`ORPOTrainer` and `CPOTrainer` correspond to [`megatron-rl dpo`](sft_and_ppo.md#preferences), `RewardTrainer` to
+[`megatron-rl reward-model`](sft_and_ppo.md#reward-models), and `GKDTrainer` to
+[teachers](algorithms.md#teachers-teachers-distillation); other trainers are not here.
 """
 
 OFFLINE = """
