@@ -30,6 +30,10 @@ class Twin:
     meaning: str
 
 
+OFFLINE = ("dpo", "reward_model")
+"""Sections with keys of `sft`, which is the page that describes them."""
+
+
 def twin(key: Key) -> Twin:
     return Twin(key.path.rpartition(".")[2], key.type, key.default, key.meaning)
 
@@ -46,10 +50,10 @@ def pages() -> dict[str, str]:
         key.path: ADVANCED if key.is_advanced else _first_name(key.path)
         for part in parts()
         for key in part.keys
-        if _first_name(key.path) != "dpo" or twin(key) not in of_sft
+        if _first_name(key.path) not in OFFLINE or twin(key) not in of_sft
     }
     written = {
-        name: _page(name, list(_common_first(_of(name))), places, of_sft if name == "dpo" else {})
+        name: _page(name, list(_common_first(_of(name))), places, of_sft if name in OFFLINE else {})
         for name in sections()
     }
     advanced = [

@@ -213,8 +213,8 @@ def test_a_draft_is_right_where_the_target_has_the_largest_logit():
 
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
         rows = weight_VH[rank * cut : (rank + 1) * cut]
-        reduce = [ranks.collective(rank, combine) for combine in (lambda x: x.amax(0), lambda x: x.sum(0))]
-        shard = VocabularyShard(len(rows), rank * cut, None, None, *reduce)
+        largest, total = (ranks.collective(rank, combine) for combine in (lambda x: x.amax(0), lambda x: x.sum(0)))
+        shard = VocabularyShard(len(rows), rank * cut, max_over_ranks=largest, sum_over_ranks=total)
         return draft_logprobs(hidden_TH, rows, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T)
 
     with ThreadPoolExecutor(2) as threads:
