@@ -87,7 +87,7 @@ internal: parts of TRL's own classes and of transformers
 """A verdict and what the tests are about, and below it their names."""
 
 CASES_REFUSED: Mapping[str, tuple[str, ...]] = {
-    "train": ("cohere2", "nemotronh"),
+    "train": ("cohere2",),
 }
 """Cases that are refused of tests whose other cases have TRL's meaning."""
 
