@@ -46,7 +46,7 @@ DIVERGENCES = {
         lambda u: (u * u.log() - (1 + u) * ((1 + u) / 2).log()) / 2, lambda u: (2 * u / (1 + u)).log() / 2
     ),
 }
-"""By `algorithm.distillation.form`."""
+"""The divergence of each `algorithm.distillation.form` over several tokens."""
 
 
 def teacher_term(cfg: DistillationConfig, columns: PackedColumns, logp_T: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

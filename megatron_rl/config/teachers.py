@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class DistillationConfig(Section):
-    """How the policy learns from `teachers`. With s and t as the probabilities of policy and teacher:"""
+    """How the policy learns from `teachers`. s and t are the probabilities of policy and teacher."""
 
     form: Literal["sampled", "forward", "reverse", "jensen_shannon"] = "sampled"
     """`sampled`: the advantage of a token is log t - log s, the reverse KL's estimate from the sampled token. The
@@ -40,12 +40,12 @@ class DistillationConfig(Section):
     policy's engines. `trainer`: the policy's trainer ranks, in a pass before the update, with the teacher's weights in
     the nodes' memory otherwise; there is one teacher, of any family and size that `policy.parallel` divides."""
     support: Literal["teacher", "student"] | None = None
-    """Whose most probable tokens the forms over several tokens take. null: the teacher's for `forward`, and the
-    policy's, at the step's start, for the others."""
+    """The model whose most probable tokens the forms over several tokens take. null: the teacher for `forward`, and for
+    the others the policy at the step's start."""
     top_k: PositiveInt = 32
     """The number of these tokens."""
     outcome: bool = False
-    """Whether the advantages of `adv_estimator` count besides. false: the policy learns only from teachers."""
+    """Whether the advantages of `adv_estimator` count, too. false: the policy learns only from teachers."""
 
     @property
     def follows(self) -> Literal["teacher", "student"]:

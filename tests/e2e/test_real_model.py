@@ -170,8 +170,11 @@ def test_a_resumed_run_with_it_has_the_same_numbers(recipe, folder):
 
 def test_the_demo_on_a_gpu_is_planned_without_one(recipe, folder):
     """`make demo-gpu` has this configuration. What the plan says of memory is docs/one_gpu.md's least GPU."""
-    from megatron_rl.recipes.smollm2.demo import ON_GPU
+    before = dict(os.environ)
+    from megatron_rl.recipes.smollm2.demo import ON_GPU  # which sets variables
 
+    os.environ.clear()
+    os.environ.update(before)
     write_rows(recipe.folder / "task")
     rows = ["data.train=task/train.jsonl", "data.eval=task/eval.jsonl", "cluster.gpu_memory_gb=20"]
     done = recipe.run("grpo", "configs/run/smollm2_sums.yaml", f"model.path={folder}", *rows, *ON_GPU, "--dry-run")

@@ -20,7 +20,7 @@ import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import 
 from megatron_rl.actor.attention import can_share_prompts, packed_sequences, rotate
 from megatron_rl.actor.delta_net import CHUNK, causal_convolution, plan_delta
 from megatron_rl.actor.inspection import group_of
-from megatron_rl.actor.mamba import state_space
+from megatron_rl.actor.mamba import state_space, write_negated_exp
 from megatron_rl.models import megatron_shards
 from megatron_rl.models.multi_token import is_of_head
 from megatron_rl.types import Mesh, Rope
@@ -183,3 +183,11 @@ def test_every_parameter_of_a_family_is_a_part_that_explain_names(name):
     assert all(
         re.fullmatch(r"embedding|norms|output layer|layer \d+ (attention|mlp|experts|router)", one) for one in found
     )
+
+
+def test_a_rectangle_of_the_rates_is_sent_as_vllm_holds_it():
+    """vLLM's loader computes -exp(x) of the whole parameter; a sender writes only its rectangle."""
+    log, out = torch.tensor([0.0, 2.0, 3.0, 4.0]).log1p(), torch.zeros(2)
+    write_negated_exp(log, ((1, 3),), out)
+    torch.testing.assert_close(out, torch.tensor([-3.0, -4.0]))
+    assert torch.equal(out, (-torch.exp(log.float()))[1:3])
