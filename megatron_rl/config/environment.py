@@ -54,6 +54,11 @@ class _Turns(Section):
     turn_tokens: PositiveInt | None = None
     """The largest number of sampled tokens in a turn; a longer turn is cut and ends the answer. null means the rest of
     `rollout.max_response_tokens`."""
+    thought_tokens: PositiveInt | None = None
+    """The largest number of sampled reasoning tokens in all turns of an answer, besides the budget of each turn, which
+    is `rollout.thinking`. null means no limit."""
+    answer_timeout_s: PositiveFloat | None = None
+    """The time, in seconds, after which no other turn begins, so that the answer is cut. null means no limit."""
     max_observation_tokens: PositiveInt = 1024
     """The largest number of tokens of an observation. A longer one is cut and marked as cut."""
     step_timeout_s: PositiveFloat = 60
