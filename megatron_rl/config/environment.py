@@ -45,7 +45,21 @@ class ObjectColumns:
 History = Literal["split", "refuse"]
 
 
-class _Turns(Section):
+class _Failures(Section):
+    """What happens when an environment fails, so that nothing can be said about an answer."""
+
+    retries: NonNegativeInt = 1
+    """The number of times that an answer begins again after its environment has failed, in another process if
+    `processes` are several. After that it has no reward."""
+    max_failed: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The share of a step's answers whose environment has failed above which the run ends, with the most frequent
+    cause."""
+    timeout_reward: float | None = None
+    """The reward `environment` of an answer whose environment, or agent, exceeded its time limit. null: this is a
+    failure, and the answer has no reward."""
+
+
+class _Turns(_Failures):
     """The limits of an answer of several turns. All its tokens, observations included, share
     `rollout.max_response_tokens`."""
 
@@ -121,7 +135,7 @@ class ToolsEnvironment(_Turns):
         return self
 
 
-class AgentEnvironment(Section):
+class AgentEnvironment(_Failures):
     """An external agent, which calls the model through an OpenAI-compatible URL. It is a function of the row and of
     this URL. It runs once for each answer, on the engine's node, and returns the reward, or None if other rewards
     (`rewards`) judge. Sampling always follows `rollout.sampling`; the agent cannot change it."""

@@ -203,6 +203,10 @@ class Episode:
     """The number of reasoning tokens of each turn that its budget did not cut, if the turns have budgets."""
     num_abandoned: int = 0
     """The number of an agent's calls whose answers nobody waited for any more; they are left out."""
+    num_failed: int = 0
+    """The number of earlier attempts at the answer whose environment failed; they are left out."""
+    host: str = ""
+    """The machine where the environment failed, if it did."""
     num_retried: int = 0
     """The number of an agent's calls that it asked once more and went on from the later answer; the earlier ones are
     left out."""
@@ -317,6 +321,7 @@ def _joined(parts: Sequence[Rollout]) -> Rollout:
             step_s=sum(episode.step_s for episode in episodes),
             thoughts=tuple(size for episode in episodes for size in episode.thoughts),
             fault=next((episode.fault for episode in episodes if episode.fault), ""),
+            num_failed=max(episode.num_failed for episode in episodes),
         ),
     )
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Program, Request, Samples
 from megatron_rl.rollout.programs.turns import Ask as AskTurn
-from megatron_rl.rollout.programs.turns import TurnProgram, Turns
+from megatron_rl.rollout.programs.turns import Turn, TurnProgram, Turns
 from megatron_rl.types import Prompt
 
 Result = TypeVar("Result")
@@ -97,6 +97,17 @@ class Plays:
             task.cancel()
 
 
+async def played_again(play: Callable[[], Awaitable[Samples]], retries: int) -> Samples:
+    """An answer, which begins again if its environment has failed."""
+    samples, num_failed = await play(), 0
+    while num_failed < retries and any(sample.episode and sample.episode.fault for sample, _ in samples):
+        samples, num_failed = await play(), num_failed + 1
+    return [
+        (replace(sample, episode=sample.episode and replace(sample.episode, num_failed=num_failed)), tokens)
+        for sample, tokens in samples
+    ]
+
+
 class Episodes:
     """Answers of several turns.
 
@@ -127,7 +138,7 @@ class Episodes:
         futures = await begin(now, not self._plays)  # the turns of others go on from the cache
         firsts: list[Any] = [*zip(turns, map(asyncio.wrap_future, futures), strict=True)] or [None] * len(requests)
         plays = [
-            self._turns.answer(prompt, program_of, first, self._asks(request, first is not None))
+            played_again(self._plays_of(prompt, program_of, first, request), self._turns.retries)
             for request, program_of, first in zip(requests, programs, firsts, strict=True)
         ]
         return [sample for played in await self._plays.carry_out(ticket, plays) for sample in played]
@@ -135,6 +146,30 @@ class Episodes:
     def cancel(self, ticket: int) -> None:
         """See `Answers`."""
         self._plays.cancel(ticket)
+
+    def _plays_of(
+        self,
+        prompt: Prompt,
+        program_of: TurnProgram,
+        first: tuple[Turn, Awaitable[Completion]] | None,
+        request: Request,
+    ) -> Callable[[], Awaitable[Samples]]:
+        """Plays an answer, each time from its beginning.
+
+        Args:
+            first: see `Turns.answer`; it serves the first time.
+        """
+        ask, left = self._asks(request, first is not None), [] if first is None else [first]
+
+        async def play() -> Samples:
+            begun = left.pop() if left else None
+            if begun is None and not self._turns.has_objects:
+                turn = self._turns.begun(prompt, program_of)
+                assert turn.call is not None, "the first time it had a call"
+                begun = turn, ask([*prompt.token_ids, *turn.transcript.ids], turn.call, 0)
+            return await self._turns.answer(prompt, program_of, begun, ask)
+
+        return play
 
     def _asks(self, request: Request, has_begun: bool) -> AskTurn:
         """Asks for the calls of one answer.

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from jinja2 import TemplateError
@@ -40,6 +41,7 @@ from megatron_rl.environments import (
     Closing,
     Continuation,
     EnvironmentFault,
+    EnvironmentTimeout,
     Observations,
     Reaction,
     Render,
@@ -134,6 +136,10 @@ class Turns:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
+    def retries(self) -> int:
+        return self._limits.retries
+
+    @property
     def has_objects(self) -> bool:
         """Whether objects have a part in the prompt, so that the first turn waits for them."""
         return self._limits.kind == "tools" and self._limits.objects is not None
@@ -190,7 +196,10 @@ class Turns:
             if self.has_objects:
                 played.ended(await session.closing())
         except EnvironmentFault as fault:
-            played.fault = str(fault)
+            if isinstance(fault, EnvironmentTimeout) and self._limits.timeout_reward is not None:
+                played.timed_out(self._limits.timeout_reward)
+            else:
+                played.fault = str(fault)
         finally:
             beginning.cancel()
             await asyncio.gather(beginning, return_exceptions=True)
@@ -393,6 +402,10 @@ class _Played:
         self.num_calls += reaction.num_calls
         self._gave(reaction.reward)
 
+    def timed_out(self, reward: float) -> None:
+        self.talks[-1].transcript.stopped = False
+        self._gave(reward)
+
     def ended(self, closing: Closing) -> None:
         self.state = closing.state
         self._gave(closing.reward)
@@ -419,6 +432,7 @@ class _Played:
                 num_turns=len(talk.turns),
                 last_turn=before + (talk.turns[-1].start if talk.turns else 0),
                 fault=self.fault,
+                host=gethostname() if self.fault else "",
                 conversation=number,
                 continues=not is_last,
                 thoughts=tuple(uncut) if budgets else (),

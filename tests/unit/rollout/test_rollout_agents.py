@@ -637,7 +637,7 @@ def test_conversations_that_branch_are_samples_with_the_same_reward(folder):
 )
 def test_an_agent_that_fails_gives_no_reward_and_keeps_what_was_sampled(folder, agent, num_actions, fault):
     model, timeout_s = Model(), 0.2 if agent == "hangs" else 60
-    [[(sample, tokens)]] = groups_of(agents(folder, agent, model, timeout_s=timeout_s), model, ["x"])
+    [[(sample, tokens)]] = groups_of(agents(folder, agent, model, timeout_s=timeout_s, retries=0), model, ["x"])
     assert re.search(f"{fault}$", sample.episode.fault) and not sample.token_rewards
     assert tokens.action_mask.sum() == num_actions
 
