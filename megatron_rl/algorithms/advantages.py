@@ -30,6 +30,7 @@ from megatron_rl.algorithms.outcomes import (
     rloo,
 )
 from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards, summed_rewards
+from megatron_rl.algorithms.token_baseline import compared_outcomes, group_sums
 from megatron_rl.algorithms.two_stage import two_stage
 from megatron_rl.config.advantages import (
     A2poAdvantage,
@@ -42,6 +43,7 @@ from megatron_rl.config.advantages import (
     GrpoProcessAdvantage,
     MaxRlAdvantage,
     OpoAdvantage,
+    OptimalTokenBaselineAdvantage,
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
     RemaxAdvantage,
@@ -76,6 +78,7 @@ of its configuration."""
 TOKEN_ESTIMATORS: dict[type[Method], Callable[..., TokenRewards]] = {
     GaeAdvantage: lambda section, s: summed_rewards(s, section.weights),
     GrpoProcessAdvantage: lambda section, s: grpo_process(s, section),
+    OptimalTokenBaselineAdvantage: lambda section, s: compared_outcomes(s),
     ReinforcePlusPlusAdvantage: lambda section, s: outcome_rewards(s),
     TwoStageAdvantage: lambda section, s: two_stage(s, section),
 }
@@ -152,7 +155,8 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
         "samples/overlong": float(overlong.sum()),
         "samples/active": float(active.sum()),
     }
-    return Credit(advantages, active, token_rewards), metrics
+    sums = group_sums(group_of, batch.num_actions, active) if "energy" in estimator.needs else None
+    return Credit(advantages, active, token_rewards, sums), metrics
 
 
 def why_untrained(metrics: Mapping[str, float]) -> str:

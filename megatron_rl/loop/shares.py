@@ -145,6 +145,7 @@ def _share(
         weights=weights[index],
         tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
+        sums=credit.sums and credit.sums._replace(first=credit.sums.first[index], stop=credit.sums.stop[index]),
         epochs=epochs,
         teacher_weights=batch.teacher_weights[index] if isinstance(batch, TaughtBatch) else None,
     )

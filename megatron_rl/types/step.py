@@ -224,6 +224,22 @@ def numbers(values: Iterable[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
+class GroupSums(NamedTuple):
+    """Where the ranks add up numbers over the answers of a group, separately for each number of an action, in one array
+    for the step. Only numbers that two or more answers of the group have are in it.
+
+    Example: a group of answers with 3, 5 and 4 actions has the entries 0 to 3, and one with 2 and 2 actions the entries
+    4 and 5: first [0 0 0 4 4], stop [4 4 4 6 6] and size 6. The fifth action of the second answer has no entry.
+    """
+
+    first: np.ndarray
+    """int64 [S]: the entry of the first actions of the sample's group."""
+    stop: np.ndarray
+    """int64 [S]: the end of its group's entries."""
+    size: int
+    """The number of entries of all groups."""
+
+
 @dataclass(frozen=True, slots=True)
 class Credit:
     """The output of an advantage estimator for the samples of a batch.
@@ -239,6 +255,8 @@ class Credit:
     token_rewards: TokenRewards | None = None
     """The rewards for token advantages, which the ranks compute and add to `advantages`; None if the estimator gives
     one number for each sample."""
+    sums: GroupSums | None = None
+    """None if the estimator adds up nothing on the ranks."""
 
 
 class Minibatches(NamedTuple):
@@ -283,6 +301,8 @@ class Share:
     """float64 [N]: see `TrainingRow.logp_reference`; None if there are none."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
+    sums: GroupSums | None = None
+    """The samples' part of `Credit.sums`."""
     teacher_weights: np.ndarray | None = None
     """float64 [N]: see `TaughtBatch.teacher_weights`; None without teachers."""
     columns: Mapping[str, Any] = field(default_factory=dict)
