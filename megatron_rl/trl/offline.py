@@ -1,4 +1,4 @@
-"""Maps the arguments of TRL's DPOConfig and SFTConfig to the sections of a run, and rows to its rows.
+"""Maps the arguments of TRL's DPOConfig, SFTConfig and RewardConfig to the sections of a run, and rows to its rows.
 
 Invariants (tests/unit/trl, tests/doors): batches and losses have the values that TRL computes from the same arguments;
 what cannot be expressed is an error that names the argument; texts have the tokens that TRL's tokenizer adds.
@@ -23,6 +23,8 @@ READ = 1000
 """The number of rows whose lengths say how many a block of packed rows would hold."""
 PLAIN = ("text", "prompt")
 """The columns of plain text before which a tokenizer writes its first token; without a prompt, `chosen` has none."""
+ANSWERS = ("chosen", "rejected")
+"""The same of a reward model's rows without a prompt."""
 
 
 def faults_of_dpo(args: Any) -> list[str]:
@@ -35,6 +37,14 @@ def faults_of_sft(args: Any) -> list[str]:
             raise ValueError("packing=True needs max_length, the tokens of a block")
 
     return faults_of(args, (lambda: _sizes(args), packed))
+
+
+def faults_of_reward(args: Any) -> list[str]:
+    def center() -> None:
+        if (args.center_rewards_coefficient or 0) < 0:
+            raise ValueError(f"center_rewards_coefficient={args.center_rewards_coefficient} must not be negative")
+
+    return faults_of(args, (lambda: _sizes(args), center))
 
 
 def _sizes(args: Any) -> None:
@@ -118,7 +128,8 @@ class OfflineRows:
         elif field != "text" and field in row:
             row["text"] = row.pop(field)
         is_chat = isinstance(row.get("chosen"), list) or "messages" in row
-        for column in () if is_chat else PLAIN:
+        is_whole = self.section == "reward_model" and row.get("prompt") is None
+        for column in () if is_chat else ANSWERS if is_whole else PLAIN:
             if isinstance(text := row.get(column), str):
                 row[column] = begin + text
         return row
@@ -126,7 +137,7 @@ class OfflineRows:
 
 @dataclass(frozen=True)
 class GivenOffline:
-    """The arguments that a script gave to DPOTrainer or SFTTrainer."""
+    """The arguments that a script gave to DPOTrainer, SFTTrainer or RewardTrainer."""
 
     section: str
     args: Any
@@ -167,8 +178,12 @@ class GivenOffline:
         if self.heldout is not None:
             own["eval_every"] = calendar.every(args, "eval")
         if args.max_length is not None:
-            own["on_bad_row"] = "cut"
-        own |= {"loss": _loss(args)} if self.section == "dpo" else {"turns": self.rows_form.turns(_first(self.rows))}
+            own["on_bad_row"] = "skip" if self.section == "reward_model" else "cut"
+        if self.section == "sft":
+            own["turns"] = self.rows_form.turns(_first(self.rows))
+        else:
+            center = {"center": vars(args).get("center_rewards_coefficient") or 0.0}
+            own["loss"] = _loss(args) if self.section == "dpo" else center
         sections = {**common_sections(args, calendar), self.section: own, "balance": {"oversize": "alone"}}
         return completed(sections, args, self.model.config, self.lora, folder)
 

@@ -19,7 +19,7 @@ from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, IpoLoss, K
 from megatron_rl.data.preferences import load_preferences
 from megatron_rl.data.scored_texts import scored_reader
 from megatron_rl.data.supervised import demonstration_reader
-from megatron_rl.trl import SFTConfig
+from megatron_rl.trl import RewardConfig, SFTConfig
 from megatron_rl.trl.offline import OfflineRows
 
 TURNS = "{% for m in messages %}({{ m.role }}) {{ m.content }}<|endoftext|>\n{% endfor %}"
@@ -142,7 +142,7 @@ def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-@pytest.mark.parametrize("form", ["texts", "chats"])
+@pytest.mark.parametrize("form", ["texts", "whole texts", "chats"])
 @pytest.mark.parametrize("center", [None, 0.05], ids=["plain", "center"])
 @pytest.mark.parametrize("margins", [None, (0.5, 0.0, -1.25)], ids=["no margin", "margin"])
 def test_the_loss_of_a_reward_model_and_its_gradient_are_those_of_trl(
@@ -154,12 +154,13 @@ def test_the_loss_of_a_reward_model_and_its_gradient_are_those_of_trl(
         rows = [
             {"prompt": asked(r["prompt"]), "chosen": said(r["chosen"]), "rejected": said(r["rejected"])} for r in PAIRS
         ]
+    if form == "whole texts":
+        rows = [{name: r["prompt"] + r[name] for name in ("chosen", "rejected")} for r in PAIRS]
     if margins is not None:
         rows = [row | {"margin": margin} for row, margin in zip(rows, margins, strict=True)]
     made = tokenizer(template=TEMPLATE)()
-    args = trl.RewardConfig(
-        str(tmp_path), per_device_train_batch_size=len(rows), center_rewards_coefficient=center, **PLAIN
-    )
+    given = PLAIN | {"per_device_train_batch_size": len(rows), "center_rewards_coefficient": center}
+    args, own = trl.RewardConfig(str(tmp_path), **given), RewardConfig(str(tmp_path), **given)
     trainer = trl.RewardTrainer(scorer("scorer")(), args, train_dataset=Dataset.from_list(rows), processing_class=made)
     network = moved(trainer.model).eval()
     expected = trainer.compute_loss(network, trainer.data_collator(list(trainer.train_dataset)))
@@ -168,7 +169,10 @@ def test_the_loss_of_a_reward_model_and_its_gradient_are_those_of_trl(
     network.zero_grad()
 
     cfg = BradleyTerryLoss(center=center or 0.0)
-    taken, _ = load_preferences(write(rows), scored_reader(made, made.pad_token_id, 256), cfg, 256)
+    prepared = OfflineRows("reward_model", own, made).prepared(rows)
+    taken, _ = load_preferences(write(prepared), scored_reader(made, made.pad_token_id, 256), cfg, 256)
+    theirs = [row[name] for row in trainer.train_dataset for name in ("chosen_ids", "rejected_ids")]
+    assert [one.ids.tolist() for row in taken for one in row.samples] == theirs
     scores = [network(torch.from_numpy(one.ids).long()[None]).logits[0, 0] for row in taken for one in row.samples]
     chosen, rejected = torch.stack(scores).view(-1, 2).unbind(1)
     # The objective has the margins of rows in the place of a reference's log-probs.
