@@ -54,7 +54,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.section import Method
-from megatron_rl.types import Credit, Metrics, RatedBatch, StepBatch, TaughtBatch, TokenRewards
+from megatron_rl.types import AnnotatedBatch, Credit, Metrics, StepBatch, TokenRewards
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
@@ -139,7 +139,7 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
     overlong = scored & batch.is_cut & cfg.overlong_filter
     active = active & ~overlong
     if cfg.distillation is not None:
-        assert isinstance(batch, TaughtBatch), "a run with distillation has teachers"
+        assert isinstance(batch, AnnotatedBatch) and batch.teacher_weights is not None, "distillation has teachers"
         # A teacher gives a gradient to samples whose outcome gives none.
         active = active & cfg.distillation.outcome
         advantages = np.where(active, advantages, 0.0)
@@ -207,7 +207,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         greedy_rewards=None if greedy is None else greedy[first],
         answer_of=None,
     )
-    if isinstance(reduced, RatedBatch) and reduced.pass_rates is not None:
+    if isinstance(reduced, AnnotatedBatch) and reduced.pass_rates is not None:
         return replace(reduced, pass_rates=reduced.pass_rates[first])
     return reduced
 

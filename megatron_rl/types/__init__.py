@@ -39,6 +39,7 @@ from megatron_rl.types.rollouts import (
 )
 from megatron_rl.types.rope import LinearRope, Llama3Rope, Rope, Scaling, YarnRope
 from megatron_rl.types.step import (
+    AnnotatedBatch,
     Credit,
     Denominators,
     Epochs,
@@ -47,12 +48,10 @@ from megatron_rl.types.step import (
     Metrics,
     MicrobatchPlan,
     Minibatches,
-    RatedBatch,
     Rollouts,
     Share,
     Shares,
     StepBatch,
-    TaughtBatch,
     TokenNumbers,
     TokenRewards,
     TokenSpan,
@@ -61,6 +60,7 @@ from megatron_rl.types.step import (
 
 __all__ = [
     "Adapters",
+    "AnnotatedBatch",
     "Attention",
     "DELTA_CHUNK",
     "FROM_PROMPT",
@@ -101,9 +101,7 @@ __all__ = [
     "Shares",
     "Scaling",
     "SoftmaxAttention",
-    "RatedBatch",
     "StepBatch",
-    "TaughtBatch",
     "TokenNumbers",
     "TokenReward",
     "TokenRewards",

@@ -193,30 +193,17 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtBatch(StepBatch):
-    """The batch of a run with teachers."""
+class AnnotatedBatch(StepBatch):
+    """A batch with what teachers, or an estimator, take from the rows."""
 
-    teacher_weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """float64 [S]: the weight of the sample's teacher; 0 if it has none."""
-
-    @classmethod
-    def of(cls, batch: StepBatch, teacher_weights: np.ndarray) -> TaughtBatch:
-        return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)}, teacher_weights=teacher_weights)
-
-
-@dataclass(frozen=True, slots=True)
-class RatedBatch(StepBatch):
-    """A batch for an estimator that needs pass rates."""
-
+    teacher_weights: np.ndarray | None = None
+    """float64 [S]: the weight of the sample's teacher, 0 if it has none; None without teachers."""
     pass_rates: np.ndarray | None = None
-    """float64 [S]: the column `pass_rate` of the sample's row."""
+    """float64 [S]: the column `pass_rate` of the sample's row, NaN if it has none; None if no estimator needs it."""
 
     @classmethod
-    def of(cls, batch: StepBatch, groups: Sequence[Group]) -> RatedBatch:
-        """The batch with the pass rates of its groups' rows; NaN where a row has none."""
-        rates = numbers(group.prompt.columns.get("pass_rate") for group in groups)
-        given = {one.name: getattr(batch, one.name) for one in fields(batch)}
-        return cls(**given, pass_rates=rates[batch.group_of])
+    def of(cls, batch: StepBatch, **columns: np.ndarray) -> AnnotatedBatch:
+        return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)} | columns)
 
 
 def numbers(values: Iterable[float | None]) -> np.ndarray:
@@ -304,7 +291,7 @@ class Share:
     sums: GroupSums | None = None
     """The samples' part of `Credit.sums`."""
     teacher_weights: np.ndarray | None = None
-    """float64 [N]: see `TaughtBatch.teacher_weights`; None without teachers."""
+    """float64 [N]: see `AnnotatedBatch.teacher_weights`; None without teachers."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The numbers at the tokens of each sample that the step has computed already, by the name of the column, such as
     `value` of a critic: float32 [L] by `index`, or references to them."""
