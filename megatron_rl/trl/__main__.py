@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.trl import ARGUMENTS, DPOTrainer, GRPOTrainer
-from megatron_rl.trl.arguments import DPO_ARGUMENTS, FORMER, REWARD_ARGUMENTS, SFT_ARGUMENTS, Argument, Treatment
+from megatron_rl.trl.arguments import (
+    DPO_ARGUMENTS,
+    FORMER,
+    KTO_ARGUMENTS,
+    REWARD_ARGUMENTS,
+    SFT_ARGUMENTS,
+    Argument,
+    Treatment,
+)
 from megatron_rl.trl.coverage import CASES_REFUSED, SCRIPTS, TESTS, VERSIONS, Verdict, numbers
 from megatron_rl.trl.metrics import NAMES
 
@@ -53,14 +61,14 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 | after `train` | `model`, `evaluate`, `save_model`, `push_to_hub` and the like work; other attributes say what replaces them. |
 | command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |
 
-`DPOConfig` and `DPOTrainer`, `SFTConfig` and `SFTTrainer`, `RewardConfig` and `RewardTrainer` are imported in the same
-way. TRL's `KTOTrainer`, `ORPOTrainer` and `CPOTrainer` correspond to
+`DPOTrainer`, `KTOTrainer`, `SFTTrainer` and `RewardTrainer` are imported in the same way, with their configurations.
+TRL's `ORPOTrainer` and `CPOTrainer` correspond to
 [`megatron-rl dpo`](sft_and_ppo.md#preferences), and `GKDTrainer` to
 [teachers](algorithms.md#teachers-teachers-distillation); other trainers are not here.
 """
 
 OFFLINE = """
-## DPO, SFT and reward models
+## DPO, KTO, SFT and reward models
 
 `train` starts a run of `megatron-rl dpo`, `sft` or `reward-model`. Other arguments than these are treated as GRPOConfig's.
 The losses of a tiny model are TRL's within 1e-5 (`make test-trl`). These definitions differ:
@@ -118,11 +126,12 @@ def by_meaning(arguments: Mapping[str, Argument], treatment: Treatment) -> Itera
 
 def page() -> str:
     lines = [HEAD, *tried(), OFFLINE, "| argument | here |", "|---|---|"]
-    own = {**REWARD_ARGUMENTS, **DPO_ARGUMENTS, **SFT_ARGUMENTS}
+    own = {**REWARD_ARGUMENTS, **KTO_ARGUMENTS, **DPO_ARGUMENTS, **SFT_ARGUMENTS}
     known = {name: (one.says, one.treatment) for name, one in ARGUMENTS.items()}
     own = {name: one for name, one in own.items() if known.get(name) != (one.says, one.treatment)}
     own |= {"loss_type (DPO)": DPO_ARGUMENTS["loss_type"], "loss_type (SFT)": own.pop("loss_type")}
-    own |= {"max_length (RewardConfig)": REWARD_ARGUMENTS["max_length"]}
+    own |= {"max_length (RewardConfig)": REWARD_ARGUMENTS["max_length"], "loss_type (KTO)": KTO_ARGUMENTS["loss_type"]}
+    own["train_sampling_strategy (KTO)"] = KTO_ARGUMENTS["train_sampling_strategy"]
     kinds: dict[Treatment, str] = {"mapped": "", "refused": "other values are refused: ", "implied": "no meaning: "}
     for one, told in kinds.items():
         lines += [f"| {names} | {told}{says} |" for names, says in by_meaning(own, one)]

@@ -1,4 +1,4 @@
-"""Every argument of TRL's GRPOConfig, DPOConfig, SFTConfig and RewardConfig (1.16), and what becomes of it here.
+"""Every argument of TRL's configurations for GRPO, DPO, KTO, SFT and reward models (1.16), and what becomes of it here.
 
 Invariants (tests/unit/trl): the names are the same as in TRL; an argument that changes what is trained is mapped, or
 refused by name if it differs from its default; none is ignored because nobody thought of it.
@@ -240,6 +240,17 @@ DPO_ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", "log-probs of the reference are computed once", precompute_ref_log_probs=False),
     **_all("implied", "log-probs of the reference are computed once", precompute_ref_batch_size=None),
     **_all("implied", "no layer has dropout", disable_dropout=True),
+}
+
+_OF_BOTH = ("precompute_ref_log_probs", "precompute_ref_batch_size", "disable_dropout", "sync_ref_model")
+KTO_ARGUMENTS: Mapping[str, Argument] = {
+    **{name: one for name, one in OFFLINE.items() if name not in ("truncation_mode", "padding_free", "pad_token")},
+    **{name: DPO_ARGUMENTS[name] for name in (*_OF_BOTH, "ref_model_mixup_alpha", "ref_model_sync_steps")},
+    **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
+    **_all("mapped", "dpo.loss.beta", beta=0.1),
+    **_all("mapped", "dpo.loss, of the kind kto", desirable_weight=1.0, undesirable_weight=1.0),
+    **_all("refused", "the loss is kto", loss_type="kto"),
+    **_all("implied", "z takes the next row of the file, and rows are shuffled", train_sampling_strategy="sequential"),
 }
 
 SFT_ARGUMENTS: Mapping[str, Argument] = {

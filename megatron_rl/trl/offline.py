@@ -1,4 +1,5 @@
-"""Maps the arguments of TRL's DPOConfig, SFTConfig and RewardConfig to the sections of a run, and rows to its rows.
+"""Maps the arguments of TRL's DPOConfig, KTOConfig, SFTConfig and RewardConfig to the sections of a run, and rows to
+its rows.
 
 Invariants (tests/unit/trl, tests/doors): batches and losses have the values that TRL computes from the same arguments;
 what cannot be expressed is an error that names the argument; texts have the tokens that TRL's tokenizer adds.
@@ -19,6 +20,8 @@ from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.notices import tell
 
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
+WEIGHTS = ("desirable_weight", "undesirable_weight")
+"""KTOConfig's."""
 READ = 1000
 """The number of rows whose lengths say how many a block of packed rows would hold."""
 PLAIN = ("text", "prompt")
@@ -55,6 +58,10 @@ def _sizes(args: Any) -> None:
 
 
 def _loss(args: Any) -> dict[str, Any]:
+    if args.beta <= 0:
+        raise ValueError(f"beta={args.beta} must be positive")
+    if weights := {name: value for name, value in vars(args).items() if name in WEIGHTS}:
+        return {"kind": "kto", "beta": args.beta, **weights}
     if isinstance(args.loss_type, str):
         args.loss_type = [args.loss_type]
     if len(args.loss_type) != 1 or args.loss_type[0] not in LOSSES:
@@ -62,8 +69,6 @@ def _loss(args: Any) -> dict[str, Any]:
             f"loss_type={args.loss_type!r} is not supported; known are {', '.join(LOSSES)}, one at a time. simpo, orpo "
             "and kto are in `megatron-rl dpo` (dpo.loss.kind)"
         )
-    if args.beta <= 0:
-        raise ValueError(f"beta={args.beta} must be positive")
     return {"kind": LOSSES[args.loss_type[0]], "beta": args.beta}
 
 
@@ -137,7 +142,7 @@ class OfflineRows:
 
 @dataclass(frozen=True)
 class GivenOffline:
-    """The arguments that a script gave to DPOTrainer, SFTTrainer or RewardTrainer."""
+    """The arguments that a script gave to an offline trainer."""
 
     section: str
     args: Any
@@ -158,7 +163,13 @@ class GivenOffline:
 
     @property
     def updates_per_epoch(self) -> int:
-        return max(1, math.ceil(len(self.rows) / self.rows_per_step))
+        return max(1, math.ceil(self._num_rows / self.rows_per_step))
+
+    @property
+    def _num_rows(self) -> int:
+        """A pair is two rows of KTO."""
+        is_pair = WEIGHTS[0] in vars(self.args) and "chosen" in (_first(self.rows) or {})
+        return len(self.rows) * (2 if is_pair else 1)
 
     @property
     def max_tokens(self) -> int:
@@ -172,7 +183,7 @@ class GivenOffline:
             ValueError: a value cannot be expressed; the message names the argument.
         """
         args, per_step = self.args, self.rows_per_step
-        epochs = math.ceil(len(self.rows) * args.num_train_epochs / per_step)
+        epochs = math.ceil(self._num_rows * args.num_train_epochs / per_step)
         calendar = Calendar(int(args.max_steps) if args.max_steps > 0 else epochs, 1, self.updates_per_epoch)
         own: dict[str, Any] = {"rows_per_step": per_step, "max_tokens": self.max_tokens}
         if self.heldout is not None:

@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer, SFTTrainer and RewardTrainer.
+"""TRL's DPOTrainer, KTOTrainer, SFTTrainer and RewardTrainer.
 
 Invariant (tests/unit/trl, tests/doors): a reference with other weights than the model's is refused.
 """
@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_rl.trl.configuration import DPOConfig, RewardConfig, SFTConfig
+from megatron_rl.trl.configuration import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from megatron_rl.trl.models import same_weights
 from megatron_rl.trl.offline import GivenOffline, OfflineRows
 from megatron_rl.trl.trainer import REFUSED, Faults, RunTrainer
@@ -123,6 +123,12 @@ class DPOTrainer(_OfflineTrainer):
                 "leave ref_model out"
             )
         self._begin_rows(faults, train_dataset, eval_dataset, others)
+
+
+class KTOTrainer(DPOTrainer):
+    """The same for rows with `prompt`, `completion` and `label`; a pair is two of them."""
+
+    config = KTOConfig
 
 
 class SFTTrainer(_OfflineTrainer):

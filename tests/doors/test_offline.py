@@ -16,6 +16,7 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl.scripts import dpo as dpo_script
+from trl.scripts import kto as kto_script
 from trl.scripts import reward as reward_script
 from trl.scripts import sft as sft_script
 
@@ -31,6 +32,7 @@ TEXTS = Dataset.from_list([{"text": "Once upon a time."}] * 6)
 PAIRS = Dataset.from_list([{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 6)
 WORSE = THOUGHT | {"content": THOUGHT["content"] + ", or not"}
 CHAT_PAIRS = Dataset.from_list([{"chosen": [USER, THOUGHT], "rejected": [USER, WORSE]}] * 6)
+LABELLED = Dataset.from_list([{"prompt": f"1 + {i} =", "completion": " 2", "label": i == 1} for i in range(6)])
 WHOLE = Dataset.from_list([{"chosen": "Human: 1 + 1? Assistant: 2", "rejected": "Human: 1 + 1? Assistant: 3"}] * 6)
 SIZES = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "8", "--report_to", "none"]
 OF_SFT = "--learning_rate 2.0e-5 --num_train_epochs 1 --packing --eval_strategy steps --eval_steps 100"
@@ -47,6 +49,8 @@ LORA = "--use_peft --lora_r 32 --lora_alpha 16 --lora_target_modules q_proj v_pr
         ("sft", f"{OF_SFT} {LORA}", TEXTS),
         ("dpo", OF_DPO, CHAT_PAIRS),
         ("dpo", f"{OF_DPO} {LORA} --no_remove_unused_columns", PAIRS),
+        ("kto", "--beta 0.2 --desirable_weight 1.3", LABELLED),
+        ("kto", f"--max_steps 3 {LORA}", CHAT_PAIRS),
         ("reward", f"{OF_REWARD} --center_rewards_coefficient 0.01", CHAT_PAIRS),
         ("reward", f"{OF_REWARD} {LORA} {OF_HEAD}", PAIRS),
         ("reward", OF_REWARD, WHOLE),
@@ -60,6 +64,7 @@ def test_a_script_of_trl_with_the_import_changed(kind, words, rows, dry, tmp_pat
     script, start, stem = {
         "sft": (sft_script, "SFT", "sft"),
         "dpo": (dpo_script, "DPO", "dpo"),
+        "kto": (kto_script, "KTO", "dpo"),
         "reward": (reward_script, "Reward", "reward_model"),
     }[kind]
     for part in ("Config", "Trainer"):
