@@ -19,6 +19,10 @@ import numpy as np
 
 from megatron_rl.types import Rollout, Tokens
 
+NEXT_CALL = 0x1E3779B97F4A7C15
+"""What is added to the seed of an answer from call to call where a call does not go on from the tokens of the one
+before it, so that it has other noise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -66,6 +70,15 @@ class Transcript:
         self.add(completion)
         self.num_calls += 1
         self.stopped = completion.stopped
+
+    def append(self, other: Transcript) -> None:
+        """Append what follows this transcript."""
+        self.ids += other.ids
+        self.is_action += other.is_action
+        self.logp += other.logp
+        self.version += other.version
+        self.routes, self.stopped = other.routes, other.stopped
+        self.num_calls += other.num_calls
 
     def add(self, part: Completion) -> None:
         """Append the first tokens of a call that goes on."""
@@ -164,6 +177,30 @@ class Program(Protocol):
         """The tokens that end the thought; None: the answer has none."""
 
     def next(self, transcript: Transcript) -> Call | Force | Disown | Done: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Another program with at most `most` tokens in all."""
+
+    program: Program
+    most: int
+
+    @property
+    def thought_tokens(self) -> int | None:
+        return self.program.thought_tokens
+
+    @property
+    def delimiter(self) -> tuple[int, ...] | None:
+        return self.program.delimiter
+
+    def next(self, transcript: Transcript) -> Call | Force | Disown | Done:
+        step, left = self.program.next(transcript), self.most - len(transcript.ids)
+        if isinstance(step, Call):
+            return replace(step, max_tokens=min(step.max_tokens, left)) if left > 0 else Done(len(transcript.ids))
+        if isinstance(step, Force) and len(step.ids) >= left:
+            return Done(len(transcript.ids))
+        return step
 
 
 def next_call(program: Program, transcript: Transcript) -> Call | None:

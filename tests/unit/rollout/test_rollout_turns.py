@@ -15,6 +15,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import Reaction
 from megatron_rl.rollout.program import Completion, Request
 from megatron_rl.rollout.programs.episodes import EpisodeRequest, Episodes
+from megatron_rl.rollout.programs.thinking import OneCall
 from megatron_rl.types import Prompt, TokenReward
 
 ENDS = 1
@@ -25,6 +26,10 @@ VERSION = 4
 
 def digit(number: int) -> int:
     return 5 + number
+
+
+def program(prompt: Prompt, sample: int, left: int | None) -> OneCall:
+    return OneCall(1000)
 
 
 class StubEngine:
@@ -64,7 +69,7 @@ def play_all(folder, turns: dict, rows: list[dict], most: int = 60, **limits):
     prompts = [Prompt(f"row {i}", ids, "", row) for i, (ids, row) in enumerate(zip(turns, rows, strict=True))]
 
     async def answer():
-        asked = [EpisodeRequest(i, prompt, range(1), 0, False) for i, prompt in enumerate(prompts)]
+        asked = [EpisodeRequest(i, prompt, range(1), 0, False, program) for i, prompt in enumerate(prompts)]
         return await asyncio.gather(*(episodes.answers(one, engine.begin) for one in asked))
 
     return asyncio.run(answer()), made, engine
@@ -87,7 +92,7 @@ def test_turns_and_observations_alternate(folder):
     assert (sample.finish, sample.num_actions, sample.length) == ("stop", 5, 11)
     assert sample.token_rewards == (TokenReward(4, "environment", 3.0), TokenReward(10, "environment", 1.0))
     episode = sample.episode
-    assert (episode.num_turns, episode.last_turn, episode.num_tool_errors, episode.fault) == (2, 9, 2, "")
+    assert (episode.num_turns, episode.last_turn, len(episode.tool_errors), episode.fault) == (2, 9, 2, "")
     assert environment.texts == ["2 3", "4"] and environment.has_ended
     assert engine.requests[1].ids == tokens.ids[:9].tolist(), "the second call begins with all that there is"
     assert [request.goes_on for request in engine.requests] == [False, True]
@@ -171,7 +176,7 @@ def test_a_cancelled_group_asks_for_nothing_more(folder):
     episodes = Episodes(turns_of(folder, made)(rollout), engine.ask)
 
     async def answer():
-        request = EpisodeRequest(7, Prompt("row", (5, 6), "", {"num_turns": 99}), range(2), 0, False)
+        request = EpisodeRequest(7, Prompt("row", (5, 6), "", {"num_turns": 99}), range(2), 0, False, program)
         asked = asyncio.ensure_future(episodes.answers(request, engine.begin))
         while len(engine.requests) < 6:
             await asyncio.sleep(0)
