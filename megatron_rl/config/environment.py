@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
@@ -85,6 +85,13 @@ class _Turns(_Failures):
     """The number of extra processes per engine that run environments or tools. 0: they run in the engine's process, as
     coroutines and in threads. This suits environments that mostly wait; heavy Python computation would slow the engine
     down."""
+
+    def conflicts(self, run: Any) -> Iterator[str]:
+        if self.thought_tokens is not None and run.rollout.thinking is None:
+            yield (
+                "rollout.environment.thought_tokens is a budget for the reasoning of all turns, which rollout.thinking "
+                "keeps; set rollout.thinking with the budget of a turn"
+            )
 
 
 class ClassEnvironment(_Turns):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rl.environments.sandbox.box import Box, BoxError, Limits, Ran
+from megatron_rl.environments.sandbox.box import Box, BoxError, BoxLimits, Ran
 
-__all__ = ["Box", "BoxError", "Limits", "Ran"]
+__all__ = ["Box", "BoxError", "BoxLimits", "Ran"]

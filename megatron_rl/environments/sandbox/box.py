@@ -48,7 +48,7 @@ class BoxError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BoxLimits:
     """What the commands of a sandbox may use."""
 
     timeout_s: float = 30.0
@@ -87,7 +87,7 @@ class Box:
     """
 
     files: Mapping[str, str | bytes] = field(default_factory=dict)
-    limits: Limits = Limits()
+    limits: BoxLimits = BoxLimits()
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -205,7 +205,7 @@ class Box:
         return words.strip()[-300:] or "it said nothing"
 
 
-def command_of(limits: Limits) -> list[str]:
+def command_of(limits: BoxLimits) -> list[str]:
     """The command that makes a sandbox and its first process.
 
     Raises:

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from megatron_rl.environments.sandbox.box import Box, BoxError, Limits, Ran
+from megatron_rl.environments.sandbox.box import Box, BoxError, BoxLimits, Ran
 
 SHOWN_LINES = 400
 
 
 class Workspace:
-    limits = Limits()
+    limits = BoxLimits()
     test_timeout_s = 60.0
     """Of `setup`, and of `test`."""
 

@@ -18,13 +18,13 @@ from patience import deadline
 
 from megatron_rl.config.environment import ToolsEnvironment
 from megatron_rl.environments import EnvironmentFault, Sessions
-from megatron_rl.environments.sandbox import Box, BoxError, Limits, Ran
+from megatron_rl.environments.sandbox import Box, BoxError, BoxLimits, Ran
 from megatron_rl.environments.sandbox.workspace import Workspace
 
 if shutil.which("bwrap") is None:
     pytest.skip("bubblewrap is not installed", allow_module_level=True)
 
-LIMITS = Limits(timeout_s=deadline(20), grace_s=0.2, memory_bytes=256 << 20, files_bytes=8 << 20, num_processes=24)
+LIMITS = BoxLimits(timeout_s=deadline(20), grace_s=0.2, memory_bytes=256 << 20, files_bytes=8 << 20, num_processes=24)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_flood_is_cut_and_counted(box):
 
 
 def test_memory_of_all_processes_is_limited():
-    with Box({}, Limits(memory_bytes=128 << 20, timeout_s=deadline(20))) as own:
+    with Box({}, BoxLimits(memory_bytes=128 << 20, timeout_s=deadline(20))) as own:
         text = "for i in 1 2 3 4; do python3 -c 'x = bytearray(50 << 20); import time; time.sleep(30)' & done; wait"
         assert own.run(text).why == "out of memory"
 

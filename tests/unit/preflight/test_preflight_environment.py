@@ -233,9 +233,9 @@ def test_all_rows_are_rendered_with_the_tools(home):
             {
                 "environment": GAME,
                 "delimiter": "</think>",
-                "thinking": {"thought_tokens": 4, "response_tokens": 4},
+                "thinking": {"thought_tokens": 4, "response_tokens": 4, "mode": "truncate"},
             },
-            "has a budget for one thought",
+            "would end the answer in the first turn",
         ),
         (
             {"environment": GAME, "data": {"train": [{"path": "a.jsonl", "weight": 1, "chat_template": {}}]}},
