@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Program, Request, Samples
-from megatron_rl.rollout.programs.played import Turn
+from megatron_rl.rollout.programs.played import SampledTurn
 from megatron_rl.rollout.programs.turns import Ask as AskTurn
 from megatron_rl.rollout.programs.turns import TurnProgram, Turns
 from megatron_rl.types import Prompt
@@ -152,7 +152,7 @@ class Episodes:
         self,
         prompt: Prompt,
         program_of: TurnProgram,
-        first: tuple[Turn, Awaitable[Completion]] | None,
+        first: tuple[SampledTurn, Awaitable[Completion]] | None,
         request: Request,
     ) -> Callable[[], Awaitable[Samples]]:
         """Plays an answer, each time from its beginning.

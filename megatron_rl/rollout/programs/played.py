@@ -13,7 +13,7 @@ from megatron_rl.types import Conversation, Episode, Prompt, Rollout, TokenRewar
 
 
 @dataclass(slots=True)
-class Turn:
+class SampledTurn:
     """A turn of the model that is sampled."""
 
     program: Program
@@ -44,7 +44,7 @@ class Talk:
     def ids(self) -> list[int]:
         return [*self.prompt_ids, *self.transcript.ids]
 
-    def took(self, turn: Turn, delimiter: Sequence[int]) -> None:
+    def took(self, turn: SampledTurn, delimiter: Sequence[int]) -> None:
         start = len(self.transcript.ids)
         self.transcript.append(turn.transcript)
         self.turns.append(range(start, len(self.transcript.ids)))

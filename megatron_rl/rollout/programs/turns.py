@@ -52,7 +52,7 @@ from megatron_rl.environments.asked_calls import QUESTION, rendering_calls
 from megatron_rl.environments.observations import opening_of
 from megatron_rl.rollout.program import Bounded, Call, Completion, Program, Samples, Transcript, next_call
 from megatron_rl.rollout.programs.chat_template import RenderCall, continuation_of, ends_of
-from megatron_rl.rollout.programs.played import Played, Talk, Turn
+from megatron_rl.rollout.programs.played import Played, Talk, SampledTurn
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Prompt
 
@@ -118,7 +118,7 @@ class Turns:
         """Whether objects have a part in the prompt, so that the first turn waits for them."""
         return self._limits.kind == "tools" and self._limits.objects is not None
 
-    def begun(self, prompt: Prompt, program_of: TurnProgram) -> Turn:
+    def begun(self, prompt: Prompt, program_of: TurnProgram) -> SampledTurn:
         """The first turn of an answer, up to its first call.
 
         Args:
@@ -126,7 +126,7 @@ class Turns:
         """
         return self._begun(Played(prompt, [Talk(prompt.token_ids)]), program_of)
 
-    def _begun(self, played: Played, program_of: TurnProgram) -> Turn:
+    def _begun(self, played: Played, program_of: TurnProgram) -> SampledTurn:
         """The next turn, up to its first call. It has no call if there is no room for one."""
         talk, thinking = played.talks[-1], self._limits.thought_tokens
         left = None if thinking is None else max(0, thinking - played.num_thought_tokens)
@@ -134,12 +134,12 @@ class Turns:
         room = min(self._max_prompt + self._most - len(talk.ids), self._most - played.num_sampled)
         if self._continuation:
             room = self._most - len(talk.transcript.ids)
-        turn = Turn(Bounded(program, min(room, self._limits.turn_tokens or room)))
+        turn = SampledTurn(Bounded(program, min(room, self._limits.turn_tokens or room)))
         turn.call = next_call(turn.program, turn.transcript)
         return turn
 
     async def answer(
-        self, prompt: Prompt, program_of: TurnProgram, first: tuple[Turn, Awaitable[Completion]] | None, ask: Ask
+        self, prompt: Prompt, program_of: TurnProgram, first: tuple[SampledTurn, Awaitable[Completion]] | None, ask: Ask
     ) -> Samples:
         """One answer: its conversations.
 
@@ -198,7 +198,7 @@ class Turns:
             )
         return replace(prompt, token_ids=tuple(ids), messages=turns), opening
 
-    async def _goes_on(self, played: Played, turn: Turn, session: Session, beginning: Awaitable[str]) -> bool:
+    async def _goes_on(self, played: Played, turn: SampledTurn, session: Session, beginning: Awaitable[str]) -> bool:
         """Take a turn of the model, and what the environment answers. Returns whether another turn may follow."""
         talk = played.talks[-1]
         message = self._message(turn.transcript, self._parameters(played.prompt))
