@@ -52,7 +52,7 @@ from megatron_rl.environments.asked_calls import QUESTION, rendering_calls
 from megatron_rl.environments.observations import opening_of
 from megatron_rl.rollout.program import Bounded, Call, Completion, Program, Samples, Transcript, next_call
 from megatron_rl.rollout.programs.chat_template import RenderCall, continuation_of, ends_of
-from megatron_rl.rollout.programs.played import Played, Talk, SampledTurn
+from megatron_rl.rollout.programs.played import Played, SampledTurn, Talk
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Prompt
 
