@@ -2,7 +2,8 @@
 
 This needs neither the ranks that wrote the checkpoint nor Megatron-Core nor the model that the run began with. Every
 byte that is exported is checked against its checksum. A checkpoint of adapters becomes a folder in PEFT's form;
-`megatron-rl merge` adds it to the base model. `megatron_to_hf.py` does the same for the folder of one checkpoint.
+`megatron-rl merge` adds it to the base model. `megatron-rl convert to-hf` does the same for the
+folder of one checkpoint.
 
     megatron-rl export runs/gsm8k_32b models/after_the_newest_step
     megatron-rl export runs/gsm8k_32b models/after_step_40 --step 40

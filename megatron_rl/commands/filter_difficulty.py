@@ -11,8 +11,9 @@ answers is within the bounds, with this share in the column `pass_rate`. Which a
 says. A prompt without any scored answer is not kept, and is counted. The same command goes on where a stopped one
 ended; other bounds then need no new answers.
 
-    megatron-rl filter-difficulty configs/run/gsm8k_32b.yaml rollout.num_engines=2 --out data/gsm8k_filtered
-    megatron-rl filter-difficulty configs/run/gsm8k_32b.yaml --out data/gsm8k_filtered --min 0.125 --max 0.875
+    MODEL="configs/model/qwen3_32b.yaml configs/cluster/h100_8n8g.yaml"
+    megatron-rl filter-difficulty $MODEL configs/run/gsm8k_32b.yaml rollout.num_engines=2 --out data/gsm8k_filtered
+    megatron-rl filter-difficulty $MODEL configs/run/gsm8k_32b.yaml --out data/gsm8k_filtered --min 0.125 --max 0.875
 """
 
 from __future__ import annotations

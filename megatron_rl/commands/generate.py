@@ -6,8 +6,9 @@ OUT gets a file for each step, as `rollout.dump` writes them, and a run with `ro
 answers of step 0 equal the answers of such a run, up to rounding; later steps differ, because its weights would have
 changed.
 
-    megatron-rl generate configs/run/gsm8k_32b.yaml rollout.num_engines=8 --steps 20 --out rollouts/qwen3_32b
-    megatron-rl grpo configs/run/gsm8k_32b.yaml run.steps=20 data.eval=null rollout.replay=rollouts/qwen3_32b
+    MODEL="configs/model/qwen3_32b.yaml configs/cluster/h100_8n8g.yaml"
+    megatron-rl generate $MODEL configs/run/gsm8k_32b.yaml rollout.num_engines=8 --steps 20 --out rollouts/qwen3_32b
+    megatron-rl grpo $MODEL configs/run/gsm8k_32b.yaml run.steps=20 data.eval=null rollout.replay=rollouts/qwen3_32b
 """
 
 from __future__ import annotations
