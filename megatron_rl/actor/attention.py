@@ -132,21 +132,20 @@ def packed_sequences(
                 return AttentionPlan(*angles, varlen=plan_varlen(lengths_S, window, shared))
             return plan_attention(*turned, scaling=scaling, window=window, context=context, shared=shared)
 
-        sliding = next((one for one in shape.attentions if isinstance(one, SoftmaxAttention) and one.window), None)
         linear = shape.has_linear_attention
         return PackedSequences(
             qkv_format="thd",
             full=plan(shape.attention),
-            sliding=plan(sliding) if sliding else None,
+            sliding=plan(shape.sliding) if shape.sliding else None,
             delta=plan_delta(lengths_S) if linear else None,
             exchange=plan_exchange(lengths_S, context) if linear and context is not None else None,
         )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
     own = None
-    if isinstance(latent := shape.attention, LatentAttention):
-        rope = latent.rope
-        own = AttentionPlan(*_rotation_of(lengths_S, latent.rotary_dim, rope.theta, rope.scaling, context))
+    if not (attention := shape.attention).is_rotated_by_megatron:
+        rope = attention.rope
+        own = AttentionPlan(*_rotation_of(lengths_S, attention.rotary_dim, rope.theta, rope.scaling, context))
     return PackedSequences(
         qkv_format="thd",
         full=own,

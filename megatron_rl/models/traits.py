@@ -21,9 +21,10 @@ class Traits:
     dense: tuple[Rule, ...]
     mixture: tuple[Rule, ...]
 
-    def is_float32(self, hf_name: str) -> bool:
-        """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
-        return any(rule.float32 for rule in self._rules_of(hf_name))
+    def is_float32(self, name: str) -> bool:
+        """Whether trainer and engine hold an HF tensor, or a parameter of Megatron, in float32 for every dtype of the
+        model."""
+        return any(rule.float32 for rule in self._rules_of(name))
 
     def is_sent_as_float32(self, hf_name: str) -> bool:
         """Whether the engine holds an HF tensor in float32 for every dtype of the model."""
@@ -31,11 +32,11 @@ class Traits:
 
     def has_negated_exp(self, name: str) -> bool:
         """Whether the engine holds -exp(x) of a parameter of Megatron, or of an HF tensor."""
-        names = [(rule.megatron, rule.hf[0].name) for rule in self.rules if rule.negated_exp]
-        return any(name.endswith(f".{one}") for pair in names for one in pair)
+        return any(rule.negated_exp for rule in self._rules_of(name))
 
-    def _rules_of(self, hf_name: str) -> list[Rule]:
-        return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
+    def _rules_of(self, name: str) -> list[Rule]:
+        named = [(rule, (rule.megatron, *(tensor.name for tensor in rule.hf))) for rule in self.rules]
+        return [rule for rule, names in named if name.endswith(tuple(f".{one}" for one in names))]
 
     @property
     def rules(self) -> tuple[Rule, ...]:

@@ -120,6 +120,11 @@ class ModelShape:
         return next((block for block in known if block.window is None), known[0]).without_window()
 
     @property
+    def sliding(self) -> SoftmaxAttention | None:
+        """The attention of the layers with a window; they are alike."""
+        return next((one for one in self.attentions if isinstance(one, SoftmaxAttention) and one.window), None)
+
+    @property
     def attentions(self) -> Counter[Attention]:
         """The number of layers with each block of attention."""
         return Counter(layer.attention for layer in self.layers)
@@ -140,8 +145,9 @@ class ModelShape:
 
     @property
     def mlps(self) -> list[Mlp]:
-        """The kinds of MLPs, the last layer's first."""
-        return [*dict.fromkeys(layer.mlp for layer in reversed(self.layers))]
+        """The kinds of MLPs: mixtures first, and each sort as the last layers have it first."""
+        kinds = dict.fromkeys(layer.mlp for layer in reversed(self.layers))
+        return sorted(kinds, key=lambda mlp: not isinstance(mlp, Mixture))
 
     @property
     def num_experts(self) -> int:
