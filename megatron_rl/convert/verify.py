@@ -78,9 +78,11 @@ class Verification:
     def _compare_with(self, other: Source) -> None:
         mine, theirs = self.source, other
         for one, pair in ((mine, theirs), (theirs, mine)):
-            if one.shape.multi_token and pair.head:
+            if not one.shape.multi_token or pair.shape.multi_token:
+                continue
+            if pair.head:
                 pair.take_head()
-            elif one.shape.multi_token and not pair.shape.multi_token:  # it was left out by choice
+            else:  # it was left out by choice
                 one.shape = one.shape.served
         self.tensors = [mine.tensor(described, None) for described in forms.hf_tensors(mine.shape)]
         if mine.shape != theirs.shape:

@@ -103,9 +103,8 @@ class Family(Traits):
 
     def head_rules(self, shape: ModelShape) -> list[Rule]:
         """The rows of the multi-token head; none unless it is trained."""
-        if self.multi_token is None or not shape.multi_token:
-            return []
-        return self.multi_token.rules(self.layer_rules(shape.head_layer))
+        layers = shape.head_layers if self.multi_token else ()
+        return [rule for layer in layers for rule in self.multi_token.rules(self.layer_rules(layer))]
 
     def head_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of the multi-token head, by name; none unless it is trained."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.config.teachers import TeacherConfig, engine_config
-from megatron_rl.models import FAMILIES, check_startable, read_shape, scan
+from megatron_rl.models import FAMILIES, check_startable, read_shape, require_text, scan
 from megatron_rl.preflight.rows import Tell
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
@@ -37,9 +37,7 @@ def _faults(
     config: GrpoRunConfig, number: int, teacher: TeacherConfig, path: Path, tokenizer: TokenizerFiles | None
 ) -> Iterator[str]:
     shape = read_shape(path)
-    if shape.value_head:
-        yield f"{path} ends with one number in place of logits, so it gives no log-probs; give a language model"
-        return
+    require_text(shape, path)
     longest = config.rollout.max_model_tokens
     if config.algorithm.distillation and config.algorithm.distillation.by == "trainer":
         FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)

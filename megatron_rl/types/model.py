@@ -72,7 +72,7 @@ class ModelShape:
     """The factor of the embedding's output, which is rounded to the model's dtype."""
     multi_token: bool = False
     """Whether the head that predicts the token after the next one is a part of the model, and is trained. Its layer is
-    `head_layer`."""
+    in `head_layers`."""
 
     def __repr__(self) -> str:
         """Equal layers that follow each other are named once: 3 x Layer(...)."""
@@ -163,3 +163,8 @@ class ModelShape:
     def head_layer(self) -> Layer:
         """The layer of a multi-token head: like the last one, with attention to all earlier tokens."""
         return replace(self.layers[-1], attention=self.attention)
+
+    @property
+    def head_layers(self) -> tuple[Layer, ...]:
+        """`head_layer`, if the model has the head."""
+        return (self.head_layer,) if self.multi_token else ()
