@@ -239,8 +239,7 @@ def _build_chunk(
 
 
 def _keep_rates_in_float32(gpt: GPTModel, shape: ModelShape) -> None:
-    """Undo what Megatron's wrapper for bf16 does to parameters that are float32 for every dtype of the model, before
-    weights are loaded."""
+    """Undo what Megatron's wrapper for bf16 does to parameters whose rows are float32, before weights are loaded."""
     for name, parameter in gpt.named_parameters():
         if FAMILIES[shape.family].is_float32(name):
             parameter.data = parameter.data.float()

@@ -78,11 +78,9 @@ class Verification:
     def _compare_with(self, other: Source) -> None:
         mine, theirs = self.source, other
         for one, pair in ((mine, theirs), (theirs, mine)):
-            if not one.shape.multi_token or pair.shape.multi_token:
-                continue
-            if pair.head:
+            if one.shape.multi_token and pair.head:
                 pair.take_head()
-            else:  # it was left out by choice
+            elif one.shape.multi_token and not pair.shape.multi_token:  # it was left out by choice
                 one.shape = one.shape.served
         self.tensors = [mine.tensor(described, None) for described in forms.hf_tensors(mine.shape)]
         if mine.shape != theirs.shape:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron_rl.models.adapters import linear_names
-from megatron_rl.models.config import critic_config, critic_shape, hub_hint, read_shape, require_text
+from megatron_rl.models.config import critic_config, critic_shape, hub_hint, read_shape
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.fused import obstacle_to_fused_layers
@@ -75,7 +75,6 @@ __all__ = [
     "obstacle_to_fused_layers",
     "padded_vocabulary",
     "read_shape",
-    "require_text",
     "scan",
     "slices",
     "vllm_shards",

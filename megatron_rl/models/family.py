@@ -103,8 +103,8 @@ class Family(Traits):
 
     def head_rules(self, shape: ModelShape) -> list[Rule]:
         """The rows of the multi-token head; none unless it is trained."""
-        layers = shape.head_layers if self.multi_token else ()
-        return [rule for layer in layers for rule in self.multi_token.rules(self.layer_rules(layer))]
+        layers, head = shape.head_layers, self.multi_token
+        return [rule for layer in layers if head for rule in head.rules(self.layer_rules(layer))]
 
     def head_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of the multi-token head, by name; none unless it is trained."""

@@ -22,8 +22,7 @@ class Traits:
     mixture: tuple[Rule, ...]
 
     def is_float32(self, name: str) -> bool:
-        """Whether trainer and engine hold an HF tensor, or a parameter of Megatron, in float32 for every dtype of the
-        model."""
+        """Whether trainer and engine hold an HF tensor, or Megatron's parameter, in float32 for every model.dtype."""
         return any(rule.float32 for rule in self._rules_of(name))
 
     def is_sent_as_float32(self, hf_name: str) -> bool:

@@ -24,15 +24,8 @@ from megatron_rl.config.rewards import ReasoningGymReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
-from megatron_rl.models import (
-    FAMILIES,
-    check_startable,
-    hub_hint,
-    obstacle_to_fused_layers,
-    read_shape,
-    require_text,
-    scan,
-)
+from megatron_rl.models import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
+from megatron_rl.models.config import require_text
 from megatron_rl.models.hub import MANIFEST
 from megatron_rl.observe.provenance import check_own
 from megatron_rl.observe.sink import check_unused

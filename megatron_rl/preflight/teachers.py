@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.config.teachers import TeacherConfig, engine_config
-from megatron_rl.models import FAMILIES, check_startable, read_shape, require_text, scan
+from megatron_rl.models import FAMILIES, check_startable, read_shape, scan
+from megatron_rl.models.config import require_text
 from megatron_rl.preflight.rows import Tell
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
