@@ -43,6 +43,11 @@ def _export(arguments: Sequence[str] | None) -> None:
     if fields is None or "training" not in fields:
         raise ValueError(f"{checkpoint} is not a checkpoint of a run")
     shape, dtype = manifest.saved_shape(checkpoint, fields), fields["training"]["dtype"]
+    if shape.adapters is not None and shape.value_head:
+        raise ValueError(
+            f"{checkpoint} holds the adapters of a critic and its value head, which PEFT's form does not have; take "
+            "the folder critic_hf, which the run writes at its end, with the whole critic"
+        )
     source = open_checkpoint(checkpoint, fields=fields, adapters=True)
     if shape.adapters is not None:
         base = read_extra(checkpoint)["config"]["model"]["path"]

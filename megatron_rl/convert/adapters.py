@@ -69,14 +69,9 @@ def write_adapters(source: Source, dtype: torch.dtype, folder: Path, base: str) 
         base: the path of the base model, for PEFT; empty if it is not known.
 
     Raises:
-        ValueError: a tensor has other bytes than the manifest says, or the checkpoint is a critic's.
+        ValueError: a tensor has other bytes than the manifest says.
         OSError: the disk has too little space; the error names the file.
     """
-    if source.shape.value_head:
-        raise ValueError(
-            f"{source.folder} holds the adapters of a critic and its value head, which PEFT's form does not have; take "
-            "the folder critic_hf, which the run writes at its end, with the whole critic"
-        )
     maps, tensors = Maps(source.checksums), {}
     for name, extents in tensors_of(source.shape).items():
         tensors[name] = whole = torch.empty(extents, dtype=dtype)
