@@ -46,7 +46,7 @@ from megatron_rl.rollout.backend import EngineSpec, Sampler
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.programs.agents import Agents
 from megatron_rl.rollout.programs.episodes import Episodes, MakeAnswers
-from megatron_rl.rollout.programs.turns import Turns, chat_template
+from megatron_rl.rollout.programs.turns import Turns, call_format_of, chat_template
 from megatron_rl.rollout.progress import remove_records
 from megatron_rl.types import Group, GroupRequest, Metrics, ModelShape, Phase, Tokens
 
@@ -134,12 +134,13 @@ class EngineRank(TracedProcess):
         if rollout.environment is None:
             return None
         render = chat_template(config.model.path, config.data.chat_template)
+        form = call_format_of(config.model.path, rollout.environment, render)
         if isinstance(rollout.environment, AgentEnvironment):
-            return partial(Agents, config.model.path, rollout, render)
-        sessions: Sessions | RemoteSessions = Sessions(rollout.environment, rollout.delimiter)
+            return partial(Agents, config.model.path, rollout, render, form)
+        sessions: Sessions | RemoteSessions = Sessions(rollout.environment, rollout.delimiter, form)
         if rollout.environment.processes:
-            sessions = RemoteSessions(rollout.environment, rollout.delimiter, self.logs, self.name)
-        return partial(Episodes, Turns(config.model.path, rollout, render, sessions.new))
+            sessions = RemoteSessions(rollout.environment, rollout.delimiter, form, self.logs, self.name)
+        return partial(Episodes, Turns(config.model.path, rollout, render, sessions.new, form))
 
     async def alive(self) -> bool | str:
         """Whether the engine works; if not, its failure, as far as it is known."""

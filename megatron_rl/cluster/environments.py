@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 class EnvironmentRank:
     """A process of environments."""
 
-    def __init__(self, cfg: TurnsEnvironment, delimiter: str, path: str, name: str) -> None:
+    def __init__(self, cfg: TurnsEnvironment, delimiter: str, form: str, path: str, name: str) -> None:
         begin_process(Path(path), name)
-        self._sessions = Sessions(cfg, delimiter)
+        self._sessions = Sessions(cfg, delimiter, form)
         self._playing: dict[int, Session] = {}
 
     async def begin(self, key: int, row: Mapping[str, Any]) -> str:
@@ -62,8 +62,8 @@ class RemoteSessions:
         engine: the name of the engine, the prefix of the processes' names.
     """
 
-    def __init__(self, cfg: TurnsEnvironment, delimiter: str, logs: Path, engine: str) -> None:
-        self._cfg, self._delimiter = cfg, delimiter
+    def __init__(self, cfg: TurnsEnvironment, delimiter: str, form: str, logs: Path, engine: str) -> None:
+        self._cfg, self._delimiter, self._form = cfg, delimiter, form
         self._names = [f"{engine} environments {i}" for i in range(cfg.processes)]
         self._logs = logs
         self._actors = [self._started(name) for name in self._names]
@@ -86,7 +86,8 @@ class RemoteSessions:
         node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "scheduling_strategy": node}
         path = self._logs / f"{name.replace(' ', '_')}.log"
-        return ray.remote(EnvironmentRank).options(**options).remote(self._cfg, self._delimiter, str(path), name)
+        made = ray.remote(EnvironmentRank).options(**options)
+        return made.remote(self._cfg, self._delimiter, self._form, str(path), name)
 
 
 class _RemoteSession:

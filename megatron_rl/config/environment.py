@@ -42,6 +42,9 @@ class ObjectColumns:
             )
 
 
+History = Literal["split", "refuse"]
+
+
 class _Turns(Section):
     """The limits of an answer of several turns. All its tokens, observations included, share
     `rollout.max_response_tokens`."""
@@ -55,6 +58,10 @@ class _Turns(Section):
     """The largest number of tokens of an observation. A longer one is cut and marked as cut."""
     step_timeout_s: PositiveFloat = 60
     """The longest time, in seconds, that a call of a tool, or of a method of an environment, may take."""
+    history: History = "split"
+    """What happens if the chat template changes earlier turns, as most do that remove reasoning. `split`: the answer
+    has several conversations, each a sample with the history that the template writes. `refuse`: the run does not
+    start."""
     processes: NonNegativeInt = 0
     """The number of extra processes per engine that run environments or tools. 0: they run in the engine's process, as
     coroutines and in threads. This suits environments that mostly wait; heavy Python computation would slow the engine
@@ -71,6 +78,12 @@ class ClassEnvironment(_Turns):
     """Keyword arguments of the class."""
 
 
+CallFormatName = Literal[
+    "hermes", "qwen3_coder", "glm", "minimax_m2", "kimi_k2", "deepseek", "gpt_oss", "llama3", "mistral", "nemotron"
+]
+"""How a model writes calls of tools (`environments.call_formats`)."""
+
+
 class ToolsEnvironment(_Turns):
     """Functions that the chat template describes to the model, and that the model's turns call. A turn without a call
     ends the answer."""
@@ -84,8 +97,10 @@ class ToolsEnvironment(_Turns):
     """The place of a class. Every answer gets its own object: the public methods are tools; `reset` gets the row's
     columns that it names, and may return a text for the last turn of the prompt; `get_reward`, if there is one, gives
     the reward `environment`. Of several classes, by names, the row's column `environment` chooses one."""
+    format: CallFormatName | None = None
+    """How calls are written. null means the format of the chat template."""
     ends_at_malformed_calls: bool = False
-    """Whether a turn with a call that is no JSON calls nothing and ends the answer. If not, the model reads what is
+    """Whether a turn with a call that cannot be read calls nothing and ends the answer. If not, the model reads what is
     wrong, and may try again."""
 
     @property
@@ -112,6 +127,12 @@ class AgentEnvironment(Section):
     of the row, without its question, and the `base_url`. It may be asynchronous; otherwise it runs in a thread."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
+    format: CallFormatName | None = None
+    """How the model writes calls of tools, which the agent gets as `tool_calls`. null means the format of the chat
+    template."""
+    history: History = "split"
+    """What happens if the chat template changes earlier turns, as most do that remove reasoning. `split`: the call
+    begins another conversation, a sample with the history that the template writes. `refuse`: it gets an error."""
     timeout_s: PositiveFloat = 600
     """The longest time, in seconds, that one run of the agent may take."""
 

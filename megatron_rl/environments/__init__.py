@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from megatron_rl.environments.environment import Closing, EnvironmentFault, Reaction, Session, Step, fault_of_reward
-from megatron_rl.environments.hermes import as_turn, calls_of
+from megatron_rl.environments.asked_calls import Render, as_turn, calls_of, format_of
+from megatron_rl.environments.call_formats import FORMATS, CallFormat
+from megatron_rl.environments.call_reader import Schemas
+from megatron_rl.environments.environment import (
+    Closing,
+    EnvironmentFault,
+    Reaction,
+    Session,
+    Step,
+    fault_of_reward,
+)
 from megatron_rl.environments.objects import Kind, kind_from
-from megatron_rl.environments.observations import Continuation, Observations, Render, require_offered
+from megatron_rl.environments.observations import ChangedHistory, Continuation, Observations, require_offered
 from megatron_rl.environments.sessions import Sessions, kinds_of_objects, object_columns, schemas_of
-from megatron_rl.environments.tools import asked_form
 
 __all__ = [
+    "FORMATS",
+    "CallFormat",
+    "ChangedHistory",
     "Continuation",
     "EnvironmentFault",
     "Kind",
@@ -17,13 +28,14 @@ __all__ = [
     "Closing",
     "Reaction",
     "Render",
+    "Schemas",
     "Session",
     "Sessions",
     "Step",
     "as_turn",
-    "asked_form",
     "calls_of",
     "fault_of_reward",
+    "format_of",
     "kind_from",
     "kinds_of_objects",
     "object_columns",

@@ -68,8 +68,8 @@ class Reaction:
     """The observations as turns of the chat template, `role` and `content`."""
     reward: float | None = None
     done: bool = False
-    num_errors: int = 0
-    """The number of calls of tools that gave an error."""
+    errors: tuple[str, ...] = ()
+    """The kinds of the calls of tools that gave an error, see `TOOL_ERRORS`."""
     num_calls: int = 0
     """The number of calls of tools."""
 

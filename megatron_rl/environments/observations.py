@@ -16,19 +16,27 @@ cut; no text of an observation becomes a special token, or a mark such as `<tool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+from megatron_rl.environments.asked_calls import QUESTION, Render, rendering_calls, without_end, written, written_call
+from megatron_rl.environments.call_formats import AskedCall
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
-"""The text of chat turns, and whether it ends where the assistant's answer begins -> the text."""
-QUESTION = {"role": "user", "content": "question"}
-OBSERVED = "observation"
+OBSERVED, TOOL = "observation", "some_tool"
+CALL_ID = "call00000"
+"""Of a call that the model has given no name. Mistral's template wants nine characters."""
 NUM_ROUNDS = 6
 """A thought may be dropped only when a second observation follows, or a later one."""
 SHOWN = 40
+
+
+class ChangedHistory(ValueError):
+    """A chat template changes earlier turns when another one follows."""
 
 
 class Continuation:
@@ -41,19 +49,27 @@ class Continuation:
         delimiter: the text that ends a thought; empty if the model does not think.
 
     Raises:
-        ValueError: the template cannot continue a transcript.
+        ChangedHistory: the template changes what was sampled.
+        ValueError: the template does not write such a turn, or does not end one as the model does.
     """
 
     def __init__(self, render: Render, ends: Sequence[str], role: str, delimiter: str) -> None:
-        self._render = render
-        observation = {"role": role, "content": OBSERVED} | ({"name": "name"} if role == "tool" else {})
+        self._render, self._ends = rendering_calls(render), ends
+        self._writes_calls = role == "tool" and TOOL in written_call(render, ends, TOOL)[0]
+        observation = {"role": role, "content": OBSERVED}
+        if role == "tool":
+            observation |= {"name": TOOL, "tool_call_id": CALL_ID}
         text = render([QUESTION], True)
-        self._answer = {"role": "assistant", "content": _answer_with_a_thought(text, delimiter)}
-        self._before = text + self._answer["content"]
-        turns: list[Mapping[str, str]] = [QUESTION]
+        self.opening = opening_of(text, delimiter)
+        """What the template writes at the beginning of an answer to open its reasoning."""
+        self._content = _answer_with_a_thought(self.opening, text, delimiter)
+        if self._writes_calls and "thought" not in self._content:
+            self._content = ""  # some templates write a call without text (Llama 3, Mistral)
+        turns, answer = [QUESTION], self._answer([observation])
         for _ in range(NUM_ROUNDS):
-            turns += [self._answer, observation]
-            expected, text = text + self._answer["content"], render(turns, True)
+            turns += [answer, observation]
+            before, text = text, self._render(turns, True)
+            expected = self._before(before, text)
             _require_beginning(expected, text)
             if OBSERVED not in text[len(expected) :]:
                 raise ValueError(f"the chat template writes nothing of a turn with the role {role!r}")
@@ -65,20 +81,51 @@ class Continuation:
                 f"{', '.join(map(repr, ends))}; correct eos_token_id in generation_config.json, or the template"
             )
         self.end = found
-        """The text of the token that ends a turn."""
-        forms = _forms(self._answer["content"]).items()
-        self.rewrites = [told for form, answer in forms if (told := self._rewrite(form, answer, observation))]
+        """The text of the token that ends a turn before an observation."""
+        self.begins_next = self._writes_calls and not without_end(self._render([QUESTION, answer], False), ends)[1]
+        """Whether this token is the beginning of the next turn, as GLM's `<|observation|>`."""
+        forms = _forms(self._content).items()
+        self.rewrites = [told for form, said in forms if (told := self._rewrite(form, said, observation))]
         """How the template rewrites answers of other forms in the history, a sentence each."""
 
     def text(self, messages: Sequence[Mapping[str, str]]) -> str:
         """What follows an answer that these observations follow, from the end of its turn on."""
-        whole = self._render([QUESTION, self._answer, *messages], True)
-        _require_beginning(self._before + self.end, whole)
-        return whole[len(self._before) :]
+        messages = [{"tool_call_id": CALL_ID, **one} if one["role"] == "tool" else one for one in messages]
+        whole = self._render([QUESTION, self._answer(messages), *messages], True)
+        before = self._before(self._render([QUESTION], True), whole)
+        _require_beginning(before + self.end, whole)
+        return whole[len(before) :]
+
+    def _answer(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """An answer that these observations may follow."""
+        answer = {"role": "assistant", "content": self.opening + self._content}
+        if not self._writes_calls:
+            return answer
+        calls = [AskedCall(0, 0, True, one["name"], id=one["tool_call_id"]) for one in messages]
+        return answer | {"tool_calls": [written(call) for call in calls]}
+
+    def _before(self, text: str, whole: str) -> str:
+        """The text up to the end of an answer.
+
+        Args:
+            text: what the template writes before the answer.
+            whole: what it writes of the conversation with the answer and what follows it.
+        """
+        if not self._writes_calls:
+            return text + self._content
+        _require_beginning(text, whole)
+        places = (whole.find(end, len(text)) for end in self._ends)
+        stop = min((place for place in places if place >= 0), default=len(whole))
+        if "thought" in self._content and "thought" not in whole[len(text) : stop]:
+            return text + self._content
+        return whole[:stop]
 
     def _rewrite(self, form: str, answer: str, observation: Mapping[str, str]) -> str | None:
         written = self._render([QUESTION], True)
-        text = self._render([QUESTION, {"role": "assistant", "content": answer}, observation], True)
+        try:
+            text = self._render([QUESTION, {"role": "assistant", "content": answer}, observation], True)
+        except (TemplateError, ValueError):  # a result must follow a call
+            return None
         if text.startswith(written + answer + self.end):
             return None
         found = text[len(written) :].partition(self.end)[0]
@@ -91,6 +138,7 @@ class Continuation:
 class Observations:
     """
     Args:
+        ends: the texts of the tokens that end a turn.
         tokenizer: the model's.
         limit: the largest number of tokens of an observation.
 
@@ -98,30 +146,30 @@ class Observations:
         ValueError: the end of a turn is not one token.
     """
 
-    def __init__(self, continuation: Continuation, tokenizer: Tokenizer, limit: int) -> None:
-        self._continuation, self._tokenizer, self._limit = continuation, tokenizer, limit
-        end = continuation.end
-        if len(self._ids(end)) != 1:
-            raise ValueError(f"the end of a turn, {end!r}, is the tokens {self._ids(end)}, but must be one token")
+    def __init__(self, ends: Sequence[str], tokenizer: Tokenizer, limit: int) -> None:
+        self._tokenizer, self._limit = tokenizer, limit
+        for end in ends:
+            if len(self._ids(end)) != 1:
+                raise ValueError(f"the end of a turn, {end!r}, is the tokens {self._ids(end)}, but must be one token")
         added = tokenizer.get_added_tokens_decoder().values()
         # `<tool_call>` and `</think>` are not special in every tokenizer. Added tokens of white space stay.
         marks = (token.content for token in added if token.special or token.content[:1] in "<[")
-        self._marks = sorted({end, *marks}, key=len, reverse=True)
+        self._marks = sorted({*ends, *marks}, key=len, reverse=True)
         self._longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
     def read(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         """The observations as the model reads them."""
         return [{**message, "content": self._short(message["content"])} for message in messages]
 
-    def ids(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def ids(self, text: str) -> list[int]:
         """The tokens between a turn of the model, which has its end, and the next one.
 
         Args:
-            messages: the observations, of `read`.
+            text: from the end of the turn on.
         """
         # The end of the turn is sampled already. It is tokenised with the rest because of tokens that take white space
         # with them.
-        return self._ids(self._continuation.text(messages))[1:]
+        return self._ids(text)[1:]
 
     def _short(self, text: str) -> str:
         """The text with at most this number of tokens, none of them a mark of the chat template."""
@@ -160,17 +208,27 @@ def require_offered(render: Render, render_without: Render, schemas: Sequence[Ma
         )
 
 
-def _answer_with_a_thought(prompt: str, delimiter: str) -> str:
-    """An answer, with a thought before it unless the prompt has closed the thought already.
+def opening_of(prompt: str, delimiter: str) -> str:
+    """The end of a prompt that opens the reasoning of the answer; empty if the model opens it, or does not reason."""
+    if not delimiter.startswith("</"):
+        return ""
+    mark = "<" + delimiter.removeprefix("</")
+    place = len(prompt.rstrip()) - len(mark)
+    return prompt[place:] if prompt.rstrip().endswith(mark) else ""
+
+
+def _answer_with_a_thought(opening: str, prompt: str, delimiter: str) -> str:
+    """An answer as the model samples it; without a thought if the model does not think, or the prompt has closed the
+    thought already.
 
     Args:
+        opening: see `opening_of`.
         prompt: up to the point where the answer begins.
     """
     if not delimiter or prompt.rstrip().endswith(delimiter):
         return "answer"
-    opening = "<" + delimiter.removeprefix("</") if delimiter.startswith("</") else ""
-    begun = not opening or prompt.rstrip().endswith(opening)
-    return f"{'' if begun else opening + chr(10)}thought\n{delimiter}\n\nanswer"
+    begins = "" if opening or not delimiter.startswith("</") else f"<{delimiter.removeprefix('</')}\n"
+    return f"{begins}thought\n{delimiter}\n\nanswer"
 
 
 def _forms(answer: str) -> dict[str, str]:
@@ -194,12 +252,12 @@ def _forms(answer: str) -> dict[str, str]:
 def _require_beginning(expected: str, text: str) -> None:
     """
     Raises:
-        ValueError: the text does not begin as expected.
+        ChangedHistory: the text does not begin as expected.
     """
     if text.startswith(expected):
         return
     place = next((i for i, (a, b) in enumerate(zip(expected, text, strict=False)) if a != b), len(text))
-    raise ValueError(
+    raise ChangedHistory(
         f"the chat template writes earlier turns differently once another one follows: from character {place} of the "
         f"conversation on, {expected[place : place + SHOWN]!r} becomes {text[place : place + SHOWN]!r}. The tokens "
         "that the model has sampled would change; use a chat_template.jinja that keeps earlier turns, with their "

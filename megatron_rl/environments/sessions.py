@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config.environment import CHOOSES, EnvironmentConfig, ObjectColumns, TurnsEnvironment
 from megatron_rl.config.function import load_function
+from megatron_rl.environments.call_formats import FORMATS
 from megatron_rl.environments.calls import Calls
 from megatron_rl.environments.environment import ClassSession, Session
 from megatron_rl.environments.objects import AnswerObject, Kind, kinds_of
@@ -19,13 +20,15 @@ class Sessions:
     """
     Args:
         delimiter: the text that ends a thought; empty if the model does not think.
+        form: the format of calls, a name of FORMATS.
 
     Raises:
         ValueError: the class or a function cannot be imported, or has not what it needs.
     """
 
-    def __init__(self, cfg: TurnsEnvironment, delimiter: str) -> None:
-        self._cfg, self._delimiter, self._calls = cfg, delimiter, Calls(cfg.step_timeout_s)
+    def __init__(self, cfg: TurnsEnvironment, delimiter: str, form: str = "hermes") -> None:
+        self._cfg, self._delimiter, self._form = cfg, delimiter, FORMATS[form]
+        self._calls = Calls(cfg.step_timeout_s)
         if cfg.kind == "tools":
             self._tools = load_tools(cfg.paths)
             self._kinds = kinds_of(cfg, self._tools)
@@ -39,7 +42,7 @@ class Sessions:
         """The environment of another answer."""
         if self._cfg.kind == "tools":
             own = AnswerObject(self._kinds, self._calls) if self._kinds else None
-            return ToolSession(self._cfg, self._tools, own, self._delimiter, self._calls)
+            return ToolSession(self._cfg, self._tools, own, self._form, self._delimiter, self._calls)
         return ClassSession(self._class, self._cfg, self._calls)
 
 

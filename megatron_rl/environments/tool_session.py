@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatron_rl.config.environment import ToolsEnvironment
 from megatron_rl.config.exception_text import said
+from megatron_rl.environments.asked_calls import calls_of
+from megatron_rl.environments.call_formats import AskedCall, CallFormat
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.environments.environment import Closing, Reaction
-from megatron_rl.environments.hermes import AskedCall, calls_of
 from megatron_rl.environments.objects import AnswerObject
 from megatron_rl.environments.tools import Tool
 
@@ -30,29 +31,40 @@ class ToolSession:
 
     Args:
         own: the object of the answer; None: there is none.
+        form: the format of calls.
         delimiter: the text that ends a thought; calls inside a thought do not count. Empty if the model does not think.
     """
 
     def __init__(
-        self, cfg: ToolsEnvironment, tools: Mapping[str, Tool], own: AnswerObject | None, delimiter: str, calls: Calls
+        self,
+        cfg: ToolsEnvironment,
+        tools: Mapping[str, Tool],
+        own: AnswerObject | None,
+        form: CallFormat,
+        delimiter: str,
+        calls: Calls,
     ) -> None:
-        self._cfg, self._tools, self._own = cfg, tools, own
-        self._delimiter, self._calls = delimiter, calls
+        self._cfg, self._functions, self._own = cfg, tools, own
+        self._form, self._delimiter, self._calls = form, delimiter, calls
         self._num_turns = 0
 
     async def begin(self, row: Mapping[str, Any]) -> str:
         return "" if self._own is None else await self._own.begin(row)
 
     async def react(self, text: str) -> Reaction:
-        asked = calls_of(text, self._delimiter)
+        schemas = {name: tool.parameters for name, tool in self._tools.items()}
+        asked = calls_of(text, self._form, schemas, self._delimiter)
         if self._cfg.ends_at_malformed_calls and any(call.fault for call in asked):
-            return Reaction(done=True)
+            return Reaction(done=True, errors=tuple(call.kind for call in asked if call.kind))
         self._num_turns += 1
         if self._num_turns == self._cfg.max_turns:  # nobody would read the results
             return Reaction(done=not asked)
         given = await asyncio.gather(*map(self._result, asked))
-        messages = tuple({"role": "tool", "name": name, "content": content} for name, content, _ in given)
-        return Reaction(messages, None, not given, sum(failed for *_, failed in given), len(given))
+        messages = tuple(
+            {"role": "tool", "name": call.name, "content": content} | ({"tool_call_id": call.id} if call.id else {})
+            for call, (content, _) in zip(asked, given, strict=True)
+        )
+        return Reaction(messages, None, not given, tuple(kind for _, kind in given if kind), len(given))
 
     async def closing(self) -> Closing:
         return Closing() if self._own is None else await self._own.closing()
@@ -60,32 +72,30 @@ class ToolSession:
     async def end(self) -> None:
         pass
 
-    async def _result(self, call: AskedCall) -> tuple[str, str, bool]:
-        """The name of the tool, the text of the observation, and whether it is an error."""
-        name = call.name
+    @property
+    def _tools(self) -> Mapping[str, Tool]:
+        return {**self._functions, **(self._own.tools if self._own else {})}
+
+    async def _result(self, call: AskedCall) -> tuple[str, str]:
+        """The text of the observation, and the kind of its error; empty if it is none."""
+        name, tool = call.name, self._tools.get(call.name)
+        if call.fault:
+            return f"Error: ValueError: {call.fault}", call.kind
+        if tool is None:
+            names = ", ".join(self._tools)
+            return f"Error: ValueError: there is no tool {name!r}, only {names}", "unknown_tool"
+        if fault := tool.fault_of(call.arguments):
+            return f"Error: wrong arguments of {name}: {fault}", "arguments"
         try:
-            if call.fault:
-                raise ValueError(call.fault)
-            function = self._function(name)
-            result = await self._calls.call(function, **call.arguments)
-            return name, _as_text(result), False
+            function = tool.function if self._own is None or name in self._functions else self._own.tool(name)
+            return _as_text(await self._calls.call(function, **call.arguments)), ""
         except ValidationError as error:
             faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
-            return name, f"Error: wrong arguments of {name}: {'; '.join(faults)}", True
+            return f"Error: wrong arguments of {name}: {'; '.join(faults)}", "arguments"
         except OutOfTime as error:
-            return name, f"Error: {name} gave {error}", True
+            return f"Error: {name} gave {error}", "timed_out"
         except Exception as error:  # a tool may raise anything, and the model is to read it
-            return name, f"Error: {said(error)}", True
-
-    def _function(self, name: str) -> Callable[..., Any]:
-        """
-        Raises:
-            ValueError: there is no such tool.
-        """
-        names = (*self._tools, *(self._own.tools if self._own else ()))
-        if name not in names:
-            raise ValueError(f"there is no tool {name!r}, only {', '.join(names)}")
-        return self._tools[name].function if self._own is None or name in self._tools else self._own.tool(name)
+            return f"Error: {said(error)}", "raised"
 
 
 def _as_text(result: Any) -> str:

@@ -1,33 +1,51 @@
-"""Plain typed functions as tools, and how chat templates ask for their calls (hermes.py has the form)."""
+"""Plain typed functions as tools, and whether the arguments of a call fit them."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any
 
-from jinja2 import TemplateError
+from jsonschema import Draft202012Validator
 from pydantic import validate_call
 from pydantic.errors import PydanticUserError
 
 from megatron_rl.config.function import load_function
-from megatron_rl.environments.hermes import OPENING, calls_of
-from megatron_rl.environments.observations import QUESTION, Render
-
-OTHER_FORMS = ("<function=", "<parameter=", "<arg_key>", "<|python_tag|>", "[TOOL_CALLS]", "<|tool_call", "<|channel|>")
-"""What chat templates of other models write in a call or in front of it: Qwen3-Coder and Qwen3.5, GLM, Llama 3,
-Mistral, LFM2, Gemma 4 and Kimi-K2, gpt-oss."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tool:
     name: str
     function: Callable[..., Any]
     """Takes the arguments by name, and raises pydantic's ValidationError if they do not fit its types."""
     schema: Mapping[str, Any] = field(hash=False)
     """The JSON schema of the tool for the chat template."""
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of its arguments."""
+        given: Mapping[str, Any] = self.schema["function"]["parameters"]
+        return given
+
+    def fault_of(self, arguments: Mapping[str, Any]) -> str:
+        """What of these arguments the schema does not allow; empty if it allows all. A number in quotes is no number,
+        although pydantic would take it."""
+        faults = sorted(self._validator.iter_errors(dict(arguments)), key=lambda fault: list(map(str, fault.path)))
+        return "; ".join(f"{'.'.join(map(str, one.path)) or 'arguments'}: {one.message}" for one in faults)
+
+    @cached_property
+    def _validator(self) -> Draft202012Validator:
+        return Draft202012Validator({"additionalProperties": False, **_with_null(self.parameters)})
+
+
+def _with_null(schema: Any) -> Any:
+    """The schema with `nullable`, which transformers writes, as JSON schemas have it."""
+    if not isinstance(schema, Mapping):
+        return [_with_null(one) for one in schema] if isinstance(schema, list) else schema
+    found = {key: _with_null(one) for key, one in schema.items() if key != "nullable"}
+    return {"anyOf": [found, {"type": "null"}]} if schema.get("nullable") is True else found
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
@@ -69,26 +87,3 @@ def tool_of(function: Callable[..., Any], where: str) -> Tool:
             f"{where} cannot be offered as a tool: {str(error).rstrip('.!')}; it needs a type for each argument, and a "
             "docstring that says what it does and, under `Args:`, what each argument is"
         ) from error
-
-
-def asked_form(render: Render, name: str) -> Literal["hermes", "other", "unknown"]:
-    """The form of the calls that a chat template asks for: it writes calls itself, or tells the model how. It may do
-    neither, and leave it to the model's training.
-
-    Args:
-        render: the chat template with the tools.
-        name: of one of the tools.
-    """
-    told = render([QUESTION], True)
-    asked = {"name": name, "arguments": {"x": "y"}}
-    calls = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": asked}]}
-    try:
-        written = render([QUESTION, calls], False)
-    except (TemplateError, LookupError, TypeError, AttributeError, ValueError):  # a template that takes no calls
-        written = ""
-    written = written.removeprefix(render([QUESTION], False))
-    if any((call.name, call.arguments) == (name, asked["arguments"]) for call in calls_of(written)):
-        return "hermes"
-    if name not in written and re.search(rf'{OPENING}\s*\{{\s*"name"', told):
-        return "hermes"
-    return "other" if name in written or any(mark in told for mark in OTHER_FORMS) else "unknown"

@@ -56,7 +56,7 @@ class ThoughtBudgets:
         lengths = [
             sample.num_thought_tokens
             for group in groups
-            for sample in group.rollouts
+            for sample in group.answers
             if sample.num_thought_tokens and not sample.thought_cut and self._is_right(sample)
         ]
         self._lengths = [*self._lengths, lengths][-self._tokens.num_steps :]

@@ -30,7 +30,7 @@ def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     prompts with fewer than k scored answers. Each accuracy has the bounds of its interval, `_low` and `_high`. With
     `rollout.beams` the items of each thought are a ranking: see `_describe_rankings`.
     """
-    samples, verdicts = [sample for group in groups for sample in group.rollouts], verdicts_of(groups)
+    samples, verdicts = [sample for group in groups for sample in group.answers], verdicts_of(groups)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     describe = _describe_answers if config.rollout.beams is None else _describe_rankings
     return describe(config, groups) | {
@@ -53,7 +53,7 @@ def _by_dataset(groups: Sequence[Group]) -> Metrics:
         scores = [verdict.score for verdict in verdicts_of(own) if verdict.score is not None]
         if scores:
             metrics[f"eval/dataset/{name}/reward_mean"] = fmean(scores)
-        lengths = [sample.num_response_tokens for group in own for sample in group.rollouts]
+        lengths = [sample.num_response_tokens for group in own for sample in group.answers]
         metrics[f"eval/dataset/{name}/response_mean"] = fmean(lengths)
     return metrics
 
@@ -61,8 +61,7 @@ def _by_dataset(groups: Sequence[Group]) -> Metrics:
 def _describe_answers(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     num = config.eval.samples_per_prompt
     sizes = [2**i for i in range(1, num.bit_length())]
-    # An agent's answer may have several conversations; its first one is judged.
-    answers = [[one.verdict for one in group.rollouts if one.begins_answer] for group in groups]
+    answers = [verdicts_of([group]) for group in groups]
     return describe_decided([decide(config, verdicts) for verdicts in answers], num, sizes)
 
 

@@ -13,6 +13,7 @@ from megatron_rl.config.rewards import RewardConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
 from megatron_rl.types import UTILITY, Group, Metrics, Verdict
+from megatron_rl.types.rollouts import TOOL_ERRORS
 from megatron_rl.types.step import numbers
 
 MAX_DATASETS = 16
@@ -60,7 +61,7 @@ def describe_signal(rewards: Sequence[RewardConfig], groups: Sequence[Group]) ->
     """
     spread = np.zeros(len(rewards))
     for group in groups:
-        parts = numbers_of([rollout.verdict.parts for rollout in group.rollouts])
+        parts = numbers_of([rollout.verdict.parts for rollout in group.answers])
         known = ~np.isnan(parts).any(1)
         if known.any():
             spread += parts[known].std(0) * np.abs([reward.weight for reward in rewards])
@@ -78,7 +79,7 @@ def numbers_of(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
 def describe_duplicates(groups: Sequence[Group]) -> Metrics:
     """`length/duplicates`: among the answers of DUPLICATE_TOKENS or more, the share of the ones that an earlier answer
     to the same prompt equals; none if there are no such answers. Short answers, such as `42`, are often equal."""
-    long = [[r.digest for r in g.rollouts if r.num_response_tokens >= DUPLICATE_TOKENS and not r.beam] for g in groups]
+    long = [[r.digest for r in g.answers if r.num_response_tokens >= DUPLICATE_TOKENS and not r.beam] for g in groups]
     total = sum(map(len, long))
     return {"length/duplicates": 1 - sum(len(set(own)) for own in long) / total} if total else {}
 
@@ -87,7 +88,7 @@ def describe_thoughts(groups: Sequence[Group]) -> Metrics:
     """The metrics of the thinking budget, over the answers that had one; none if no answer had. The mean rewards are
     given separately for answers whose thought the budget ended, and for the others. `thought/over_budget` is the number
     of answers whose thought has more sampled tokens than its budget; it should be 0."""
-    samples = [s for group in groups for s in group.rollouts if s.thought_budget is not None]
+    samples = [s for group in groups for s in group.answers if s.thought_budget is not None]
     if not samples:
         return {}
     metrics = {
@@ -119,9 +120,10 @@ def describe_passages(groups: Sequence[Group]) -> Metrics:
 
 def describe_episodes(groups: Sequence[Group]) -> Metrics:
     """The metrics of answers with several turns; empty if there are none. They are the mean and largest number of the
-    model's turns, tool calls and tool errors per answer, abandoned calls of agents, the share of answers whose
-    environment failed, and the seconds that a turn waited for its environment."""
-    episodes = [s.episode for group in groups for s in group.rollouts if s.episode is not None]
+    model's turns, tool calls and tool errors per answer, also by the kind of the error, abandoned and repeated calls of
+    agents, conversations per answer, the share of answers whose environment failed, and the seconds that a turn waited
+    for its environment."""
+    episodes = [s.episode for group in groups for s in group.answers if s.episode is not None]
     if not episodes:
         return {}
     num_turns = [episode.num_turns for episode in episodes]
@@ -130,7 +132,13 @@ def describe_episodes(groups: Sequence[Group]) -> Metrics:
         "environment/turns_max": float(max(num_turns)),
         "environment/tool_calls": fmean(episode.num_tool_calls for episode in episodes),
         "environment/abandoned": float(sum(episode.num_abandoned for episode in episodes)),
-        "environment/tool_errors": fmean(episode.num_tool_errors for episode in episodes),
+        "environment/retried": float(sum(episode.num_retried for episode in episodes)),
+        "environment/conversations": sum(len(group.rollouts) for group in groups) / len(episodes),
+        "environment/tool_errors": fmean(len(episode.tool_errors) for episode in episodes),
+        **{
+            f"environment/tool_errors/{kind}": fmean(e.tool_errors.count(kind) for e in episodes)
+            for kind in TOOL_ERRORS
+        },
         "environment/failed": fmean(bool(episode.fault) for episode in episodes),
         "environment/step_s": sum(episode.step_s for episode in episodes) / max(sum(num_turns), 1),
     }
@@ -147,9 +155,9 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
             by_name.setdefault(name if known else "other", []).append(group)
     metrics: Metrics = {}
     for name, own in by_name.items():
-        scores = [[sample.verdict.score for sample in group.rollouts] for group in own]
+        scores = [[sample.verdict.score for sample in group.answers] for group in own]
         flat = [score for given in scores for score in given if score is not None]
-        lengths = [sample.num_response_tokens for group in own for sample in group.rollouts]
+        lengths = [sample.num_response_tokens for group in own for sample in group.answers]
         metrics |= {
             f"dataset/{name}/groups": float(len(own)),
             f"dataset/{name}/zero_signal": sum(all_equal(s for s in given if s is not None) for given in scores)
@@ -162,8 +170,8 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
 
 
 def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:
-    """The verdicts of groups, one for each rollout."""
-    return [rollout.verdict for group in groups for rollout in group.rollouts]
+    """The verdicts of groups, one for each answer."""
+    return [rollout.verdict for group in groups for rollout in group.answers]
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:
@@ -175,7 +183,7 @@ def describe(groups: Sequence[Group], thinks: bool = True) -> Metrics:
     """The lengths of the answers in tokens, and the shares of answers that a budget cut. `length/answer_mean` counts
     the sampled tokens after the thought; a delimiter that the model sampled is one of them. The beams of a thought are
     separate answers with a common thought. A model that does not think has no metrics of thoughts."""
-    samples = [sample for group in groups for sample in group.rollouts]
+    samples = [sample for group in groups for sample in group.answers]
     thoughts = [sample for sample in samples if sample.beam == 0]
     responses = np.array([sample.num_response_tokens for sample in samples])
     of_thoughts = {

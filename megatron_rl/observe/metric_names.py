@@ -63,8 +63,12 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "environment/turns_mean": "turns of the model in an answer",
         "environment/turns_max": "the most turns of an answer",
         "environment/tool_calls": "calls of tools in an answer",
-        "environment/abandoned": "calls of agents that nobody waited for any more, and that are left out",
+        "environment/abandoned": "calls of agents that nobody waited for any more; they are left out",
+        "environment/retried": "calls of agents that they repeated to go on from a later answer; they are left out",
+        "environment/conversations": "samples of an answer: several if its history was changed",
         "environment/tool_errors": "errors of tools in an answer",
+        "environment/tool_errors/{kind}": "by kind: `unclosed`, `malformed`, `unknown_tool`, wrong `arguments`, "
+        "`raised`, `timed_out`",
         "environment/failed": "the share of answers whose environment failed",
         "environment/step_s": "seconds that a turn waited for the environment",
         "beams/ended_thoughts": "thoughts without a search, because the model ended its answer in them",

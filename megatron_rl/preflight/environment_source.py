@@ -10,15 +10,10 @@ from jinja2 import TemplateError
 
 from megatron_rl.config.rewards import EnvironmentReward
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.environments import Render, asked_form, kinds_of_objects, require_offered, schemas_of
+from megatron_rl.environments import ChangedHistory, Render, format_of, kinds_of_objects, require_offered, schemas_of
 from megatron_rl.preflight.reward_source import fault_of_function
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
-from megatron_rl.rollout.programs.turns import continuation_of
-
-FORM = (
-    'Tools are called in the form of Hermes, <tool_call>{"name": ..., "arguments": {...}}</tool_call>, alone; give the '
-    "folder a chat_template.jinja that asks for it, or let an environment of the kind class read the model's own form"
-)
+from megatron_rl.rollout.programs.turns import OTHER_FORMAT, continuation_of, ends_of
 
 
 class _Unknown(Exception):
@@ -104,12 +99,25 @@ def _check_template(
             require_offered(offering, with_arguments(plain), schemas)
         except ValueError as error:
             raise ValueError(f"rollout.environment: {folder}: {error}") from error
-        form = asked_form(offering, schemas[0]["function"]["name"])
-        if form == "other":
-            raise ValueError(f"rollout.environment: {folder}: the chat template asks for calls in another form. {FORM}")
-        if form == "unknown":
-            tell(f"rollout.environment: the chat template does not say how a call is written. {FORM}")
     environment = config.rollout.environment
+    if environment is not None and environment.kind == "tools" and environment.format is None:
+        form = format_of(offering, ends_of(folder), schemas[0]["function"]["name"])
+        if form == "other":
+            raise ValueError(f"rollout.environment: {folder}: {OTHER_FORMAT}")
+        if form == "unknown":
+            tell(
+                "rollout.environment: the chat template does not say how a call of a tool is written, so that calls "
+                "in the format hermes count; rollout.environment.format chooses another one"
+            )
     if environment is not None and environment.kind == "agent":  # one that never goes on needs nothing of the template
         return []
-    return continuation_of(folder, config.rollout, offering).rewrites
+    try:
+        return continuation_of(folder, config.rollout, offering).rewrites
+    except ChangedHistory as error:
+        if environment is None or environment.history == "refuse":
+            raise
+        tell(
+            f"{str(error).partition('. The tokens')[0]}. So an answer of several turns has several samples, each with "
+            "the history that the template writes (rollout.environment.history: split)"
+        )
+        return []

@@ -19,6 +19,10 @@ import numpy as np
 
 from megatron_rl.types import Rollout, Tokens
 
+NEXT_CALL = 0x1E3779B97F4A7C15
+"""What is added to the seed of an answer from call to call where a call does not go on from the tokens of the one
+before it, so that it has other noise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

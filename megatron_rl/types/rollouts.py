@@ -173,25 +173,37 @@ FROM_PROMPT = Branch(-1, -1)
 """The end of the prompt, before all thoughts of a group."""
 
 
+TOOL_ERRORS = ("unclosed", "malformed", "unknown_tool", "arguments", "raised", "timed_out")
+"""Why a call of a tool gave an error: it was not closed, or cannot be read; there is no such tool; the arguments do not
+fit its schema; it raised an exception, or took too long."""
+
+
 @dataclass(frozen=True, slots=True)
 class Episode:
     """The driver's record of the turns of one answer, if there is `rollout.environment`."""
 
     num_turns: int
-    """The number of the model's turns."""
+    """The number of the model's turns; of a later conversation the turns that no earlier one has."""
     last_turn: int
     """The index in `Tokens` of the first token of the last turn."""
-    num_tool_errors: int = 0
-    """The number of calls of tools that gave an error."""
+    tool_errors: tuple[str, ...] = ()
+    """The kind of each call of a tool that gave an error, see TOOL_ERRORS."""
     step_s: float = 0.0
     """The time that the model waited for the environment, in seconds."""
     fault: str = ""
     """Why the environment failed, so that the answer cannot be judged; empty if it did not fail."""
     num_tool_calls: int = 0
     conversation: int = 0
-    """The number of the conversation in one run of an agent, whose conversations are adjacent; 0 without an agent."""
+    """The number of the conversation of an answer, whose conversations are adjacent: an agent's, or the parts of an
+    answer whose history the chat template changes. 0 if the answer is one conversation."""
+    continues: bool = False
+    """Whether the answer continues in the next conversation, which begins with a changed history. The verdict on that
+    one holds for both."""
     num_abandoned: int = 0
     """The number of an agent's calls whose answers nobody waited for any more; they are left out."""
+    num_retried: int = 0
+    """The number of an agent's calls that it asked once more and went on from the later answer; the earlier ones are
+    left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +248,7 @@ class Rollout:
 
     @property
     def begins_answer(self) -> bool:
-        """Whether it is an answer, or the first conversation of an agent's."""
+        """Whether it is an answer, or the first conversation of one."""
         return self.episode is None or self.episode.conversation == 0
 
     @property
@@ -267,10 +279,41 @@ class Group:
     engines: Sequence[int] = ()
     """The index of the engine that ended each rollout; empty if nobody has recorded it, as in older files."""
 
+    @property
+    def answers(self) -> list[Rollout]:
+        """One rollout for each answer, for statistics. Of an answer with several conversations it is the first one with
+        the sampled tokens and the turns of all, and the finish of the last one."""
+        found: list[list[Rollout]] = []
+        for rollout in self.rollouts:
+            if rollout.begins_answer:
+                found.append([])
+            found[-1].append(rollout)
+        return [parts[0] if len(parts) == 1 else _joined(parts) for parts in found]
+
     def judged(self, verdicts: Sequence[Verdict]) -> Group:
         """The group whose rollouts have these verdicts."""
         rollouts = [replace(one, verdict=given) for one, given in zip(self.rollouts, verdicts, strict=True)]
         return replace(self, rollouts=rollouts)
+
+
+def _joined(parts: Sequence[Rollout]) -> Rollout:
+    """The conversations of an answer as one rollout."""
+    num_actions, episodes = sum(part.num_actions for part in parts), [part.episode for part in parts if part.episode]
+    return replace(
+        parts[0],
+        length=parts[0].num_prompt_tokens + num_actions,
+        num_actions=num_actions,
+        num_thought_tokens=sum(part.num_thought_tokens for part in parts),
+        finish=parts[-1].finish,
+        episode=replace(
+            episodes[0],
+            num_turns=sum(episode.num_turns for episode in episodes),
+            tool_errors=tuple(kind for episode in episodes for kind in episode.tool_errors),
+            num_tool_calls=sum(episode.num_tool_calls for episode in episodes),
+            step_s=sum(episode.step_s for episode in episodes),
+            fault=next((episode.fault for episode in episodes if episode.fault), ""),
+        ),
+    )
 
 
 class Tokenizer(Protocol):

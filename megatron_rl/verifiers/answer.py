@@ -43,6 +43,16 @@ class Answer:
         return 0 if episode is None else episode.last_turn - self.rollout.num_prompt_tokens
 
     @property
+    def continues(self) -> bool:
+        """Whether the verdict on the next conversation of the same answer holds for it, too."""
+        return self.rollout.episode is not None and self.rollout.episode.continues
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether rewards look at it."""
+        return not self.fault and not self.continues
+
+    @property
     def fault(self) -> str:
         """Why nothing can be said about the answer; empty if something can."""
         return self.rollout.episode.fault if self.rollout.episode else ""

@@ -214,7 +214,7 @@ class RewardSet:
 
     def _own(self, index: int, answers: Sequence[Answer]) -> list[Answer]:
         cfg = self._configs[index]
-        return [answer for answer in answers if cfg.scores(answer.prompt.columns) and not answer.fault]
+        return [answer for answer in answers if cfg.scores(answer.prompt.columns) and answer.is_judged]
 
     def _for_all(self, index: int, answers: Sequence[Answer], own: Sequence[Verdict]) -> list[Verdict]:
         """One verdict for each answer, from the verdicts on the answers that the reward scores."""
@@ -222,11 +222,14 @@ class RewardSet:
         other = Verdict(None, f"{cfg.label} does not score rows of this data set")
 
         def judged(answer: Answer) -> Verdict:
-            if not cfg.scores(answer.prompt.columns):
+            if not cfg.scores(answer.prompt.columns) or answer.continues:
                 return other
             return Verdict(None, answer.fault, failed=True) if answer.fault else next(given)
 
         verdicts = [judged(answer) for answer in answers]
+        for i in range(len(answers) - 2, -1, -1):
+            if answers[i].continues:
+                verdicts[i] = verdicts[i + 1]
         if cfg.on_error == "stop":
             for answer, verdict in zip(answers, verdicts, strict=True):
                 if verdict.failed:

@@ -18,19 +18,18 @@ from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.environments import fault_of_reward
+from megatron_rl.environments import FORMATS, fault_of_reward
 from megatron_rl.environments.calls import Calls, OutOfTime
-from megatron_rl.rollout.program import Call, Completion, Request, Samples, Transcript, as_rollout
+from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Request, Samples, Transcript, as_rollout
 from megatron_rl.rollout.programs.conversations import Conversations, RenderCall
-from megatron_rl.rollout.programs.endpoint import AnswerLine, Endpoint
+from megatron_rl.rollout.programs.endpoint import AnswerLine, Endpoint, TurnReading
 from megatron_rl.rollout.programs.episodes import Ask, Begin, EpisodeRequest, Plays
-from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
+from megatron_rl.rollout.programs.turns import ends_of
+from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
 
 MAX_REASON = 500
 HOST = "127.0.0.1"
-NEXT_CALL = 0x1E3779B97F4A7C15
-"""What is added to the seed of an answer from call to call, so that a repeated call gives another answer."""
 
 
 class Agents:
@@ -39,6 +38,7 @@ class Agents:
         folder: the model's.
         rollout: with an environment of kind agent.
         render: the chat template, with the arguments that all rows have.
+        form: the format of the model's calls of tools.
 
     Raises:
         ValueError: the agent cannot be imported.
@@ -49,6 +49,7 @@ class Agents:
         folder: Path,
         rollout: RolloutConfig,
         render: RenderCall,
+        form: str,
         ask: Ask,
     ) -> None:
         cfg = rollout.environment
@@ -56,10 +57,11 @@ class Agents:
         self._cfg, self._render, self._ask = cfg, render, ask
         self._run, self._calls = load_function(cfg.path), Calls(cfg.timeout_s)
         self._tokenizer = load_tokenizer(folder)
-        self._ends = [text for i in stop_ids(folder) if (text := self._tokenizer.id_to_token(i)) is not None]
+        self._ends = ends_of(folder)
         sampling = rollout.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        self._endpoint = Endpoint(HOST, self._decode, rollout.max_model_tokens, own)
+        reading = TurnReading(FORMATS[form], rollout.delimiter, self._decode)
+        self._endpoint = Endpoint(HOST, reading, rollout.max_model_tokens, own)
         self._starting: asyncio.Task[None] | None = None
         self._plays = Plays()
 
@@ -97,7 +99,7 @@ class Agents:
             num_calls += 1
             return await self._ask(Request(ids, call, own, is_greedy, answer, goes_on=num_calls > 1))
 
-        conversations = Conversations(self._render, self._tokenizer, self._ends)
+        conversations = Conversations(self._render, self._tokenizer, self._ends, self._cfg.history == "split")
         line = self._endpoint.open(conversations, ask)
         reward, fault = None, ""
         try:
@@ -127,14 +129,19 @@ class Agents:
                 fault=fault or f"{short_path(self._cfg.path)} did not ask the model",
             )
             return [(replace(sample, episode=episode), tokens)]
-        samples = []
+        samples, seen = [], set[int]()
         for number, (ids, transcript, path) in enumerate(found):
             sample, tokens = as_rollout(ids, transcript, None)
             rewards = () if reward is None else (TokenReward(sample.length - 1, "environment", reward),)
             turns = path[-1].messages[len(path[0].messages) - 1 :]  # from the model's first answer on
             num_calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
-            episode = Episode(len(path), len(ids) + path[-1].num_before, num_tool_calls=num_calls, fault=fault)
-            episode = replace(episode, conversation=number, num_abandoned=0 if number else line.num_abandoned)
+            num_turns = sum(id(node) not in seen for node in path)
+            seen.update(map(id, path))
+            episode = Episode(num_turns, len(ids) + path[-1].num_before, num_tool_calls=num_calls, fault=fault)
+            episode = replace(episode, conversation=number)
+            if not number:
+                retried = len(line.conversations.retried)
+                episode = replace(episode, num_abandoned=line.num_abandoned, num_retried=retried)
             sample = replace(sample, token_rewards=rewards, episode=episode)
             samples.append((sample, replace(tokens, conversation=Conversation(turns))))
         return samples

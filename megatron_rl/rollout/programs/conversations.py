@@ -3,11 +3,13 @@
 An agent sends a whole conversation in each call: it repeats the turns before it. The tokens that the model sampled in
 these turns are known, and are not tokenised again. If a call begins with the conversation and the answer of an earlier
 call, it continues that call, and only the text after it is tokenised. Calls with a common beginning that then differ
-are branches.
+are branches: other tools, a shortened history, or another agent. So are calls whose earlier turns the chat template
+renders in another way than before. If an agent asks the same call once more, and goes on from the later
+answer only, the earlier one had no effect on anything, and is left out.
 
 Invariants (tests/unit/rollout): the tokens of a call are the tokens of the previous call, followed by the text that the
 chat template adds; they are the text that it renders for the whole conversation, if the answers are read as they were
-sampled; each sampled token is an action of one sample.
+sampled; each sampled token is an action of at most one sample.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ class AnsweredCall:
     """The conversation with its answer, as `normalised`."""
     tools: str
     """The tools of the call as JSON."""
-    rendered: str
-    """The text of the conversation with its answer, without what follows the end of the answer."""
+    rendered: str | None
+    """The text of the conversation with its answer, without what follows the end of the answer. None if the template
+    changes what is before the answer, so that no call goes on from it."""
     end: str
     """The text that the chat template adds at the end of the answer."""
     before: AnsweredCall | None
@@ -90,11 +93,14 @@ class Conversations:
     """
     Args:
         ends: the texts of the tokens that end a turn.
+        splits: whether a call whose earlier turns are rendered in another way begins a conversation. If not, it is
+            refused.
     """
 
     render: RenderCall
     tokenizer: Tokenizer
     ends: Sequence[str]
+    splits: bool = True
     nodes: list[AnsweredCall] = field(default_factory=list)
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Asked:
@@ -102,13 +108,17 @@ class Conversations:
         Raises:
             Refused: the chat template cannot render the turns, or it rewrites turns that were sampled.
         """
-        wanted, key = tuple(map(normalised, messages)), json.dumps(tools, sort_keys=True)
-        text = self._rendered(wanted, tools, True)
+        wanted: tuple[Message, ...] = tuple(map(normalised, messages))
+        key = json.dumps(tools, sort_keys=True)
         fitting = [n for n in self.nodes if n.tools == key and n.messages == wanted[: len(n.messages)]]
         before = max(fitting, key=lambda node: len(node.messages), default=None)
-        if before is None:
+        if before is not None:  # the keys of arguments may have come back in another order
+            wanted = (*before.messages, *wanted[len(before.messages) :])
+        text = self._rendered(wanted, tools, True)
+        if before is not None and not self.splits:
+            _require_beginning(before.rendered or "", text)
+        if before is None or before.rendered is None or not text.startswith(before.rendered):
             return Asked(wanted, tools, text, None, self._ids(text), Transcript())
-        _require_beginning(before.rendered, text)
         transcript = before.transcript.copy()
         [end, *after] = self._ids(before.end + text[len(before.rendered) :])
         # An answer that a limit has cut has no end of its own.
@@ -127,28 +137,43 @@ class Conversations:
         """
         messages = (*asked.messages, normalised(answer))
         rendered = self._rendered(messages, asked.tools, False)
-        _require_beginning(asked.text, rendered)
-        cut, end = max((rendered.rfind(end), end) for end in self.ends)
-        if cut < len(asked.text) or rendered[cut + len(end) :].strip():
-            expected = ", ".join(map(repr, self.ends))
-            raise Refused(
-                f"the model ends a turn with one of {expected}, but the chat template ends an answer with "
-                f"{rendered[-SHOWN:]!r}"
-            )
+        text, end = None, self.ends[0]
+        if rendered.startswith(asked.text) or not self.splits:
+            _require_beginning(asked.text, rendered)
+            cut, end = max((rendered.rfind(end), end) for end in self.ends)
+            if cut < len(asked.text) or rendered[cut + len(end) :].strip():
+                expected = ", ".join(map(repr, self.ends))
+                raise Refused(
+                    f"the model ends a turn with one of {expected}, but the chat template ends an answer with "
+                    f"{rendered[-SHOWN:]!r}"
+                )
+            text = rendered[: cut + len(end)]
         num_before = len(asked.transcript.ids)
         asked.transcript.sampled(completion)
         if asked.before is not None:
             asked.before.is_last = False
-        key, text = json.dumps(asked.tools, sort_keys=True), rendered[: cut + len(end)]
-        self.nodes.append(
-            AnsweredCall(messages, key, text, end, asked.before, asked.prompt, asked.transcript, num_before)
-        )
+        key, own = json.dumps(asked.tools, sort_keys=True), (asked.before, asked.prompt, asked.transcript)
+        self.nodes.append(AnsweredCall(messages, key, text, end, *own, num_before))
+
+    @property
+    def retried(self) -> list[AnsweredCall]:
+        """The calls from which none goes on, although one goes on from the same call with a later answer."""
+        return [
+            node
+            for i, node in enumerate(self.nodes)
+            if node.is_last
+            and any(
+                not later.is_last and (later.tools, later.messages[:-1]) == (node.tools, node.messages[:-1])
+                for later in self.nodes[i + 1 :]
+            )
+        ]
 
     def transcripts(self) -> list[tuple[list[int], Transcript, list[AnsweredCall]]]:
         """Each conversation that no other call goes on from, as the tokens of the prompt, the transcript and its calls,
-        in the order of the last calls. An answer that several of them contain is an action of the first one alone."""
-        found, seen = [], set[int]()
-        for last in (node for node in self.nodes if node.is_last):
+        in the order of the last calls, without the calls of `retried`. An answer that several of them contain is an
+        action of the first one alone."""
+        found, seen, retried = [], set[int](), set(map(id, self.retried))
+        for last in (node for node in self.nodes if node.is_last and id(node) not in retried):
             transcript = last.transcript.copy()
             for node in last.path:
                 if id(node) in seen:

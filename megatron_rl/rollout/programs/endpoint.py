@@ -6,8 +6,8 @@ because the log-probs of an action must equal the trainer's: `temperature`, `top
 effect, and the log names each the first time that it differs. So it does with all else that is not supported, such as
 `stop`, `tool_choice`, `logit_bias` and `response_format`.
 
-Supported are text messages, `tools` and `tool_calls` in Hermes' form, `max_tokens`, and `stream` (the whole answer is
-one piece). `n` above 1 and `logprobs` are refused.
+Supported are text messages, `tools` and `tool_calls` in the model's format, `max_tokens`, and `stream` (the whole
+answer is one piece). `n` above 1 and `logprobs` are refused.
 
 Invariants (tests/unit/rollout): a request to an unknown address, or after the end of its answer, samples nothing; a
 refused request changes nothing.
@@ -26,7 +26,7 @@ from typing import Annotated, Any, Self
 from aiohttp import web
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from megatron_rl.environments import calls_of
+from megatron_rl.environments import CallFormat, Schemas, as_turn, calls_of
 from megatron_rl.rollout.program import Call, Completion
 from megatron_rl.rollout.programs.conversations import MAX_SHOWN, Conversations, Refused
 
@@ -150,18 +150,40 @@ class Abandoned(Exception):
     """Nobody waits for the answer any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class TurnReading:
+    """How the tokens of a turn become the message that an agent gets."""
+
+    form: CallFormat
+    delimiter: str
+    """The text that ends reasoning; a call inside it is none. Empty if the model does not reason."""
+    decode: Callable[[list[int]], str]
+    """Token ids -> text, with the special tokens."""
+
+    def message(self, completion: Completion, schemas: Schemas) -> dict[str, Any]:
+        """The assistant's turn: the calls of tools are `tool_calls`. A turn that was cut, or has a call that cannot be
+        read, is text."""
+        drops_end = completion.stopped and not self.form.reads_end
+        text = self.decode(list(completion.ids[:-1] if drops_end else completion.ids))
+        asked = calls_of(text, self.form, schemas, self.delimiter) if completion.stopped else []
+        if not asked or any(call.fault for call in asked):
+            return {"role": "assistant", "content": text}
+        turn = as_turn(text, self.form, asked)
+        for call in turn["tool_calls"]:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return turn | {"tool_calls": [{"id": f"call_{secrets.token_hex(6)}", **call} for call in turn["tool_calls"]]}
+
+
 class Endpoint:
     """
     Args:
-        decode: token ids -> text, with the special tokens.
+        reading: how the agents get the model's turns.
         max_tokens: the largest number of tokens of a conversation.
         sampling: the sampling parameters of the run.
     """
 
-    def __init__(
-        self, host: str, decode: Callable[[list[int]], str], max_tokens: int, sampling: Mapping[str, float]
-    ) -> None:
-        self._host, self._decode, self._max_tokens, self._sampling = host, decode, max_tokens, dict(sampling)
+    def __init__(self, host: str, reading: TurnReading, max_tokens: int, sampling: Mapping[str, float]) -> None:
+        self._host, self._reading, self._max_tokens, self._sampling = host, reading, max_tokens, dict(sampling)
         self._lines: dict[str, AnswerLine] = {}
         self._told: set[str] = set()
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
@@ -234,8 +256,9 @@ class Endpoint:
             line.num_abandoned += 1
             log.warning("an agent did not wait for an answer of %d tokens, which is left out", len(completion.ids))
             raise Abandoned
-        text = self._decode(list(completion.ids[:-1] if completion.stopped else completion.ids))
-        message = message_of(text)
+        offered = [tool.get("function", {}) for tool in body.tools or []]
+        schemas = {str(tool.get("name")): tool.get("parameters") or {} for tool in offered}
+        message = self._reading.message(completion, schemas)
         line.conversations.answered(asked, completion, message)
         reason = "tool_calls" if message.get("tool_calls") else "stop" if completion.stopped else "length"
         used = {"prompt_tokens": size, "completion_tokens": len(completion.ids)}
@@ -260,17 +283,6 @@ class Endpoint:
             else:
                 shown = repr(given)[:MAX_SHOWN]
                 log.warning("an agent asks for %.50s %s, which is not supported and has no effect", name, shown)
-
-
-def message_of(text: str) -> dict[str, Any]:
-    """The assistant's turn as the agent gets it: calls of tools in Hermes' form are `tool_calls`. A call that is no
-    JSON stays in the content."""
-    asked = calls_of(text)
-    if not asked or any(call.fault for call in asked):
-        return {"role": "assistant", "content": text}
-    functions = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in asked]
-    calls = [{"id": f"call_{secrets.token_hex(6)}", "type": "function", "function": one} for one in functions]
-    return {"role": "assistant", "content": text[: asked[0].start].rstrip("\n"), "tool_calls": calls}
 
 
 def _error(status: int, message: str) -> web.Response:

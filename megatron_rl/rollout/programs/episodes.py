@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from megatron_rl.rollout.program import Call, Completion, Request, Samples, Transcript
+from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Request, Samples
 from megatron_rl.rollout.programs.turns import Turns
-from megatron_rl.types import Prompt, Rollout, Tokens
+from megatron_rl.types import Prompt
 
 Result = TypeVar("Result")
 
@@ -113,15 +113,13 @@ class Episodes:
         futures = await begin(now, not self._plays)  # the turns of others go on from the cache
         begun: list[Future[Completion] | None] = [*futures, *[None] * (len(requests) - len(now))]
         plays = [self._play(prompt, request, future) for request, future in zip(requests, begun, strict=True)]
-        return await self._plays.carry_out(ticket, plays)
+        return [sample for played in await self._plays.carry_out(ticket, plays) for sample in played]
 
     def cancel(self, ticket: int) -> None:
         """See `Answers`."""
         self._plays.cancel(ticket)
 
-    async def _play(
-        self, prompt: Prompt, request: Request, future: Future[Completion] | None
-    ) -> tuple[Rollout, Tokens]:
+    async def _play(self, prompt: Prompt, request: Request, future: Future[Completion] | None) -> Samples:
         """Carry out one answer.
 
         Args:
@@ -129,9 +127,13 @@ class Episodes:
             future: the completion of this request; None: it waits for the answer's object.
         """
 
-        async def ask(prompt: Prompt, transcript: Transcript, call: Call) -> Completion:
-            ids = [*prompt.token_ids, *transcript.ids]
-            return await self._ask(replace(request, ids=ids, call=call, goes_on=bool(transcript.ids)))
+        has_begun = future is not None
+
+        async def ask(ids: list[int], call: Call, conversation: int) -> Completion:
+            nonlocal has_begun
+            goes_on, has_begun = has_begun, True
+            seed = (request.seed + conversation * NEXT_CALL) % 2**62
+            return await self._ask(replace(request, ids=ids, call=call, seed=seed, goes_on=goes_on))
 
         first = None if future is None else asyncio.wrap_future(future)
         return await self._turns.answer(prompt, first, ask)

@@ -4,14 +4,23 @@ The environment begins while the first turn is sampled. A turn ends with an end-
 stays where it is, as an action. The environment gets the text of the turn, and the tokens of its observation are
 appended. Then the next call begins.
 
-Invariants (tests/unit/rollout): observations are no actions; no token is made again from text; the tokens of all turns
-and observations together are at most `rollout.max_response_tokens`; however the environment ends, the answer has all
+If the chat template changes earlier turns (most remove their reasoning), a turn may begin with another history than
+the model has sampled. Then the answer has several conversations, each a sample with a prompt of its own.
+
+    <user>q<assistant>  so</think>call<end>  <tool>4<end><assistant>  hm</think>it is 4<end>    keeps: one sample
+    <user>q<assistant>  so</think>call<end>                                                     changes: two
+    <user>q<assistant>call<end><tool>4<end><assistant>  hm</think>it is 4<end>
+
+Invariants (tests/unit/rollout): observations are no actions; each sampled token is an action of one sample, and is not
+made again from text there; the tokens of all turns and observations of a conversation are at most
+`rollout.max_response_tokens`, and so are the sampled tokens of all; however the environment ends, the answer has all
 tokens that were sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -19,27 +28,53 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.environment import TurnsEnvironment
+from jinja2 import TemplateError
+
+from megatron_rl.config.environment import CHOOSES, EnvironmentConfig, TurnsEnvironment
+from megatron_rl.config.exception_text import said
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import (
+    FORMATS,
+    ChangedHistory,
     Closing,
     Continuation,
     EnvironmentFault,
     Observations,
     Reaction,
     Render,
+    Schemas,
     Session,
     as_turn,
     calls_of,
+    format_of,
     schemas_of,
 )
-from megatron_rl.rollout.program import Call, Completion, Transcript, as_rollout, find_delimiter
+from megatron_rl.environments.asked_calls import QUESTION, rendering_calls
+from megatron_rl.environments.observations import opening_of
+from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout, find_delimiter
 from megatron_rl.rollout.programs.conversations import RenderCall
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
-from megatron_rl.types import Conversation, Episode, Prompt, Rollout, TokenReward, Tokens
+from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
 
-Ask = Callable[[Prompt, Transcript, Call], Awaitable[Completion]]
-"""Sample the next tokens of a transcript."""
+Ask = Callable[[list[int], Call, int], Awaitable[Completion]]
+"""Sample what follows these tokens, in this conversation of the answer."""
+
+
+log = logging.getLogger(__name__)
+
+ANY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "some_tool",
+        "description": "Some tool.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "string", "description": "a text"}}},
+    },
+}
+"""What a chat template is asked with about the calls of an agent, whose tools are not known."""
+OTHER_FORMAT = (
+    f"the chat template asks for calls of tools in another format than {', '.join(FORMATS)}; give the folder a "
+    "chat_template.jinja with one of them, or let an environment of the kind class read the model's own format"
+)
 
 
 class Turns:
@@ -50,6 +85,7 @@ class Turns:
         rollout: with an environment.
         render: the chat template.
         new_session: makes the environment of an answer.
+        form: the format of calls.
 
     Raises:
         ValueError: the chat template cannot continue a transcript.
@@ -61,45 +97,56 @@ class Turns:
         rollout: RolloutConfig,
         render: RenderCall,
         new_session: Callable[[], Session],
+        form: str = "hermes",
     ) -> None:
         assert isinstance(rollout.environment, TurnsEnvironment), "only answers of several turns need it"
         self._limits, self._most, self._new_session = rollout.environment, rollout.max_response_tokens, new_session
         self._render, self._max_prompt, self._end_of_thought = render, rollout.max_prompt_tokens, rollout.delimiter
-        self._tokenizer = load_tokenizer(folder)
+        self._tokenizer, self._form = load_tokenizer(folder), FORMATS[form]
         tools = schemas_of(rollout.environment)
-        continuation = continuation_of(folder, rollout, lambda turns, opens: render(turns, tools, opens))
-        self._observations = Observations(continuation, self._tokenizer, self._limits.max_observation_tokens)
+        rendered: Render = lambda turns, opens: render(turns, tools, opens)  # noqa: E731
+        self._continuation: Continuation | None = None
+        self._opening = opening_of(rendered([QUESTION], True), rollout.delimiter)
+        try:
+            self._continuation = continuation_of(folder, rollout, rendered)
+        except ChangedHistory:
+            if self._limits.history == "refuse":
+                raise
+        ends = ends_of(folder)
+        self._observations = Observations(ends, self._tokenizer, self._limits.max_observation_tokens)
         delimiter = self._tokenizer.encode(rollout.delimiter, add_special_tokens=False).ids
         self._delimiter = tuple(delimiter)
+        self._schemas: dict[str, Schemas] = {}
         special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special]
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
     def first_call(self) -> Call:
-        return self._call(0)
+        return self._call(self._most)
 
     @property
     def has_objects(self) -> bool:
         """Whether objects have a part in the prompt, so that the first turn waits for them."""
         return self._limits.kind == "tools" and self._limits.objects is not None
 
-    async def answer(self, prompt: Prompt, first: Awaitable[Completion] | None, ask: Ask) -> tuple[Rollout, Tokens]:
-        """One answer.
+    async def answer(self, prompt: Prompt, first: Awaitable[Completion] | None, ask: Ask) -> Samples:
+        """One answer: its conversations.
 
         Args:
             first: the completion of `first_call`, which is running; None: it has not begun.
             ask: samples the later turns, and the first one if it has not begun.
         """
-        played = _Played(self._new_session(), Transcript(), prompt)
+        played = _Played(self._new_session(), prompt, [_Talk(prompt.token_ids)])
         own = {"prompt": list(prompt.messages)} if self.has_objects else {}
         beginning = asyncio.ensure_future(played.session.begin({**own, **prompt.columns}))
         try:
             if first is None:
                 played.prompt, played.opening = self._opened(prompt, await beginning)
-                first = ask(played.prompt, played.transcript, self.first_call)
+                played.talks = [_Talk(played.prompt.token_ids)]
+                first = ask(played.talks[0].ids, self.first_call, 0)
             completion = await first
             while (call := await self._turn(played, completion, beginning)) is not None:
-                completion = await ask(played.prompt, played.transcript, call)
+                completion = await ask(played.talks[-1].ids, call, len(played.talks) - 1)
             if self.has_objects and not played.fault:
                 played.ended(await played.session.closing())
         except EnvironmentFault as fault:
@@ -108,7 +155,7 @@ class Turns:
             beginning.cancel()
             await asyncio.gather(beginning, return_exceptions=True)
             await played.session.end()
-        return played.sample(self._delimiter)
+        return played.samples(self._delimiter)
 
     def _opened(self, prompt: Prompt, opening: str) -> tuple[Prompt, str]:
         """The prompt of an answer, with its own tools, and what its object appends.
@@ -118,7 +165,7 @@ class Turns:
         """
         assert not isinstance(prompt.messages, str), "rows with an environment are chats"
         *before, last = prompt.messages
-        turns = [*before, {**last, "content": last["content"] + opening}]
+        turns = (*before, {**last, "content": last["content"] + opening})
         text = self._render(turns, schemas_of(self._limits, prompt.columns), True)
         ids = self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False).ids
         if len(ids) > self._max_prompt:
@@ -126,54 +173,129 @@ class Turns:
                 f"with the text of reset the prompt has {len(ids)} tokens, but rollout.max_prompt_tokens is "
                 f"{self._max_prompt}; raise it"
             )
-        return replace(prompt, token_ids=tuple(ids)), opening
+        return replace(prompt, token_ids=tuple(ids), messages=turns), opening
 
     async def _turn(self, played: _Played, completion: Completion, beginning: Awaitable[str]) -> Call | None:
         """Take a turn of the model, and what the environment answers. Returns the call of the next turn; None if the
         answer is complete."""
-        transcript = played.transcript
+        talk = played.talks[-1]
+        transcript = talk.transcript
         start = len(transcript.ids)
         transcript.sampled(completion)
-        played.turns.append(range(start, len(transcript.ids)))
-        played.said.append(self._message(completion))
+        talk.turns.append(range(start, len(transcript.ids)))
+        turn = self._message(completion, self._parameters(played.prompt))
+        played.history.append({**turn, "content": self._opening + turn["content"]})
+        played.said.append({**turn, "content": self._special.sub("", turn["content"])})
         if not transcript.stopped:
             return None
         since = time.perf_counter()
         try:
             await beginning
-            reaction = await played.session.react(self._text(completion.ids[:-1]))
+            reaction = await played.session.react(self._said(completion))
         finally:
             played.seconds += time.perf_counter() - since
         played.took(reaction)
         if reaction.done:
             return None
         transcript.stopped = False  # the answer continues in any case
-        if len(played.turns) == self._limits.max_turns:
+        if played.num_turns == self._limits.max_turns:
             return None
         read = self._observations.read(reaction.messages)
-        ids = self._observations.ids(read)
-        if len(transcript.ids) + len(ids) >= self._most:
-            return None
-        transcript.force(ids)
-        played.said += read
-        return self._call(len(transcript.ids))
+        call = self._goes_on(talk, completion, read) if self._continuation else self._begins_again(played, read)
+        played.said += read if call else ()
+        return call
 
-    def _call(self, num_tokens: int) -> Call:
-        """The call after this number of tokens of the answer."""
-        left = self._most - num_tokens
+    def _goes_on(self, talk: _Talk, completion: Completion, read: Sequence[Mapping[str, str]]) -> Call | None:
+        """Append observations. Returns the call of the next turn; None if there is no room for one."""
+        assert self._continuation is not None, "asked by the caller"
+        ends_otherwise = self._tokenizer.id_to_token(completion.ids[-1]) != self._continuation.end
+        if self._continuation.begins_next and ends_otherwise:  # the turn of another role has begun
+            return None
+        ids = self._observations.ids(self._continuation.text(read))
+        if len(talk.transcript.ids) + len(ids) >= self._most:
+            return None
+        talk.transcript.force(ids)
+        return self._call(self._most - len(talk.transcript.ids))
+
+    def _begins_again(self, played: _Played, read: Sequence[Mapping[str, str]]) -> Call | None:
+        """Append observations by a new conversation, or by the old one if the chat template has not changed it. Returns
+        the call of the next turn; None if there is no room for one, or the template cannot render the model's turn."""
+        played.history += read
+        talk = played.talks[-1]
+        assert not isinstance(played.prompt.messages, str), "rows with an environment are chats"
+        before = list(played.prompt.messages)
+        tools = schemas_of(self._limits, played.prompt.columns if self.has_objects else {})
+        rendered = rendering_calls(lambda turns, opens: self._render(turns, tools, opens))
+        if not talk.text:
+            talk.text = rendered(before, True)
+        try:
+            text = rendered([*before, *played.history], True)
+        except TemplateError as error:
+            log.warning("an answer ends because the chat template cannot render it: %s", said(error))
+            return None
+        talk.text += self._decoded(talk.transcript.ids[talk.num_read :])
+        if text.startswith(talk.text):
+            end = self._decoded(talk.transcript.ids[-1:])
+            talk.transcript.force(self._observations.ids(end + text[len(talk.text) :]))
+            talk.text, talk.num_read = text, len(talk.transcript.ids)
+            next_talk = talk
+        else:
+            next_talk = _Talk(tuple(self._tokenizer.encode(text, add_special_tokens=False).ids), text=text)
+        left = min(self._max_prompt + self._most - len(next_talk.ids), self._most - played.num_sampled)
+        if left < 1:
+            return None
+        if next_talk is not talk:
+            talk.transcript.stopped = True
+            played.talks.append(next_talk)
+        return self._call(left)
+
+    def _parameters(self, prompt: Prompt) -> Schemas:
+        """The schemas of the arguments of the tools that a row offers."""
+        row = prompt.columns if self.has_objects else {}
+        kind = str(row.get(CHOOSES))
+        if kind not in self._schemas:
+            own = [schema["function"] for schema in schemas_of(self._limits, row)]
+            self._schemas[kind] = {tool["name"]: tool["parameters"] for tool in own}
+        return self._schemas[kind]
+
+    def _call(self, left: int) -> Call:
+        """The call for this number of tokens at most."""
         return Call(min(left, self._limits.turn_tokens or left))
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def _said(self, completion: Completion) -> str:
+        """The text of a turn, without its end if the format of calls does not need it."""
+        ids = completion.ids[:-1] if completion.stopped and not self._form.reads_end else completion.ids
+        return self._decoded(ids)
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def _message(self, completion: Completion) -> dict[str, Any]:
-        """What the model has said, without special tokens."""
-        text, limits = self._text(completion.ids[:-1] if completion.stopped else completion.ids), self._limits
-        calls = calls_of(text, self._end_of_thought) if limits.kind == "tools" else []
-        if limits.kind == "tools" and limits.ends_at_malformed_calls and any(call.fault for call in calls):
+    def _message(self, completion: Completion, schemas: Schemas) -> dict[str, Any]:
+        """What the model has said."""
+        text, limits = self._said(completion), self._limits
+        if limits.kind != "tools":
+            return {"role": "assistant", "content": text}
+        calls = calls_of(text, self._form, schemas, self._end_of_thought) if completion.stopped else []
+        if limits.ends_at_malformed_calls and any(call.fault for call in calls):
             calls = []  # nothing was called
-        turn = as_turn(text, calls)
-        return {**turn, "content": self._special.sub("", turn["content"])}
+        return as_turn(text, self._form, calls)
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation of an answer."""
+
+    prompt_ids: tuple[int, ...]
+    transcript: Transcript = field(default_factory=Transcript)
+    turns: list[range] = field(default_factory=list)
+    """The indices of each turn's tokens in the transcript."""
+    text: str = ""
+    """The text of the prompt and of the first `num_read` tokens of the transcript; empty if nobody has asked for it."""
+    num_read: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.prompt_ids, *self.transcript.ids]
 
 
 @dataclass(slots=True)
@@ -181,23 +303,32 @@ class _Played:
     """What has happened in one answer."""
 
     session: Session
-    transcript: Transcript
     prompt: Prompt
+    talks: list[_Talk]
+    """Its conversations: one, unless the chat template has changed the history."""
     opening: str = ""
     said: list[Mapping[str, Any]] = field(default_factory=list)
-    """All turns after the prompt."""
+    """All turns after the prompt, without special tokens."""
+    history: list[Mapping[str, Any]] = field(default_factory=list)
+    """The same turns for the chat template, as they were sampled."""
     state: Mapping[str, Any] | None = None
-    turns: list[range] = field(default_factory=list)
-    """The indices of each turn's tokens in the transcript."""
     rewards: list[tuple[int, float]] = field(default_factory=list)
-    """The rewards of turns, with the index of the last token of the turn in the transcript."""
-    num_errors: int = 0
+    """The rewards of turns, with the index of the last token of the turn in the transcript of its conversation."""
+    errors: list[str] = field(default_factory=list)
     num_calls: int = 0
     seconds: float = 0.0
     fault: str = ""
 
+    @property
+    def num_turns(self) -> int:
+        return sum(len(talk.turns) for talk in self.talks)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(sum(talk.transcript.is_action) for talk in self.talks)
+
     def took(self, reaction: Reaction) -> None:
-        self.num_errors += reaction.num_errors
+        self.errors += reaction.errors
         self.num_calls += reaction.num_calls
         self._gave(reaction.reward)
 
@@ -207,26 +338,42 @@ class _Played:
 
     def _gave(self, reward: float | None) -> None:
         if reward is not None:
-            self.rewards.append((len(self.transcript.ids) - 1, reward))
+            self.rewards.append((len(self.talks[-1].transcript.ids) - 1, reward))
 
-    def sample(self, delimiter: Sequence[int]) -> tuple[Rollout, Tokens]:
-        before, transcript = len(self.prompt.token_ids), self.transcript
-        sample, tokens = as_rollout(self.prompt.token_ids, transcript, None)
-        turns = [transcript.ids[turn.start : turn.stop] for turn in self.turns]
-        thoughts = [find_delimiter(turn, delimiter) for turn in turns] if delimiter else []
-        return replace(
-            sample,
-            num_thought_tokens=sum(thought or 0 for thought in thoughts),
-            token_rewards=tuple(TokenReward(before + i, "environment", value) for i, value in self.rewards),
-            episode=Episode(
-                num_turns=len(self.turns),
-                last_turn=before + (self.turns[-1].start if self.turns else 0),
-                num_tool_errors=self.num_errors,
-                num_tool_calls=self.num_calls,
-                step_s=self.seconds,
+    def samples(self, delimiter: Sequence[int]) -> Samples:
+        """The conversations. The last one has what holds for the whole answer, and its finish is the finish of all. The
+        rewards of several conversations are one, at the end of each."""
+        finish = "stop" if self.talks[-1].transcript.stopped else "length"
+        total = sum(value for _, value in self.rewards)
+        found: Samples = []
+        for number, talk in enumerate(self.talks):
+            before, is_last = len(talk.prompt_ids), number == len(self.talks) - 1
+            sample, tokens = as_rollout(talk.prompt_ids, talk.transcript, None)
+            turns = [talk.transcript.ids[turn.start : turn.stop] for turn in talk.turns]
+            thoughts = [find_delimiter(turn, delimiter) for turn in turns] if delimiter else []
+            rewards = (
+                self.rewards if len(self.talks) == 1 else [(len(talk.transcript.ids) - 1, total)] * bool(self.rewards)
+            )
+            episode = Episode(
+                num_turns=len(talk.turns),
+                last_turn=before + (talk.turns[-1].start if talk.turns else 0),
                 fault=self.fault,
-            ),
-        ), replace(tokens, conversation=Conversation(tuple(self.said), self.opening, self.state))
+                conversation=number,
+                continues=not is_last,
+            )
+            if is_last:
+                errors, num_calls = tuple(self.errors), self.num_calls
+                episode = replace(episode, tool_errors=errors, num_tool_calls=num_calls, step_s=self.seconds)
+            sample = replace(
+                sample,
+                num_thought_tokens=sum(thought or 0 for thought in thoughts),
+                token_rewards=tuple(TokenReward(before + i, "environment", value) for i, value in rewards),
+                episode=episode,
+                finish=finish,
+            )
+            said = Conversation(tuple(self.said), self.opening, self.state)
+            found.append((sample, replace(tokens, conversation=said)))
+        return found
 
 
 def chat_template(folder: Path, arguments: Mapping[str, Any]) -> RenderCall:
@@ -247,6 +394,27 @@ def chat_template(folder: Path, arguments: Mapping[str, Any]) -> RenderCall:
     return render
 
 
+def call_format_of(folder: Path, environment: EnvironmentConfig, render: RenderCall) -> str:
+    """The format of an environment's calls of tools.
+
+    Raises:
+        ValueError: the chat template asks for calls in a format that this project does not know.
+    """
+    if environment.kind == "class" or environment.format is not None:
+        return getattr(environment, "format", None) or "hermes"
+    tools = schemas_of(environment) or [ANY_TOOL]
+    form = format_of(lambda turns, opens: render(turns, tools, opens), ends_of(folder), tools[0]["function"]["name"])
+    if form == "other" and environment.kind == "tools":
+        raise ValueError(f"rollout.environment: {folder}: {OTHER_FORMAT}")
+    return form if form in FORMATS else "hermes"
+
+
+def ends_of(folder: Path) -> list[str]:
+    """The texts of the tokens that end a turn of a model."""
+    tokenizer = load_tokenizer(folder)
+    return [token for i in stop_ids(folder) if (token := tokenizer.id_to_token(i)) is not None]
+
+
 def continuation_of(folder: Path, rollout: RolloutConfig, render: Render) -> Continuation:
     """What the chat template of a model writes between the turns of an answer.
 
@@ -254,10 +422,8 @@ def continuation_of(folder: Path, rollout: RolloutConfig, render: Render) -> Con
         ValueError: the chat template cannot continue a transcript.
     """
     assert rollout.environment is not None, "only answers of several turns need it"
-    tokenizer = load_tokenizer(folder)
-    ends = [token for i in stop_ids(folder) if (token := tokenizer.id_to_token(i)) is not None]
     role = "tool" if rollout.environment.kind == "tools" else "user"
     try:
-        return Continuation(render, ends, role, rollout.delimiter)
+        return Continuation(render, ends_of(folder), role, rollout.delimiter)
     except ValueError as error:
-        raise ValueError(f"rollout.environment: {folder}: {error}") from error
+        raise type(error)(f"rollout.environment: {folder}: {error}") from error

@@ -51,3 +51,15 @@ def test_each_mini_batch_has_its_own_denominators():
     plan = MicrobatchPlan((((((1,),), ((0,),))), (((2,), ()), ((3,), ()))), (Denominators(4, 2),) * 2, 8, 1)
     assert loss_weights(batch, plan, "token-mean").tolist() == [1 / 4] * 4 + [0, 0]
     np.testing.assert_allclose(loss_weights(batch, plan, "seq-mean-token-mean"), [1 / 2, 1 / 6, 1 / 4, 1 / 4, 0, 0])
+
+
+def test_the_conversations_of_an_answer_are_one_sequence():
+    """Answers of 4 and 6 tokens; the second one has conversations of 2 and 4."""
+    counts, groups, answers = [4, 2, 4], [0, 0, 0], np.array([0, 1, 1])
+    for mode, weights in {
+        "token-mean": [0.1, 0.1, 0.1],
+        "seq-mean-token-sum": [1 / 2, 1 / 2, 1 / 2],
+        "seq-mean-token-mean": [1 / 8, 1 / 12, 1 / 12],
+        "seq-mean-token-sum-norm": [1 / 20, 1 / 20, 1 / 20],
+    }.items():
+        assert sample_weights(mode, counts, groups, 10, answers).tolist() == pytest.approx(weights)

@@ -29,7 +29,7 @@ def session(tmp_path_factory):
 
 def remote(name: str, logs: Path, processes: int, **options) -> RemoteSessions:
     cfg = ClassEnvironment(path=f"{FILE}:{name}", processes=processes, **options)
-    return RemoteSessions(cfg, "", logs, "engine 0")
+    return RemoteSessions(cfg, "", "hermes", logs, "engine 0")
 
 
 async def in_time(awaitable):

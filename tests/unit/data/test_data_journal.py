@@ -26,7 +26,7 @@ def group(number: int, num_samples: int = 2, score: float | None = 0.5) -> Group
         rollout = Rollout(length, 2, length - 2, i, "stop", i == 1, oldest_version=number, verdict=verdict)
         if i == 1:
             rewards = (TokenReward(2, "environment", 0.5), TokenReward(length - 1, "step", -1.0))
-            rollout = replace(rollout, token_rewards=rewards, episode=Episode(2, 3, 1, 0.25, "it broke down"))
+            rollout = replace(rollout, token_rewards=rewards, episode=Episode(2, 3, ("raised",), 0.25, "it broke down"))
         samples.append(rollout)
         tokens.append(
             Tokens(

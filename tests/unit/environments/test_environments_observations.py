@@ -25,13 +25,20 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False).ids
 
 
-def observations(limit: int = 100, template: str = KEEPS, role: str = "user") -> Observations:
-    return Observations(Continuation(renderer(template), ["<end>"], role, "</think>"), TOKENIZER, limit)
+class Between:
+    """The tokens between two turns."""
+
+    def __init__(self, limit: int = 100, template: str = KEEPS, role: str = "user") -> None:
+        self.continuation = Continuation(renderer(template), ["<end>"], role, "</think>")
+        self.observations = Observations(["<end>"], TOKENIZER, limit)
+
+    def ids(self, messages: list[dict[str, str]]) -> list[int]:
+        return self.observations.ids(self.continuation.text(messages))
 
 
 def test_only_what_follows_the_sampled_end_of_the_turn_is_tokenised():
     [turn_id, end_id] = ids("<turn><end>")
-    assert observations().ids([{"role": "user", "content": "4"}]) == [
+    assert Between().ids([{"role": "user", "content": "4"}]) == [
         *ids("\n"),
         turn_id,
         *ids("user:4"),
@@ -49,7 +56,7 @@ def test_only_what_follows_the_sampled_end_of_the_turn_is_tokenised():
 )
 def test_transcript_and_observations_are_what_the_template_renders(rounds):
     """Answers and observations are any text that holds no special token, and the template trims nothing."""
-    render, made = renderer(KEEPS), observations(1000)
+    render, made = renderer(KEEPS), Between(1000)
     turns = [{"role": "user", "content": "q"}]
     transcript = ids(render(turns, True))
     for answer, observed in rounds:
@@ -60,19 +67,19 @@ def test_transcript_and_observations_are_what_the_template_renders(rounds):
 
 
 def test_a_template_that_trims_observations_still_gives_its_own_text():
-    assert observations(template=TRIMS).ids([{"role": "user", "content": " 4 "}]) == observations().ids(
+    assert Between(template=TRIMS).ids([{"role": "user", "content": " 4 "}]) == Between().ids(
         [{"role": "user", "content": "4"}]
     )
 
 
 def test_several_results_are_several_turns():
-    made = observations(role="tool").ids([{"role": "tool", "content": "1"}, {"role": "tool", "content": "22"}])
+    made = Between(role="tool").ids([{"role": "tool", "content": "1"}, {"role": "tool", "content": "22"}])
     assert made == ids("\n<turn>tool:1<end>\n<turn>tool:22<end>\n<turn>assistant:")
 
 
 def read_ids(message: str, limit: int = 1024) -> list[int]:
-    made = observations(limit)
-    return made.ids(made.read([{"role": "user", "content": message}]))
+    made = Between(limit)
+    return made.ids(made.observations.read([{"role": "user", "content": message}]))
 
 
 def test_a_long_observation_is_cut_and_says_so():

@@ -13,7 +13,7 @@ from patience import deadline
 from tiny_chat import KEEPS, renderer
 
 from megatron_rl.config.environment import ClassEnvironment, ToolsEnvironment
-from megatron_rl.environments import EnvironmentFault, Reaction, Sessions, asked_form, schemas_of
+from megatron_rl.environments import EnvironmentFault, Reaction, Sessions, format_of, schemas_of
 
 HERE = Path(some_tools.__file__)
 SHORT_S = 0.05
@@ -123,17 +123,17 @@ FORMS = {
     WRITES.replace("CALL", "<function={{ c.function.name }}>"): "other",
     WRITES.replace("CALL", "{{ c.function.name }}<arg_key>x</arg_key>"): "other",
     HERMES + WRITES.replace("CALL", "{{ c.function.name }}"): "other",
-    "Write <tool_call><function=NAME>": "other",
+    "Write <tool_call><function=NAME>": "qwen3_coder",
     "Answer with <|python_tag|> and JSON.": "other",
     "Write <|tool_call_start|>[NAME(x=1)]<|tool_call_end|>": "other",
-    "[TOOL_CALLS] and a list": "other",
+    "[TOOL_CALLS] and a list": "mistral",
     KEEPS: "unknown",
 }
 
 
 @pytest.mark.parametrize("template", FORMS)
 def test_the_form_in_which_a_template_asks_for_calls(template):
-    assert asked_form(renderer(template, tools=schemas_of(tools("multiply"))), "multiply") == FORMS[template]
+    assert format_of(renderer(template, tools=schemas_of(tools("multiply"))), ["<end>"], "multiply") == FORMS[template]
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,12 @@ def test_arguments_may_have_any_name():
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "ValueError: the call is not JSON: "),
         ("<tool_call>[1]</tool_call>", 'ValueError: a call must be {"name": ..., "arguments": {...}}'),
         (call("multiply", "[1, 2]"), "ValueError: the arguments of a call must be a JSON object"),
-        (call("multiply", '{"a": 1}'), "wrong arguments of multiply: b: Missing required argument"),
-        (call("multiply", '{"a": 1, "b": "x"}'), "wrong arguments of multiply: b: Input should be a valid integer"),
-        (call("multiply", '{"a": 1, "b": 2, "c": 3}'), "wrong arguments of multiply: c: Unexpected keyword"),
+        (call("multiply", '{"a": 1}'), "wrong arguments of multiply: arguments: 'b' is a required property"),
+        (call("multiply", '{"a": 1, "b": "x"}'), "wrong arguments of multiply: b: 'x' is not of type 'integer'"),
+        (
+            call("multiply", '{"a": 1, "b": 2, "c": 3}'),
+            "wrong arguments of multiply: arguments: Additional properties are not allowed ('c' was unexpected)",
+        ),
         ('<tool_call>{"name": "multiply"', "ValueError: a <tool_call> without </tool_call>"),
         (call("broken", '{"kind": "raise"}'), "OSError: the disk is gone"),
         (call("broken", '{"kind": "exit"}'), "RuntimeError: it called sys.exit(3)"),
@@ -182,7 +185,7 @@ def test_every_error_of_a_call_is_an_observation(text, message):
     reaction = react(tools("multiply", "broken"), text)
     [content] = contents(reaction)
     assert content.startswith(f"Error: {message}")
-    assert (reaction.num_errors, reaction.done, reaction.reward) == (1, False, None)
+    assert (len(reaction.errors), reaction.done, reaction.reward) == (1, False, None)
 
 
 @pytest.mark.parametrize(

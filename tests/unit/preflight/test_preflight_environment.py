@@ -113,7 +113,7 @@ def test_a_template_that_does_not_say_how_a_call_is_written_is_told(home):
     told: list[str] = []
     assert faults_of_environment(config(tools("add")), TokenizerFiles(Path(".")), told.append) == []
     [sentence] = told
-    assert "does not say how a call is written. Tools are called in the form of Hermes" in sentence
+    assert "does not say how a call of a tool is written, so that calls in the format hermes count" in sentence
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_rows_with_which_no_object_can_begin_are_refused(home, environment, row,
     ("template", "environment", "message"),
     [
         (TEMPLATE.replace(TOOLS, ""), tools("add"), "cannot offer tools: 1 of 1 (add) do not appear"),
-        (TEMPLATE.replace(HERMES, "<function=name>"), tools("add"), "asks for calls in another form. Tools are"),
+        (TEMPLATE.replace(HERMES, "<|python_tag|>"), tools("add"), "asks for calls of tools in another format than"),
         (
             TEMPLATE.replace("m.content", "m.content if loop.last else ''"),
-            GAME,
+            GAME | {"history": "refuse"},
             "from character 5 of the conversation",
         ),
         (TEMPLATE.replace("<eos>", "<end>"), GAME, "ends an answer with '<end>"),
@@ -189,6 +189,14 @@ def test_a_template_that_does_not_fit_is_refused(home, template, environment, me
     Path("chat_template.jinja").write_text(template)
     [fault] = faults(config(environment))
     assert fault.startswith("rollout.environment: .: the chat template") and message in fault
+
+
+def test_a_template_that_changes_the_history_is_told(home):
+    Path("chat_template.jinja").write_text(TEMPLATE.replace("m.content", "m.content if loop.last else ''"))
+    told: list[str] = []
+    assert faults_of_environment(config(GAME), TokenizerFiles(Path(".")), told.append) == []
+    [sentence] = told
+    assert "from character 5 of the conversation" in sentence and "has several samples" in sentence
 
 
 def test_no_template_is_a_fault_and_one_for_transformers_alone_is_told(home):

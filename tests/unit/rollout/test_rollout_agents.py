@@ -19,10 +19,11 @@ from tiny_chat import DROPS_THOUGHTS, KEEPS, characters, renderer
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.environments import FORMATS
 from megatron_rl.rollout.program import Call, Completion
 from megatron_rl.rollout.programs.agents import Agents
 from megatron_rl.rollout.programs.conversations import Conversations, Refused
-from megatron_rl.rollout.programs.endpoint import Endpoint, message_of
+from megatron_rl.rollout.programs.endpoint import Endpoint, TurnReading
 from megatron_rl.rollout.programs.episodes import EpisodeRequest
 from megatron_rl.types import Prompt
 
@@ -45,6 +46,9 @@ def ids_of(text: str) -> list[int]:
 
 def text_of(ids: Sequence[int]) -> str:
     return TOKENIZER.decode(list(ids), skip_special_tokens=False)
+
+
+READING = TurnReading(FORMATS["hermes"], "", text_of)
 
 
 def completion(text: str, stopped: bool = True) -> Completion:
@@ -134,11 +138,64 @@ def test_an_answer_that_was_cut_gets_its_end():
 
 def test_a_template_that_drops_thoughts_is_refused_with_the_position():
     held = conversations(DROPS_THOUGHTS)
+    held.splits = False
     say(held, [user("a")], "<think>hm</think>one")
     position = len("<turn>user:a<end>\n<turn>assistant:")
     with pytest.raises(Refused, match=rf"rewrites earlier turns: from character {position} on it renders 'one<end>"):
         held.ask([user("a"), assistant("<think>hm</think>one"), user("b")], [])
     assert len(held.transcripts()) == 1, "a refused call changes nothing"
+
+
+def test_a_template_that_drops_thoughts_begins_another_conversation():
+    held = conversations(DROPS_THOUGHTS)
+    say(held, [user("a")], "<think>hm</think>one")
+    say(held, [user("a"), assistant("<think>hm</think>one"), user("b")], "two")
+    first, second = held.transcripts()
+    assert [text_of(first[0]), text_of(first[1].ids)] == [
+        "<turn>user:a<end>\n<turn>assistant:",
+        "<think>hm</think>one<end>",
+    ]
+    history = "<turn>user:a<end>\n<turn>assistant:one<end>\n<turn>user:b<end>\n<turn>assistant:"
+    assert [text_of(second[0]), text_of(second[1].ids)] == [history, "two<end>"]
+    assert all(first[1].is_action) and all(second[1].is_action), "each sampled token is trained once"
+
+
+def test_a_shortened_history_and_a_sub_agent_are_conversations_of_the_same_answer():
+    """The agent asks a, and goes on; then it shortens its history to a summary, and asks another agent."""
+    held = conversations()
+    say(held, [user("a")], "one")
+    say(held, [user("a"), assistant("one"), user("b")], "two")
+    say(held, [user("so far: one, two"), user("c")], "three")
+    say(held, [user("sub")], "four")
+    say(held, [user("so far: one, two"), user("c"), assistant("three"), user("four")], "five")
+    found = [(len(path), sum(transcript.is_action)) for _, transcript, path in held.transcripts()]
+    assert found == [(2, 8), (1, 5), (2, 11)]
+
+
+def test_an_answer_that_the_agent_asked_for_again_is_left_out():
+    """Two answers from which nothing goes on are two samples."""
+    held = conversations()
+    say(held, [user("a")], "broken")
+    say(held, [user("a")], "one")
+    say(held, [user("a"), assistant("one"), user("b")], "two")
+    [(_, transcript, _)] = held.transcripts()
+    assert text_of(transcript.ids).startswith("one<end>") and len(held.retried) == 1
+    best_of_two = conversations()
+    say(best_of_two, [user("a")], "one")
+    say(best_of_two, [user("a")], "two")
+    assert len(best_of_two.transcripts()) == 2 and not best_of_two.retried
+
+
+def test_arguments_that_come_back_in_another_order_go_on_from_the_same_tokens():
+    held = conversations(
+        "{% for m in messages %}<turn>{{ m.role }}:{{ m.content }}{{ m.tool_calls }}<end>\n{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    asked = held.ask([user("a")], [])
+    held.answered(asked, completion("call"), {**assistant(""), "tool_calls": [call]})
+    back = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"b":2,"a":1}'}}
+    again = held.ask([user("a"), {**assistant(""), "tool_calls": [back]}, {"role": "tool", "content": "4"}], [])
+    assert again.before is held.nodes[0]
 
 
 def test_contents_in_parts_are_joined_and_pictures_are_refused():
@@ -162,7 +219,7 @@ def play(agent, *answers: str, stopped: bool = True, template: str = KEEPS, max_
         return completion(next(remaining), stopped)
 
     async def run():
-        endpoint = Endpoint("127.0.0.1", text_of, max_tokens, {"temperature": 1.0})
+        endpoint = Endpoint("127.0.0.1", READING, max_tokens, {"temperature": 1.0})
         await endpoint.start()
         line = endpoint.open(held, ask)
         try:
@@ -184,7 +241,7 @@ def test_hundreds_may_connect_while_the_server_does_something_else():
         pytest.skip("this system keeps fewer connections waiting")
 
     async def connect() -> None:
-        endpoint = Endpoint("127.0.0.1", text_of, 500, {})
+        endpoint = Endpoint("127.0.0.1", READING, 500, {})
         await endpoint.start()
         url = endpoint.open(conversations(), None).url
         with ExitStack() as stack:
@@ -206,7 +263,7 @@ def test_an_answer_that_its_caller_did_not_wait_for_is_left_out():
         return completion(next(answers))
 
     async def run():
-        endpoint = Endpoint("127.0.0.1", text_of, 500, {})
+        endpoint = Endpoint("127.0.0.1", READING, 500, {})
         await endpoint.start()
         line = endpoint.open(held, ask)
         body = {"model": "any", "messages": [user("a")]}
@@ -423,7 +480,7 @@ def test_an_answer_that_has_ended_is_no_longer_there():
 
 def test_a_call_that_is_no_json_stays_text():
     text = "<tool_call>{name: add}</tool_call>"
-    assert message_of(text) == {"role": "assistant", "content": text}
+    assert READING.message(completion(text), {}) == {"role": "assistant", "content": text}
 
 
 # Agents.
@@ -515,7 +572,7 @@ def agents(folder, agent, model: Model, **options) -> Agents:
         delimiter="",
         environment=environment,
     )
-    return Agents(folder, rollout, render_with(KEEPS), model.ask)
+    return Agents(folder, rollout, render_with(KEEPS), "hermes", model.ask)
 
 
 def groups_of(playing: Agents, model: Model, names: list[str], num_samples: int = 1):

@@ -87,7 +87,7 @@ def test_turns_and_observations_alternate(folder):
     assert (sample.finish, sample.num_actions, sample.length) == ("stop", 5, 11)
     assert sample.token_rewards == (TokenReward(4, "environment", 3.0), TokenReward(10, "environment", 1.0))
     episode = sample.episode
-    assert (episode.num_turns, episode.last_turn, episode.num_tool_errors, episode.fault) == (2, 9, 2, "")
+    assert (episode.num_turns, episode.last_turn, len(episode.tool_errors), episode.fault) == (2, 9, 2, "")
     assert environment.texts == ["2 3", "4"] and environment.has_ended
     assert engine.requests[1].ids == tokens.ids[:9].tolist(), "the second call begins with all that there is"
     assert [request.goes_on for request in engine.requests] == [False, True]

@@ -10,16 +10,24 @@ import numpy as np
 import pytest
 import torch
 from tiny_references import reference_logp
-from tiny_turns import Lengths, turns_of
+from tiny_turns import Lengths, render, turns_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.environments import Reaction
 from megatron_rl.rollout.programs.episodes import Episodes
+from megatron_rl.rollout.programs.turns import Turns
+from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import UTILITY, Mesh, Prompt
 
 ENDS, EQUALS, ASKS = 1, 16, 18
 TEMPERATURE = 2.0
 MADE: list[Lengths] = []
+TURNS: list[Turns] = []
+
+
+def kept(turns: Turns) -> Turns:
+    TURNS.append(turns)
+    return turns
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +37,7 @@ def playing(make_stage, folders, tmp_path_factory):
         folders[0],
         Mesh(),
         record=tmp_path_factory.mktemp("records") / "engine.tokens",
-        answers=lambda rollout: partial(Episodes, turns_of(folders[0], MADE)(rollout)),
+        answers=lambda rollout: partial(Episodes, kept(turns_of(folders[0], MADE)(rollout))),
         environment={"kind": "class", "path": "unused:Unused", "max_turns": 5},
         delimiter="",
         prefix_values={"force": "=", "floor": -1000.0, "forced_tokens": 8},
@@ -89,6 +97,40 @@ def test_five_turns_have_the_log_probs_of_one_forward_pass_over_the_transcript(s
                 assert (tokens.version[tokens.action_mask] == 0).all()
                 whole += 1
     assert whole >= 5, f"only {whole} answers have five turns"
+
+
+def test_each_sample_of_a_changed_history_has_the_log_probs_of_a_forward_pass(stage, models, folders, monkeypatch):
+    """The template keeps only the last character of earlier turns of the model."""
+
+    def shortens(turns, tools, opens):
+        short = [{**one, "content": one["content"][-1:]} if one["role"] == "assistant" else one for one in turns]
+        return render(short, tools, opens)
+
+    monkeypatch.setattr(TURNS[0], "_continuation", None)
+    monkeypatch.setattr(TURNS[0], "_render", shortens)
+    tokenizer = load_tokenizer(folders[0])
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    asked = []
+    for i in range(4):
+        turns = ({"role": "user", "content": f"{i}"},)
+        asked.append(Prompt(f"row {i}", tuple(ids(render(turns, [], True))), turns, {"num_turns": 3}))
+    groups, num_changed = stage.run(stage.generate(asked, 12, 0, seed=2)), 0
+    for prompt, group in zip(asked, groups, strict=True):
+        for sample, tokens in group:
+            assert largest_difference(models[0], tokens) < 1e-5
+            if not sample.episode.conversation:
+                history = list(prompt.messages)
+            start = sample.num_prompt_tokens
+            assert tokens.ids[:start].tolist() == ids(shortens(history, [], True))
+            edges = np.flatnonzero(np.diff(tokens.action_mask.astype(int), append=0)) + 1
+            for begin, end in zip(edges[::2], edges[1::2], strict=True):
+                said = tokenizer.decode(tokens.ids[begin : end - 1].tolist(), skip_special_tokens=False)
+                history += [{"role": "assistant", "content": said}, *tokens.conversation.turns[len(history) :][:1]]
+            num_changed += sample.episode.continues
+    assert num_changed >= 20, f"only {num_changed} histories were changed"
 
 
 @pytest.mark.deep

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import some_objects
-from tiny_chat import KEEPS, characters, renderer
+from tiny_chat import DROPS_THOUGHTS, KEEPS, characters, renderer
 
 from megatron_rl.config.environment import ToolsEnvironment
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import Sessions, schemas_of
-from megatron_rl.rollout.program import Call, Completion, Transcript
+from megatron_rl.rollout.program import Call, Completion, Samples
 from megatron_rl.rollout.programs.turns import Turns
-from megatron_rl.types import Prompt, Rollout, TokenReward, Tokens
+from megatron_rl.types import Prompt, TokenReward
 
 TOKENIZER = characters()
 END = TOKENIZER.token_to_id("<end>")
@@ -39,7 +39,7 @@ class Guess:
         pass
 
     def step(self, text: str) -> tuple[str, float, bool]:
-        return f"not {text}", 0.0, text == "3"
+        return f"not {text[-1:]}", 0.0, text.endswith("3")
 
 
 @pytest.fixture(scope="module")
@@ -63,33 +63,38 @@ def asked(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def play(folder, environment: dict[str, Any], *said: str, row: dict | None = None, most=2000, **options):
-    """One answer, whose turns are these texts. The engine cuts a turn that ends with `...` there.
+    """One answer of one conversation, see `play_all`.
 
     Returns:
         The sample, its tokens, and the text of the whole.
     """
+    [(sample, tokens)] = play_all(folder, environment, *said, row=row, most=most, **options)
+    return sample, tokens, TOKENIZER.decode(tokens.ids.tolist(), False)
+
+
+def play_all(folder, environment, *said, row=None, most=2000, template=KEEPS, delimiter="", **options):
+    """The conversations of one answer with these turns. The engine cuts a turn that ends with `...` there."""
     sizes = dict(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=300, max_response_tokens=most)
-    rollout = RolloutConfig(environment=environment, delimiter="", **sizes, **options)
+    rollout = RolloutConfig(environment=environment, delimiter=delimiter, **sizes, **options)
 
     def render(turns, tools, opens):
-        return renderer(KEEPS, tools=tools)(turns, opens)
+        return renderer(template, tools=tools)(turns, opens)
 
-    turns = Turns(folder, rollout, render, Sessions(rollout.environment, "").new)
+    turns = Turns(folder, rollout, render, Sessions(rollout.environment, delimiter).new)
     row, left = row or {}, list(said)
     text = render(QUESTION, schemas_of(rollout.environment, row), True)
     prompt = Prompt("row", tuple(ids(text)), QUESTION, row)
 
-    async def ask(prompt: Prompt, transcript: Transcript, call: Call) -> Completion:
+    async def ask(before: list[int], call: Call, conversation: int) -> Completion:
         text = left.pop(0)
         sampled = ids(text.removesuffix("...")) + ([] if text.endswith("...") else [END])
         return Completion(sampled, [-0.5] * len(sampled), [4] * len(sampled), sampled[-1] == END)
 
-    async def answer() -> tuple[Rollout, Tokens]:
-        first = None if turns.has_objects else ask(prompt, Transcript(), turns.first_call)
+    async def answer() -> Samples:
+        first = None if turns.has_objects else ask([], turns.first_call, 0)
         return await turns.answer(prompt, first, ask)
 
-    sample, tokens = asyncio.run(answer())
-    return sample, tokens, TOKENIZER.decode(tokens.ids.tolist(), False)
+    return asyncio.run(answer())
 
 
 TOOLS = {"kind": "tools", "paths": [f"{__file__}:add"]}
@@ -104,7 +109,7 @@ def test_calls_and_results_are_turns_and_the_last_turn_is_the_last_one_alone(fol
         {"role": "tool", "name": "sub", "content": "Error: ValueError: there is no tool 'sub', only add"},
         {"role": "assistant", "content": "It is 3"},
     )
-    assert (sample.episode.num_tool_calls, sample.episode.num_tool_errors) == (2, 1)
+    assert (sample.episode.num_tool_calls, sample.episode.tool_errors) == (2, ("unknown_tool",))
 
 
 def test_the_turns_of_a_class_are_the_users(folder):
@@ -114,6 +119,53 @@ def test_the_turns_of_a_class_are_the_users(folder):
         {"role": "user", "content": "not 1"},
         {"role": "assistant", "content": "3"},
     )
+
+
+def test_a_changed_history_makes_each_turn_a_sample_of_the_same_answer(folder):
+    """The template removes the thoughts of earlier turns."""
+    said = "<think>one</think>1", "<think>two</think>2", "<think>three</think>3"
+    environment = {"kind": "class", "path": f"{__file__}:Guess"}
+    samples = play_all(folder, environment, *said, template=DROPS_THOUGHTS, delimiter="</think>")
+    begin, end = "<turn>user:count<end>\n", "<turn>assistant:"
+    history = begin, "<turn>assistant:1<end>\n<turn>user:not 1<end>\n"
+    history += ("<turn>assistant:2<end>\n<turn>user:not 2<end>\n",)
+    for i, (sample, tokens) in enumerate(samples):
+        prompt, response = tokens.ids[: sample.num_prompt_tokens], tokens.ids[sample.num_prompt_tokens :]
+        assert TOKENIZER.decode(prompt.tolist(), False) == "".join(history[: i + 1]) + end
+        assert TOKENIZER.decode(response.tolist(), False) == said[i] + "<end>"
+        assert tokens.action_mask.tolist() == [False] * len(prompt) + [True] * len(response)
+        assert (sample.finish, sample.num_thought_tokens) == ("stop", len(ids(said[i].partition("</think>")[0])))
+        assert (sample.episode.conversation, sample.episode.continues, sample.episode.num_turns) == (i, i < 2, 1)
+        assert sample.token_rewards == (TokenReward(sample.length - 1, "environment", 0.0),)
+    assert len(samples) == 3
+
+
+def test_a_template_that_changes_nothing_in_the_end_gives_one_sample(folder):
+    """The continuation is refused because thoughts would be removed, but this answer has none."""
+    environment = {"kind": "class", "path": f"{__file__}:Guess"}
+    samples = play_all(folder, environment, "1", "2", "3", template=DROPS_THOUGHTS, delimiter="</think>")
+    [(sample, tokens)] = samples
+    assert TOKENIZER.decode(tokens.ids.tolist(), False) == (
+        "<turn>user:count<end>\n<turn>assistant:1<end>\n<turn>user:not 1<end>\n<turn>assistant:2<end>\n"
+        "<turn>user:not 2<end>\n<turn>assistant:3<end>"
+    )
+    assert (sample.num_actions, sample.episode.num_turns, sample.episode.continues) == (6, 3, False)
+
+
+def test_a_history_that_would_not_fit_ends_the_answer_as_cut(folder):
+    environment = {"kind": "class", "path": f"{__file__}:Guess"}
+    long = "<think>" + "x" * 100 + "</think>1"
+    options = {"template": DROPS_THOUGHTS, "delimiter": "</think>"}
+    samples = play_all(folder, environment, long, "2", "3", most=len(ids(long)) + 2, **options)
+    assert [(sample.finish, sample.episode.continues) for sample, _ in samples] == [("length", True), ("length", False)]
+    [(sample, _)] = play_all(folder, environment, long, "2", "3", most=len(ids(long)) + 1, **options)
+    assert (sample.finish, sample.episode.num_turns) == ("length", 1)
+
+
+def test_a_changed_history_can_be_refused(folder):
+    environment = {"kind": "class", "path": f"{__file__}:Guess", "history": "refuse"}
+    with pytest.raises(ValueError, match="the chat template writes earlier turns differently"):
+        play_all(folder, environment, "1", template=DROPS_THOUGHTS, delimiter="</think>")
 
 
 def test_a_malformed_call_stays_text_and_ends_the_answer_if_it_shall(folder):
@@ -158,7 +210,9 @@ def test_an_object_opens_the_prompt_keeps_its_state_and_gives_the_reward(folder)
     opened = "[add][negate]<turn>user:count from 4<end>\n<turn>assistant:"
     assert text.startswith(opened) and sample.num_prompt_tokens == len(ids(opened))
     said = [turn["content"] for turn in tokens.conversation.turns if turn["role"] == "tool"]
-    assert said[:2] == ["7", "-7"] and said[2].startswith("Error: wrong arguments of add: step: Input should be a va")
+    assert said[:2] == ["7", "-7"] and said[2].startswith(
+        "Error: wrong arguments of add: step: 'x' is not of type 'integer'"
+    )
     assert tokens.conversation.opening == " from 4"
     assert tokens.conversation.state == {"total": -7, "begun_with": "count", "pair": [1, [2]], "best": 0.5}
     assert sample.token_rewards == (TokenReward(len(tokens.ids) - 1, "environment", -3.5),)

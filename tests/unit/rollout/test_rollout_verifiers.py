@@ -9,10 +9,11 @@ import pytest
 from patience import deadline
 from tiny_chat import KEEPS, characters, renderer
 
+from megatron_rl.environments import FORMATS
 from megatron_rl.recipes.environment_libraries.verifiers_library import play
 from megatron_rl.rollout.program import Completion
 from megatron_rl.rollout.programs.conversations import Conversations
-from megatron_rl.rollout.programs.endpoint import Endpoint
+from megatron_rl.rollout.programs.endpoint import Endpoint, TurnReading
 
 HERE = Path(__file__).parent
 
@@ -34,7 +35,8 @@ def test_the_library_plays_its_episodes_with_the_policy(monkeypatch):
         return Completion(said, [-0.5] * len(said), [3] * len(said), True)
 
     async def run():
-        endpoint = Endpoint("127.0.0.1", lambda ids: tokenizer.decode(ids, skip_special_tokens=False), 500, {})
+        reading = TurnReading(FORMATS["hermes"], "", lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+        endpoint = Endpoint("127.0.0.1", reading, 500, {})
         await endpoint.start()
         held = [Conversations(render, tokenizer, ["<end>"]) for _ in range(2)]
         urls = [endpoint.open(one, ask)[1] for one in held]

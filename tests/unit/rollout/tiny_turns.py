@@ -37,7 +37,9 @@ class Lengths:
             raise EnvironmentFault("it broke down")
         size = len(text)
         message = {"role": "user", "content": str(size)}
-        return Reaction((message,), float(size), done=len(self.texts) == self.row["num_turns"], num_errors=size % 2)
+        return Reaction(
+            (message,), float(size), done=len(self.texts) == self.row["num_turns"], errors=("raised",) * (size % 2)
+        )
 
     async def end(self) -> None:
         self.has_ended = True
