@@ -136,17 +136,18 @@ def unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iter
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
             f"to them; train the adapters of {shape.family} with `megatron-rl sft`"
         )
-    attention = linear_names(family.block_rules(shape.attention))
-    if shape.mixture and (left := [n for n in targets if n in linear_layers(shape) and n not in attention]):
-        yield (
-            f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
-            f"{', '.join(attention)}"
-        )
-    if shape.mixture and not config.cluster.gpus_per_engine_rank:
-        yield (
-            'policy.lora: vLLM computes a mixture with adapters by a kernel for GPUs alone (it ends with "module '
-            "'triton.language' has no attribute 'float32'\"), and the engines of this run are on CPUs; leave it out"
-        )
+    if shape.mixture:
+        attention = linear_names(family.block_rules(shape.attention))
+        if left := [name for name in targets if name in linear_layers(shape) and name not in attention]:
+            yield (
+                f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
+                f"{', '.join(attention)}"
+            )
+        if not config.cluster.gpus_per_engine_rank:
+            yield (
+                'policy.lora: vLLM computes a mixture with adapters by a kernel for GPUs alone (it ends with "module '
+                "'triton.language' has no attribute 'float32'\"), and the engines of this run are on CPUs; leave it out"
+            )
     if lora.base == "fp8":
         yield (
             "policy.lora.base is fp8, and engines that serve adapters compute with weights that are not rounded to "
