@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.process import begin_process
 from megatron_rl.config.environment import TurnsEnvironment
-from megatron_rl.environments import Closing, EnvironmentFault, Reaction, Session, Sessions
+from megatron_rl.environments import Closing, EnvironmentFault, EnvironmentTimeout, Reaction, Session, Sessions
 
 MAX_CALLS = 2**20
 """The number of calls of a process that Ray runs at once; threads limit how many work (`environments.calls`)."""
@@ -121,10 +121,11 @@ class _RemoteSession:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(call.future()), self._limit_s)
         except EnvironmentFault as fault:  # Ray's error has its own text around ours
-            raise EnvironmentFault(str(getattr(fault, "cause", fault))) from None
+            kind = EnvironmentTimeout if isinstance(fault, EnvironmentTimeout) else EnvironmentFault
+            raise kind(str(getattr(fault, "cause", fault))) from None
         except RayActorError as error:
             self._sessions.replace(self._index, self._actor, "has died")
             raise EnvironmentFault("the process of this environment has died") from error
         except TimeoutError:
             self._sessions.replace(self._index, self._actor, "does not answer")
-            raise EnvironmentFault(f"the process of this environment did not answer in {self._limit_s:g} s") from None
+            raise EnvironmentTimeout(f"the process of this environment did not answer in {self._limit_s:g} s") from None

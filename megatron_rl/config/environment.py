@@ -45,7 +45,21 @@ class ObjectColumns:
 History = Literal["split", "refuse"]
 
 
-class _Turns(Section):
+class _Failures(Section):
+    """What happens when an environment fails, so that nothing can be said about an answer."""
+
+    retries: NonNegativeInt = 1
+    """The number of times that an answer begins again after its environment has failed, in another process if
+    `processes` are several. After that it has no reward."""
+    max_failed: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The share of a step's answers whose environment has failed above which the run ends, with the most frequent
+    cause."""
+    timeout_reward: float | None = None
+    """The reward `environment` of an answer whose environment, or agent, exceeded its time limit. null: this is a
+    failure, and the answer has no reward."""
+
+
+class _Turns(_Failures):
     """The limits of an answer of several turns. All its tokens, observations included, share
     `rollout.max_response_tokens`."""
 
@@ -54,6 +68,11 @@ class _Turns(Section):
     turn_tokens: PositiveInt | None = None
     """The largest number of sampled tokens in a turn; a longer turn is cut and ends the answer. null means the rest of
     `rollout.max_response_tokens`."""
+    thought_tokens: PositiveInt | None = None
+    """The largest number of sampled reasoning tokens in all turns of an answer, besides the budget of each turn, which
+    is `rollout.thinking`. null means no limit."""
+    answer_timeout_s: PositiveFloat | None = None
+    """The time, in seconds, after which no other turn begins, so that the answer is cut. null means no limit."""
     max_observation_tokens: PositiveInt = 1024
     """The largest number of tokens of an observation. A longer one is cut and marked as cut."""
     step_timeout_s: PositiveFloat = 60
@@ -116,7 +135,7 @@ class ToolsEnvironment(_Turns):
         return self
 
 
-class AgentEnvironment(Section):
+class AgentEnvironment(_Failures):
     """An external agent, which calls the model through an OpenAI-compatible URL. It is a function of the row and of
     this URL. It runs once for each answer, on the engine's node, and returns the reward, or None if other rewards
     (`rewards`) judge. Sampling always follows `rollout.sampling`; the agent cannot change it."""

@@ -17,6 +17,7 @@ HealthRule = Literal[
     "thoughts",
     "duplicates",
     "no_calls",
+    "failed_environments",
     "mismatch",
     "ratio",
     "still_weights",
@@ -41,6 +42,7 @@ MEANINGS: Mapping[HealthRule, str] = {
     "thoughts": "the budget ends more than half of the thoughts in three steps in a row",
     "duplicates": "more than a quarter of the answers of 64 tokens or more equal another answer to their prompt",
     "no_calls": "no answer has called a tool in five steps in a row of a run with tools",
+    "failed_environments": "environments of answers failed, also when they began again",
     "mismatch": "trainer and engine differ five times as much as 50 steps ago, and by 1e-4 nats or more",
     "ratio": "the ratio differs from 1 by more than 1 % although the weights are the ones that gave logp_old",
     "still_weights": "with `policy.optimizer.rounding: nearest` an update changes less than 2 % of the weights, and "

@@ -311,6 +311,12 @@ class RolloutConfig(Section):
                     "the two"
                 )
         train = run.data.train if isinstance(run.data.train, tuple) else ()
+        turns = self.environment
+        if turns is not None and turns.kind != "agent" and turns.thought_tokens is not None and self.thinking is None:
+            yield (
+                "rollout.environment.thought_tokens is a budget for the reasoning of all turns, which rollout.thinking "
+                "keeps; set rollout.thinking with the budget of a turn"
+            )
         if self.environment is not None and any(source.chat_template is not None for source in train):
             yield (
                 "data.train: with rollout.environment all rows have the same arguments of the chat template, because "

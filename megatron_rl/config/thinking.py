@@ -207,10 +207,16 @@ class ThinkingBudget(Section):
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         delimiter, most = run.rollout.delimiter, run.rollout.max_response_tokens
-        if run.rollout.environment is not None:
+        environment = run.rollout.environment
+        if environment is not None and environment.kind == "agent":
             yield (
-                "rollout.thinking has a budget for one thought, but with rollout.environment an answer has one in each "
-                "turn; set rollout.thinking to null, and bound the turns with rollout.environment.turn_tokens"
+                "rollout.thinking is a budget for turns, but the calls of rollout.environment's agent have none; set "
+                "rollout.thinking to null"
+            )
+        elif environment is not None and self.mode == "truncate":
+            yield (
+                "rollout.thinking.mode truncate would end the answer in the first turn whose reasoning is cut, without "
+                "a reaction of rollout.environment; choose two_call or native"
             )
         if not delimiter:
             yield "rollout.thinking needs rollout.delimiter, the text that ends the thought; set it"

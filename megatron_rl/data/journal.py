@@ -203,6 +203,8 @@ def _rollout(values: dict[str, Any]) -> Rollout:
     return Rollout(
         **values,
         token_rewards=tuple(TokenReward(*reward) for reward in rewards),
-        episode=Episode(**{**episode, "tool_errors": tuple(episode["tool_errors"])}) if episode else None,
+        episode=Episode(**{**episode, **{key: tuple(episode[key]) for key in ("tool_errors", "thoughts")}})
+        if episode
+        else None,
         verdict=Verdict(**verdict | {"parts": tuple(verdict["parts"])}),
     )

@@ -8,6 +8,7 @@ from megatron_rl.environments.call_reader import Schemas
 from megatron_rl.environments.environment import (
     Closing,
     EnvironmentFault,
+    EnvironmentTimeout,
     Reaction,
     Session,
     Step,
@@ -23,6 +24,7 @@ __all__ = [
     "ChangedHistory",
     "Continuation",
     "EnvironmentFault",
+    "EnvironmentTimeout",
     "Kind",
     "Observations",
     "Closing",

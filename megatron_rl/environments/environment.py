@@ -29,6 +29,10 @@ class EnvironmentFault(Exception):
     """The environment has failed, so nothing can be said about the answer."""
 
 
+class EnvironmentTimeout(EnvironmentFault):
+    """The environment has exceeded a time limit."""
+
+
 class Step(NamedTuple):
     """What an environment answers to a turn of the model."""
 
@@ -127,7 +131,7 @@ class UserCode:
         try:
             return await self._calls.call(function, *arguments, **named)
         except OutOfTime as error:
-            raise self.fault(method, f"raised OutOfTime: {error}") from error
+            raise EnvironmentTimeout(str(self.fault(method, f"raised OutOfTime: {error}"))) from error
         except Exception as error:  # a user's class may raise anything
             raise self.fault(method, f"raised {said(error)}{place(error)}") from error
 

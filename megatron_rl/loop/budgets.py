@@ -54,10 +54,11 @@ class ThoughtBudgets:
         if not isinstance(self._tokens, QuantileBudget):
             return
         lengths = [
-            sample.num_thought_tokens
+            size
             for group in groups
             for sample in group.answers
-            if sample.num_thought_tokens and not sample.thought_cut and self._is_right(sample)
+            if self._is_right(sample)
+            for size in _uncut_thoughts(sample)
         ]
         self._lengths = [*self._lengths, lengths][-self._tokens.num_steps :]
 
@@ -70,3 +71,10 @@ class ThoughtBudgets:
 
     def restore(self, state: list[list[int]]) -> None:
         self._lengths = state
+
+
+def _uncut_thoughts(answer: Rollout) -> list[int]:
+    """The lengths of the reasoning of an answer, or of its turns, that no budget has cut."""
+    if answer.episode is not None:
+        return [size for size in answer.episode.thoughts if size]
+    return [answer.num_thought_tokens] if answer.num_thought_tokens and not answer.thought_cut else []

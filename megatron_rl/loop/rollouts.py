@@ -140,6 +140,7 @@ def describe_episodes(groups: Sequence[Group]) -> Metrics:
             for kind in TOOL_ERRORS
         },
         "environment/failed": fmean(bool(episode.fault) for episode in episodes),
+        "environment/began_again": float(sum(episode.num_failed for episode in episodes)),
         "environment/step_s": sum(episode.step_s for episode in episodes) / max(sum(num_turns), 1),
     }
 

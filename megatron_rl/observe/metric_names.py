@@ -70,6 +70,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "environment/tool_errors/{kind}": "by kind: `unclosed`, `malformed`, `unknown_tool`, wrong `arguments`, "
         "`raised`, `timed_out`",
         "environment/failed": "the share of answers whose environment failed",
+        "environment/began_again": "attempts at answers whose environment failed, and that began again",
         "environment/step_s": "seconds that a turn waited for the environment",
         "beams/ended_thoughts": "thoughts without a search, because the model ended its answer in them",
         "beams/missing": "beams that found no item (`rollout.beams.candidates`)",

@@ -135,7 +135,7 @@ class Engine:
             if self._episodes is None:
                 return await asyncio.wrap_future(await self.sampler.begin(call, begun))
             played = await self._episodes.answers(
-                EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy),
+                EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy, self._budgets.of),
                 lambda requests, is_first: self.sampler.begin(call, partial(started, requests), is_first),
             )
             return await self._carry_out(self._valued(prompt, played, is_rewarded))

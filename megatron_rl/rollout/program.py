@@ -71,6 +71,15 @@ class Transcript:
         self.num_calls += 1
         self.stopped = completion.stopped
 
+    def append(self, other: Transcript) -> None:
+        """Append what follows this transcript."""
+        self.ids += other.ids
+        self.is_action += other.is_action
+        self.logp += other.logp
+        self.version += other.version
+        self.routes, self.stopped = other.routes, other.stopped
+        self.num_calls += other.num_calls
+
     def add(self, part: Completion) -> None:
         """Append the first tokens of a call that goes on."""
         self.routes = part.routes
@@ -168,6 +177,30 @@ class Program(Protocol):
         """The tokens that end the thought; None: the answer has none."""
 
     def next(self, transcript: Transcript) -> Call | Force | Disown | Done: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bounded:
+    """Another program with at most `most` tokens in all."""
+
+    program: Program
+    most: int
+
+    @property
+    def thought_tokens(self) -> int | None:
+        return self.program.thought_tokens
+
+    @property
+    def delimiter(self) -> tuple[int, ...] | None:
+        return self.program.delimiter
+
+    def next(self, transcript: Transcript) -> Call | Force | Disown | Done:
+        step, left = self.program.next(transcript), self.most - len(transcript.ids)
+        if isinstance(step, Call):
+            return replace(step, max_tokens=min(step.max_tokens, left)) if left > 0 else Done(len(transcript.ids))
+        if isinstance(step, Force) and len(step.ids) >= left:
+            return Done(len(transcript.ids))
+        return step
 
 
 def next_call(program: Program, transcript: Transcript) -> Call | None:

@@ -199,8 +199,14 @@ class Episode:
     continues: bool = False
     """Whether the answer continues in the next conversation, which begins with a changed history. The verdict on that
     one holds for both."""
+    thoughts: tuple[int, ...] = ()
+    """The number of reasoning tokens of each turn that its budget did not cut, if the turns have budgets."""
     num_abandoned: int = 0
     """The number of an agent's calls whose answers nobody waited for any more; they are left out."""
+    num_failed: int = 0
+    """The number of earlier attempts at the answer whose environment failed; they are left out."""
+    host: str = ""
+    """The machine where the environment failed, if it did."""
     num_retried: int = 0
     """The number of an agent's calls that it asked once more and went on from the later answer; the earlier ones are
     left out."""
@@ -304,6 +310,8 @@ def _joined(parts: Sequence[Rollout]) -> Rollout:
         length=parts[0].num_prompt_tokens + num_actions,
         num_actions=num_actions,
         num_thought_tokens=sum(part.num_thought_tokens for part in parts),
+        thought_cut=any(part.thought_cut for part in parts),
+        thought_budget=sum(budgets) if (budgets := [b for p in parts if (b := p.thought_budget) is not None]) else None,
         finish=parts[-1].finish,
         episode=replace(
             episodes[0],
@@ -311,7 +319,9 @@ def _joined(parts: Sequence[Rollout]) -> Rollout:
             tool_errors=tuple(kind for episode in episodes for kind in episode.tool_errors),
             num_tool_calls=sum(episode.num_tool_calls for episode in episodes),
             step_s=sum(episode.step_s for episode in episodes),
+            thoughts=tuple(size for episode in episodes for size in episode.thoughts),
             fault=next((episode.fault for episode in episodes if episode.fault), ""),
+            num_failed=max(episode.num_failed for episode in episodes),
         ),
     )
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_rl.algorithms.advantages import why_untrained
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.rewards import RewardConfig
 from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.ports import Sink
@@ -22,16 +23,18 @@ class StepWarnings:
     """Warns about the answers of each step: rewards that score nothing, reasons that all answers share, thoughts that
     are not divided."""
 
-    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
+    def __init__(self, rewards: Sequence[RewardConfig], environment: EnvironmentConfig | None = None) -> None:
         self._silent, self._unscored, self._unsplit = SilentRewards(rewards), UnscoredPrompts(), UnsplitThoughts()
         self._scoreless = ScorelessSteps()
+        self._failed = FailedEnvironments(1.0 if environment is None else environment.max_failed)
 
     def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
         """Count a step.
 
         Raises:
-            ValueError: see `SilentRewards` and `UnscoredPrompts`.
+            ValueError: see `FailedEnvironments`, `SilentRewards` and `UnscoredPrompts`.
         """
+        self._failed.count(groups, sink)
         self._unscored.count(groups, sink)
         self._silent.count(groups, metrics, sink)
         self._unsplit.count(metrics, sink)
@@ -88,6 +91,41 @@ class SilentRewards:
                     raise ValueError(f"{seen} in {steps} steps in a row; {why}. Correct the reward, or raise its {key}")
             if not self._silent_steps[i] & (self._silent_steps[i] - 1):  # after 1, 2, 4, ... steps
                 sink.warn(f"{seen}; {why}", "silent_reward")
+
+
+class FailedEnvironments:
+    """Counts the consecutive steps in which environments failed.
+
+    Args:
+        most: `rollout.environment.max_failed`.
+    """
+
+    def __init__(self, most: float) -> None:
+        self._most, self._in_a_row = most, 0
+
+    def count(self, groups: Sequence[Group], sink: Sink) -> None:
+        """Count a step, and warn after 1, 2, 4, ... such steps in a row.
+
+        Raises:
+            ValueError: more environments than allowed have failed.
+        """
+        episodes = [answer.episode for group in groups for answer in group.answers if answer.episode is not None]
+        failed = [episode for episode in episodes if episode.fault]
+        self._in_a_row = self._in_a_row + 1 if failed else 0
+        if not failed:
+            return
+        causes, hosts = (Counter(getattr(one, name) for one in failed).most_common(3) for name in ("fault", "host"))
+        where = ", ".join(f"{host or 'an unknown machine'}: {count}" for host, count in hosts)
+        told = (
+            f"the environments of {len(failed)} of {len(episodes)} answers failed ({where}), also when they began "
+            f"again; the most frequent causes are: " + "; ".join(f"{cause} ({count} times)" for cause, count in causes)
+        )
+        if len(failed) > self._most * len(episodes):
+            raise ValueError(
+                f"{told}. Correct the environment, or raise rollout.environment.max_failed ({self._most:g})"
+            )
+        if not self._in_a_row & (self._in_a_row - 1):
+            sink.warn(told, "failed_environments")
 
 
 class ScorelessSteps:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from socket import gethostname
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.exception_text import place, said
@@ -23,7 +25,7 @@ from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Request, Samples, Transcript, as_rollout
 from megatron_rl.rollout.programs.conversations import Conversations, RenderCall
 from megatron_rl.rollout.programs.endpoint import AnswerLine, Endpoint, TurnReading
-from megatron_rl.rollout.programs.episodes import Ask, Begin, EpisodeRequest, Plays
+from megatron_rl.rollout.programs.episodes import Ask, Begin, EpisodeRequest, Plays, played_again
 from megatron_rl.rollout.programs.turns import ends_of
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
@@ -69,7 +71,10 @@ class Agents:
         """See `Answers`."""
         await begin([], not self._plays)
         plays = [
-            self._play(asked.prompt, asked.seed + sample, asked.is_greedy, (asked.ticket, sample))
+            played_again(
+                partial(self._play, asked.prompt, asked.seed + sample, asked.is_greedy, (asked.ticket, sample)),
+                self._cfg.retries,
+            )
             for sample in asked.samples
         ]
         return [sample for played in await self._plays.carry_out(asked.ticket, plays) for sample in played]
@@ -109,9 +114,9 @@ class Agents:
             elif given is not None:
                 reward = float(given)
         except OutOfTime:
-            fault = (
-                f"{short_path(self._cfg.path)} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
-            )
+            reward = self._cfg.timeout_reward
+            took = f"took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
+            fault = f"{short_path(self._cfg.path)} {took}" if reward is None else ""
         except Exception as error:  # an agent may raise anything
             fault = f"{short_path(self._cfg.path)} raised {said(error)}{place(error)}"
         finally:
@@ -126,6 +131,7 @@ class Agents:
                 0,
                 len(prompt.token_ids),
                 num_abandoned=line.num_abandoned,
+                host=gethostname(),
                 fault=fault or f"{short_path(self._cfg.path)} did not ask the model",
             )
             return [(replace(sample, episode=episode), tokens)]
@@ -137,7 +143,10 @@ class Agents:
             num_calls = sum(len(turn.get("tool_calls", ())) for turn in turns)
             num_turns = sum(id(node) not in seen for node in path)
             seen.update(map(id, path))
-            episode = Episode(num_turns, len(ids) + path[-1].num_before, num_tool_calls=num_calls, fault=fault)
+            host = gethostname() if fault else ""
+            episode = Episode(
+                num_turns, len(ids) + path[-1].num_before, num_tool_calls=num_calls, fault=fault, host=host
+            )
             episode = replace(episode, conversation=number)
             if not number:
                 retried = len(line.conversations.retried)

@@ -74,11 +74,13 @@ class Budgets:
         if faults:
             raise ValueError("; ".join(faults))
 
-    def of(self, prompt: Prompt, sample: int) -> Program:
-        """The program that generates an answer.
+    def of(self, prompt: Prompt, sample: int, left: int | None = None) -> Program:
+        """The program that generates an answer, or a turn of one.
 
         Args:
+            prompt: of a turn, all tokens before it.
             sample: the number of the answer within its group.
+            left: what is left of the budget of all turns, in thought tokens; None: it has none.
 
         Raises:
             ValueError: the row has no usable budget, or the engine could not keep it, or `rollout.beams` has no thought
@@ -102,6 +104,7 @@ class Budgets:
         largest, most = thinking.thought_tokens.largest, thinking.response_tokens
         if not 0 <= budget <= largest:
             raise ValueError(f"prompt {prompt.uid} has a budget of {budget} thought tokens, not one of 0 to {largest}")
+        budget = budget if left is None else min(budget, left)
         delimiter, closing = self.delimiter, self.closing
         assert delimiter is not None, "the configuration was validated"
         if self.beams is None and thinking.mode != "native":

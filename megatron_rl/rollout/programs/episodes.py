@@ -14,11 +14,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Request, Samples
-from megatron_rl.rollout.programs.turns import Turns
+from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Program, Request, Samples
+from megatron_rl.rollout.programs.turns import Ask as AskTurn
+from megatron_rl.rollout.programs.turns import Turn, TurnProgram, Turns
 from megatron_rl.types import Prompt
 
 Result = TypeVar("Result")
+
+
+ProgramOf = Callable[[Prompt, int, int | None], Program]
+"""The program of a turn, see `Budgets.of`."""
 
 
 class EpisodeRequest(NamedTuple):
@@ -32,6 +37,7 @@ class EpisodeRequest(NamedTuple):
     seed: int
     """The seed of the group's first answer; answer i has this seed + i."""
     is_greedy: bool
+    program: ProgramOf
 
 
 Begin = Callable[[Sequence[Request], bool], Awaitable[list[Future[Completion]]]]
@@ -91,6 +97,17 @@ class Plays:
             task.cancel()
 
 
+async def played_again(play: Callable[[], Awaitable[Samples]], retries: int) -> Samples:
+    """An answer, which begins again if its environment has failed."""
+    samples, num_failed = await play(), 0
+    while num_failed < retries and any(sample.episode and sample.episode.fault for sample, _ in samples):
+        samples, num_failed = await play(), num_failed + 1
+    return [
+        (replace(sample, episode=sample.episode and replace(sample.episode, num_failed=num_failed)), tokens)
+        for sample, tokens in samples
+    ]
+
+
 class Episodes:
     """Answers of several turns.
 
@@ -104,30 +121,63 @@ class Episodes:
 
     async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
         """See `Answers`."""
-        ticket, prompt, samples, seed, is_greedy = asked
-        requests = [
-            Request(prompt.token_ids, self._turns.first_call, seed + sample, is_greedy, (ticket, sample))
+        ticket, prompt, samples, seed, is_greedy, program = asked
+        programs: list[TurnProgram] = [
+            lambda before, left, sample=sample: program(before, sample, left)  # type: ignore[misc]
             for sample in samples
         ]
-        now = [] if self._turns.has_objects else requests
+        turns = [] if self._turns.has_objects else [self._turns.begun(prompt, program_of) for program_of in programs]
+        requests = [
+            Request(prompt.token_ids, Call(1), seed + sample, is_greedy, (ticket, sample)) for sample in samples
+        ]
+        now = [
+            replace(request, ids=[*prompt.token_ids, *turn.transcript.ids], call=turn.call)
+            for request, turn in zip(requests, turns, strict=False)
+            if turn.call is not None
+        ]
         futures = await begin(now, not self._plays)  # the turns of others go on from the cache
-        begun: list[Future[Completion] | None] = [*futures, *[None] * (len(requests) - len(now))]
-        plays = [self._play(prompt, request, future) for request, future in zip(requests, begun, strict=True)]
+        firsts: list[Any] = [*zip(turns, map(asyncio.wrap_future, futures), strict=True)] or [None] * len(requests)
+        plays = [
+            played_again(self._plays_of(prompt, program_of, first, request), self._turns.retries)
+            for request, program_of, first in zip(requests, programs, firsts, strict=True)
+        ]
         return [sample for played in await self._plays.carry_out(ticket, plays) for sample in played]
 
     def cancel(self, ticket: int) -> None:
         """See `Answers`."""
         self._plays.cancel(ticket)
 
-    async def _play(self, prompt: Prompt, request: Request, future: Future[Completion] | None) -> Samples:
-        """Carry out one answer.
+    def _plays_of(
+        self,
+        prompt: Prompt,
+        program_of: TurnProgram,
+        first: tuple[Turn, Awaitable[Completion]] | None,
+        request: Request,
+    ) -> Callable[[], Awaitable[Samples]]:
+        """Plays an answer, each time from its beginning.
+
+        Args:
+            first: see `Turns.answer`; it serves the first time.
+        """
+        ask, left = self._asks(request, first is not None), [] if first is None else [first]
+
+        async def play() -> Samples:
+            begun = left.pop() if left else None
+            if begun is None and not self._turns.has_objects:
+                turn = self._turns.begun(prompt, program_of)
+                assert turn.call is not None, "the first time it had a call"
+                begun = turn, ask([*prompt.token_ids, *turn.transcript.ids], turn.call, 0)
+            return await self._turns.answer(prompt, program_of, begun, ask)
+
+        return play
+
+    def _asks(self, request: Request, has_begun: bool) -> AskTurn:
+        """Asks for the calls of one answer.
 
         Args:
             request: its first request.
-            future: the completion of this request; None: it waits for the answer's object.
+            has_begun: whether this request has been asked.
         """
-
-        has_begun = future is not None
 
         async def ask(ids: list[int], call: Call, conversation: int) -> Completion:
             nonlocal has_begun
@@ -135,5 +185,4 @@ class Episodes:
             seed = (request.seed + conversation * NEXT_CALL) % 2**62
             return await self._ask(replace(request, ids=ids, call=call, seed=seed, goes_on=goes_on))
 
-        first = None if future is None else asyncio.wrap_future(future)
-        return await self._turns.answer(prompt, first, ask)
+        return ask

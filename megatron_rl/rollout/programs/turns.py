@@ -25,7 +25,9 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 from jinja2 import TemplateError
@@ -39,6 +41,7 @@ from megatron_rl.environments import (
     Closing,
     Continuation,
     EnvironmentFault,
+    EnvironmentTimeout,
     Observations,
     Reaction,
     Render,
@@ -51,10 +54,22 @@ from megatron_rl.environments import (
 )
 from megatron_rl.environments.asked_calls import QUESTION, rendering_calls
 from megatron_rl.environments.observations import opening_of
-from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout, find_delimiter
+from megatron_rl.rollout.program import (
+    Bounded,
+    Call,
+    Completion,
+    Program,
+    Samples,
+    Transcript,
+    as_rollout,
+    next_call,
+)
 from megatron_rl.rollout.programs.conversations import RenderCall
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
-from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
+from megatron_rl.types import Conversation, Episode, Prompt, Rollout, TokenReward
+
+TurnProgram = Callable[[Prompt, int | None], Program]
+"""The program of a turn, from all tokens before it and what is left of the budget of all turns, in thought tokens."""
 
 Ask = Callable[[list[int], Call, int], Awaitable[Completion]]
 """Sample what follows these tokens, in this conversation of the answer."""
@@ -121,41 +136,75 @@ class Turns:
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
 
     @property
-    def first_call(self) -> Call:
-        return self._call(self._most)
+    def retries(self) -> int:
+        return self._limits.retries
 
     @property
     def has_objects(self) -> bool:
         """Whether objects have a part in the prompt, so that the first turn waits for them."""
         return self._limits.kind == "tools" and self._limits.objects is not None
 
-    async def answer(self, prompt: Prompt, first: Awaitable[Completion] | None, ask: Ask) -> Samples:
+    def begun(self, prompt: Prompt, program_of: TurnProgram) -> Turn:
+        """The first turn of an answer, up to its first call.
+
+        Args:
+            program_of: the program of a turn.
+        """
+        return self._begun(_Played(prompt, [_Talk(prompt.token_ids)]), program_of)
+
+    def _begun(self, played: _Played, program_of: TurnProgram) -> Turn:
+        """The next turn, up to its first call. It has no call if there is no room for one."""
+        talk, thinking = played.talks[-1], self._limits.thought_tokens
+        left = None if thinking is None else max(0, thinking - played.num_thought_tokens)
+        program = program_of(replace(played.prompt, token_ids=tuple(talk.ids)), left)
+        room = min(self._max_prompt + self._most - len(talk.ids), self._most - played.num_sampled)
+        if self._continuation:
+            room = self._most - len(talk.transcript.ids)
+        turn = Turn(Bounded(program, min(room, self._limits.turn_tokens or room)))
+        turn.call = next_call(turn.program, turn.transcript)
+        return turn
+
+    async def answer(
+        self, prompt: Prompt, program_of: TurnProgram, first: tuple[Turn, Awaitable[Completion]] | None, ask: Ask
+    ) -> Samples:
         """One answer: its conversations.
 
         Args:
-            first: the completion of `first_call`, which is running; None: it has not begun.
-            ask: samples the later turns, and the first one if it has not begun.
+            program_of: the program of a turn.
+            first: the first turn, of `begun`, and the completion of its call, which is running; None: it has not begun.
+            ask: samples the later calls, and the first one if it has not begun.
         """
-        played = _Played(self._new_session(), prompt, [_Talk(prompt.token_ids)])
+        played = _Played(prompt, [_Talk(prompt.token_ids)])
+        session, deadline = self._new_session(), time.monotonic() + (self._limits.answer_timeout_s or inf)
         own = {"prompt": list(prompt.messages)} if self.has_objects else {}
-        beginning = asyncio.ensure_future(played.session.begin({**own, **prompt.columns}))
+        beginning = asyncio.ensure_future(session.begin({**own, **prompt.columns}))
         try:
             if first is None:
                 played.prompt, played.opening = self._opened(prompt, await beginning)
                 played.talks = [_Talk(played.prompt.token_ids)]
-                first = ask(played.talks[0].ids, self.first_call, 0)
-            completion = await first
-            while (call := await self._turn(played, completion, beginning)) is not None:
-                completion = await ask(played.talks[-1].ids, call, len(played.talks) - 1)
-            if self.has_objects and not played.fault:
-                played.ended(await played.session.closing())
+                turn, running = self._begun(played, program_of), None
+            else:
+                turn, running = first
+            while turn.call is not None:
+                while turn.call is not None:
+                    ids = [*played.talks[-1].ids, *turn.transcript.ids]
+                    turn.sampled(await (running or ask(ids, turn.call, len(played.talks) - 1)))
+                    running = None
+                if not await self._goes_on(played, turn, session, beginning) or time.monotonic() > deadline:
+                    break
+                turn = self._begun(played, program_of)
+            if self.has_objects:
+                played.ended(await session.closing())
         except EnvironmentFault as fault:
-            played.fault = str(fault)
+            if isinstance(fault, EnvironmentTimeout) and self._limits.timeout_reward is not None:
+                played.timed_out(self._limits.timeout_reward)
+            else:
+                played.fault = str(fault)
         finally:
             beginning.cancel()
             await asyncio.gather(beginning, return_exceptions=True)
-            await played.session.end()
-        return played.samples(self._delimiter)
+            await session.end()
+        return played.samples()
 
     def _opened(self, prompt: Prompt, opening: str) -> tuple[Prompt, str]:
         """The prompt of an answer, with its own tools, and what its object appends.
@@ -175,79 +224,79 @@ class Turns:
             )
         return replace(prompt, token_ids=tuple(ids), messages=turns), opening
 
-    async def _turn(self, played: _Played, completion: Completion, beginning: Awaitable[str]) -> Call | None:
-        """Take a turn of the model, and what the environment answers. Returns the call of the next turn; None if the
-        answer is complete."""
+    async def _goes_on(self, played: _Played, turn: Turn, session: Session, beginning: Awaitable[str]) -> bool:
+        """Take a turn of the model, and what the environment answers. Returns whether another turn may follow."""
         talk = played.talks[-1]
-        transcript = talk.transcript
-        start = len(transcript.ids)
-        transcript.sampled(completion)
-        talk.turns.append(range(start, len(transcript.ids)))
-        turn = self._message(completion, self._parameters(played.prompt))
-        played.history.append({**turn, "content": self._opening + turn["content"]})
-        played.said.append({**turn, "content": self._special.sub("", turn["content"])})
-        if not transcript.stopped:
-            return None
+        message = self._message(turn.transcript, self._parameters(played.prompt))
+        talk.took(turn, self._delimiter)
+        played.history.append({**message, "content": self._opening + message["content"]})
+        played.said.append({**message, "content": self._special.sub("", message["content"])})
+        if not turn.transcript.stopped:
+            return False
         since = time.perf_counter()
         try:
             await beginning
-            reaction = await played.session.react(self._said(completion))
+            reaction = await session.react(self._said(turn.transcript))
         finally:
             played.seconds += time.perf_counter() - since
         played.took(reaction)
         if reaction.done:
-            return None
-        transcript.stopped = False  # the answer continues in any case
+            return False
+        talk.transcript.stopped = False  # the answer continues in any case
         if played.num_turns == self._limits.max_turns:
-            return None
+            return False
         read = self._observations.read(reaction.messages)
-        call = self._goes_on(talk, completion, read) if self._continuation else self._begins_again(played, read)
-        played.said += read if call else ()
-        return call
+        goes_on = self._continued(talk, read) if self._continuation else self._begun_again(played, read)
+        played.said += read if goes_on else ()
+        return goes_on
 
-    def _goes_on(self, talk: _Talk, completion: Completion, read: Sequence[Mapping[str, str]]) -> Call | None:
-        """Append observations. Returns the call of the next turn; None if there is no room for one."""
+    def _continued(self, talk: _Talk, read: Sequence[Mapping[str, str]]) -> bool:
+        """Append observations. Returns whether there is room for another turn."""
         assert self._continuation is not None, "asked by the caller"
-        ends_otherwise = self._tokenizer.id_to_token(completion.ids[-1]) != self._continuation.end
+        transcript = talk.transcript
+        ends_otherwise = self._tokenizer.id_to_token(transcript.ids[-1]) != self._continuation.end
         if self._continuation.begins_next and ends_otherwise:  # the turn of another role has begun
-            return None
+            return False
         ids = self._observations.ids(self._continuation.text(read))
-        if len(talk.transcript.ids) + len(ids) >= self._most:
-            return None
-        talk.transcript.force(ids)
-        return self._call(self._most - len(talk.transcript.ids))
+        if len(transcript.ids) + len(ids) >= self._most:
+            return False
+        transcript.force(ids)
+        return True
 
-    def _begins_again(self, played: _Played, read: Sequence[Mapping[str, str]]) -> Call | None:
-        """Append observations by a new conversation, or by the old one if the chat template has not changed it. Returns
-        the call of the next turn; None if there is no room for one, or the template cannot render the model's turn."""
+    def _begun_again(self, played: _Played, read: Sequence[Mapping[str, str]]) -> bool:
+        """Append observations by a new conversation, or to the old one if the chat template has not changed it. Returns
+        whether there is room for another turn; there is none if the template cannot render the model's turn."""
         played.history += read
-        talk = played.talks[-1]
-        assert not isinstance(played.prompt.messages, str), "rows with an environment are chats"
-        before = list(played.prompt.messages)
+        talk, question = played.talks[-1], played.prompt.messages
+        assert not isinstance(question, str), "rows with an environment are chats"
         tools = schemas_of(self._limits, played.prompt.columns if self.has_objects else {})
         rendered = rendering_calls(lambda turns, opens: self._render(turns, tools, opens))
         if not talk.text:
-            talk.text = rendered(before, True)
+            talk.text = rendered(question, True)
         try:
-            text = rendered([*before, *played.history], True)
+            text = rendered([*question, *played.history], True)
         except TemplateError as error:
             log.warning("an answer ends because the chat template cannot render it: %s", said(error))
-            return None
-        talk.text += self._decoded(talk.transcript.ids[talk.num_read :])
-        if text.startswith(talk.text):
-            end = self._decoded(talk.transcript.ids[-1:])
-            talk.transcript.force(self._observations.ids(end + text[len(talk.text) :]))
-            talk.text, talk.num_read = text, len(talk.transcript.ids)
-            next_talk = talk
-        else:
-            next_talk = _Talk(tuple(self._tokenizer.encode(text, add_special_tokens=False).ids), text=text)
-        left = min(self._max_prompt + self._most - len(next_talk.ids), self._most - played.num_sampled)
-        if left < 1:
-            return None
-        if next_talk is not talk:
-            talk.transcript.stopped = True
-            played.talks.append(next_talk)
-        return self._call(left)
+            return False
+        transcript = talk.transcript
+        before = talk.text + self._decoded(transcript.ids[talk.num_read :])
+        if text.startswith(before):
+            ids = self._observations.ids(self._decoded(transcript.ids[-1:]) + text[len(before) :])
+            if not self._has_room(played, len(talk.ids) + len(ids)):
+                return False
+            transcript.force(ids)
+            talk.text, talk.num_read = text, len(transcript.ids)
+            return True
+        prompt_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not self._has_room(played, len(prompt_ids)):
+            return False
+        transcript.stopped = True
+        played.talks.append(_Talk(tuple(prompt_ids), text=text))
+        return True
+
+    def _has_room(self, played: _Played, size: int) -> bool:
+        """Whether a token can be sampled after a conversation of this size."""
+        return size < self._max_prompt + self._most and played.num_sampled < self._most
 
     def _parameters(self, prompt: Prompt) -> Schemas:
         """The schemas of the arguments of the tools that a row offers."""
@@ -258,27 +307,37 @@ class Turns:
             self._schemas[kind] = {tool["name"]: tool["parameters"] for tool in own}
         return self._schemas[kind]
 
-    def _call(self, left: int) -> Call:
-        """The call for this number of tokens at most."""
-        return Call(min(left, self._limits.turn_tokens or left))
-
-    def _said(self, completion: Completion) -> str:
+    def _said(self, turn: Transcript) -> str:
         """The text of a turn, without its end if the format of calls does not need it."""
-        ids = completion.ids[:-1] if completion.stopped and not self._form.reads_end else completion.ids
+        ids = turn.ids[:-1] if turn.stopped and not self._form.reads_end else turn.ids
         return self._decoded(ids)
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def _message(self, completion: Completion, schemas: Schemas) -> dict[str, Any]:
+    def _message(self, turn: Transcript, schemas: Schemas) -> dict[str, Any]:
         """What the model has said."""
-        text, limits = self._said(completion), self._limits
+        text, limits = self._said(turn), self._limits
         if limits.kind != "tools":
             return {"role": "assistant", "content": text}
-        calls = calls_of(text, self._form, schemas, self._end_of_thought) if completion.stopped else []
+        calls = calls_of(text, self._form, schemas, self._end_of_thought) if turn.stopped else []
         if limits.ends_at_malformed_calls and any(call.fault for call in calls):
             calls = []  # nothing was called
         return as_turn(text, self._form, calls)
+
+
+@dataclass(slots=True)
+class Turn:
+    """A turn of the model that is sampled."""
+
+    program: Program
+    transcript: Transcript = field(default_factory=Transcript)
+    call: Call | None = None
+    """The call that is running, or comes next; None: the turn is complete."""
+
+    def sampled(self, completion: Completion) -> None:
+        self.transcript.sampled(completion)
+        self.call = next_call(self.program, self.transcript)
 
 
 @dataclass(slots=True)
@@ -289,6 +348,8 @@ class _Talk:
     transcript: Transcript = field(default_factory=Transcript)
     turns: list[range] = field(default_factory=list)
     """The indices of each turn's tokens in the transcript."""
+    thoughts: list[Rollout] = field(default_factory=list)
+    """Each turn as an answer of its own, for its reasoning."""
     text: str = ""
     """The text of the prompt and of the first `num_read` tokens of the transcript; empty if nobody has asked for it."""
     num_read: int = 0
@@ -297,12 +358,17 @@ class _Talk:
     def ids(self) -> list[int]:
         return [*self.prompt_ids, *self.transcript.ids]
 
+    def took(self, turn: Turn, delimiter: Sequence[int]) -> None:
+        start = len(self.transcript.ids)
+        self.transcript.append(turn.transcript)
+        self.turns.append(range(start, len(self.transcript.ids)))
+        self.thoughts.append(as_rollout((), turn.transcript, delimiter or None, turn.program.thought_tokens)[0])
+
 
 @dataclass(slots=True)
 class _Played:
     """What has happened in one answer."""
 
-    session: Session
     prompt: Prompt
     talks: list[_Talk]
     """Its conversations: one, unless the chat template has changed the history."""
@@ -327,10 +393,18 @@ class _Played:
     def num_sampled(self) -> int:
         return sum(sum(talk.transcript.is_action) for talk in self.talks)
 
+    @property
+    def num_thought_tokens(self) -> int:
+        return sum(turn.num_thought_tokens for talk in self.talks for turn in talk.thoughts)
+
     def took(self, reaction: Reaction) -> None:
         self.errors += reaction.errors
         self.num_calls += reaction.num_calls
         self._gave(reaction.reward)
+
+    def timed_out(self, reward: float) -> None:
+        self.talks[-1].transcript.stopped = False
+        self._gave(reward)
 
     def ended(self, closing: Closing) -> None:
         self.state = closing.state
@@ -340,7 +414,7 @@ class _Played:
         if reward is not None:
             self.rewards.append((len(self.talks[-1].transcript.ids) - 1, reward))
 
-    def samples(self, delimiter: Sequence[int]) -> Samples:
+    def samples(self) -> Samples:
         """The conversations. The last one has what holds for the whole answer, and its finish is the finish of all. The
         rewards of several conversations are one, at the end of each."""
         finish = "stop" if self.talks[-1].transcript.stopped else "length"
@@ -349,8 +423,8 @@ class _Played:
         for number, talk in enumerate(self.talks):
             before, is_last = len(talk.prompt_ids), number == len(self.talks) - 1
             sample, tokens = as_rollout(talk.prompt_ids, talk.transcript, None)
-            turns = [talk.transcript.ids[turn.start : turn.stop] for turn in talk.turns]
-            thoughts = [find_delimiter(turn, delimiter) for turn in turns] if delimiter else []
+            budgets = [turn.thought_budget for turn in talk.thoughts if turn.thought_budget is not None]
+            uncut = [turn.num_thought_tokens for turn in talk.thoughts if not turn.thought_cut]
             rewards = (
                 self.rewards if len(self.talks) == 1 else [(len(talk.transcript.ids) - 1, total)] * bool(self.rewards)
             )
@@ -358,15 +432,19 @@ class _Played:
                 num_turns=len(talk.turns),
                 last_turn=before + (talk.turns[-1].start if talk.turns else 0),
                 fault=self.fault,
+                host=gethostname() if self.fault else "",
                 conversation=number,
                 continues=not is_last,
+                thoughts=tuple(uncut) if budgets else (),
             )
             if is_last:
                 errors, num_calls = tuple(self.errors), self.num_calls
                 episode = replace(episode, tool_errors=errors, num_tool_calls=num_calls, step_s=self.seconds)
             sample = replace(
                 sample,
-                num_thought_tokens=sum(thought or 0 for thought in thoughts),
+                num_thought_tokens=sum(turn.num_thought_tokens for turn in talk.thoughts),
+                thought_cut=any(turn.thought_cut for turn in talk.thoughts),
+                thought_budget=sum(budgets) if budgets else None,
                 token_rewards=tuple(TokenReward(before + i, "environment", value) for i, value in rewards),
                 episode=episode,
                 finish=finish,

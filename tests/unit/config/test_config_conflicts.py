@@ -112,7 +112,8 @@ CONFLICTS = [
     ([THINKING, "rollout.delimiter="], "rollout.thinking needs rollout.delimiter"),
     ([THINKING, "rollout.thinking.closing=stop"], "must end with rollout.delimiter"),
     ([THINKING, "rollout.thinking.response_tokens=17"], r"max_response_tokens \(24\) is below 26"),
-    ([THINKING, TURNS], "set rollout.thinking to null"),
+    ([THINKING, TURNS, "rollout.thinking.mode=truncate"], "would end the answer in the first turn"),
+    ([TURNS, "rollout.environment.thought_tokens=9"], "set rollout.thinking with the budget of a turn"),
     (
         [
             "rewards=[{kind: length, target: 3}]",

@@ -538,6 +538,10 @@ def senseless(row, base_url):
     return "good"
 
 
+def program(prompt, sample, left):
+    raise AssertionError("agents have no budgets")
+
+
 class Model:
     """Stands for the engine: its n-th answer is the number n, and it notes what it was asked."""
 
@@ -577,7 +581,7 @@ def agents(folder, agent, model: Model, **options) -> Agents:
 
 def groups_of(playing: Agents, model: Model, names: list[str], num_samples: int = 1):
     asked = [
-        EpisodeRequest(i, Prompt(name, (5, 6), "", {"name": name}), range(num_samples), 100 * i, False)
+        EpisodeRequest(i, Prompt(name, (5, 6), "", {"name": name}), range(num_samples), 100 * i, False, program)
         for i, name in enumerate(names)
     ]
 
@@ -633,7 +637,7 @@ def test_conversations_that_branch_are_samples_with_the_same_reward(folder):
 )
 def test_an_agent_that_fails_gives_no_reward_and_keeps_what_was_sampled(folder, agent, num_actions, fault):
     model, timeout_s = Model(), 0.2 if agent == "hangs" else 60
-    [[(sample, tokens)]] = groups_of(agents(folder, agent, model, timeout_s=timeout_s), model, ["x"])
+    [[(sample, tokens)]] = groups_of(agents(folder, agent, model, timeout_s=timeout_s, retries=0), model, ["x"])
     assert re.search(f"{fault}$", sample.episode.fault) and not sample.token_rewards
     assert tokens.action_mask.sum() == num_actions
 
@@ -641,7 +645,7 @@ def test_an_agent_that_fails_gives_no_reward_and_keeps_what_was_sampled(folder, 
 def test_a_cancelled_group_ends(folder):
     model = Model()
     playing = agents(folder, "hangs", model)
-    asked = EpisodeRequest(7, Prompt("x", (5,), "", {"name": "x"}), range(3), 1, False)
+    asked = EpisodeRequest(7, Prompt("x", (5,), "", {"name": "x"}), range(3), 1, False, program)
 
     async def run():
         answers = asyncio.ensure_future(playing.answers(asked, model.begin))

@@ -15,6 +15,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import Reaction
 from megatron_rl.rollout.program import Completion, Request
 from megatron_rl.rollout.programs.episodes import EpisodeRequest, Episodes
+from megatron_rl.rollout.programs.thinking import OneCall
 from megatron_rl.types import Prompt, TokenReward
 
 ENDS = 1
@@ -25,6 +26,10 @@ VERSION = 4
 
 def digit(number: int) -> int:
     return 5 + number
+
+
+def program(prompt: Prompt, sample: int, left: int | None) -> OneCall:
+    return OneCall(1000)
 
 
 class StubEngine:
@@ -52,7 +57,7 @@ class StubEngine:
 def play(folder, turns: list[list[int]], row: dict, **options):
     """One answer to the prompt (5, 6)."""
     [[answer]], made, engine = play_all(folder, {(5, 6): turns}, [row], **options)
-    return *answer, made[0], engine
+    return *answer, made[-1], engine
 
 
 def play_all(folder, turns: dict, rows: list[dict], most: int = 60, **limits):
@@ -64,7 +69,7 @@ def play_all(folder, turns: dict, rows: list[dict], most: int = 60, **limits):
     prompts = [Prompt(f"row {i}", ids, "", row) for i, (ids, row) in enumerate(zip(turns, rows, strict=True))]
 
     async def answer():
-        asked = [EpisodeRequest(i, prompt, range(1), 0, False) for i, prompt in enumerate(prompts)]
+        asked = [EpisodeRequest(i, prompt, range(1), 0, False, program) for i, prompt in enumerate(prompts)]
         return await asyncio.gather(*(episodes.answers(one, engine.begin) for one in asked))
 
     return asyncio.run(answer()), made, engine
@@ -113,10 +118,36 @@ def test_a_limit_cuts_the_answer(folder, turns, row, options, num_tokens, num_tu
 @pytest.mark.parametrize(("fails_at", "num_turns"), [(0, 1), (1, 1), (2, 2)])
 def test_a_fault_of_the_environment_ends_the_answer_with_the_reason(folder, fails_at, num_turns):
     turns = [[7, ENDS], [8, ENDS], [9, ENDS]]
-    sample, tokens, environment, _ = play(folder, turns, {"num_turns": 3, "fails_at": fails_at})
+    sample, tokens, environment, _ = play(folder, turns, {"num_turns": 3, "fails_at": fails_at}, retries=0)
     assert sample.episode.fault == ("it broke down" if fails_at else "it cannot begin")
     assert sample.episode.num_turns == num_turns and len(sample.token_rewards) == num_turns - 1
     assert tokens.action_mask[-1] and environment.has_ended
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_an_answer_begins_again_once_after_its_environment_has_failed(folder, num_failures):
+    """What was sampled before is left out."""
+    row = {"num_turns": 2, "fails_at": 2, "failures": [None] * num_failures}
+    attempts = [[[7, ENDS], [8, ENDS]], [[9, ENDS], [10, ENDS]]][: num_failures + 1]
+    sample, tokens, _, engine = play(folder, [turn for attempt in attempts for turn in attempt], row)
+    actions = tokens.ids[tokens.action_mask].tolist()
+    assert actions == [token for turn in attempts[min(num_failures, 1)] for token in turn]
+    assert (sample.episode.fault, sample.episode.num_failed) == (
+        "it broke down" * (num_failures == 2),
+        min(num_failures, 1),
+    )
+    assert len(engine.requests) == 2 * len(attempts[:2]) and bool(sample.episode.host) == (num_failures == 2)
+
+
+@pytest.mark.parametrize(("reward", "fault"), [(None, "too late"), (0.0, ""), (-1.0, "")])
+def test_a_time_out_is_a_failure_or_a_reward_by_choice(folder, reward, fault):
+    row = {"num_turns": 3, "late_at": 2}
+    turns = [[7, ENDS], [8, ENDS]]
+    sample, tokens, _, _ = play(folder, turns, row, retries=0, timeout_reward=reward)
+    assert (sample.episode.fault, sample.episode.num_turns) == (fault, 2)
+    given = [one.value for one in sample.token_rewards]
+    assert given == [1.0] + ([] if reward is None else [reward])
+    assert (sample.finish, tokens.action_mask[-1]) == ("stop" if reward is None else "length", True)
 
 
 @given(
@@ -171,7 +202,7 @@ def test_a_cancelled_group_asks_for_nothing_more(folder):
     episodes = Episodes(turns_of(folder, made)(rollout), engine.ask)
 
     async def answer():
-        request = EpisodeRequest(7, Prompt("row", (5, 6), "", {"num_turns": 99}), range(2), 0, False)
+        request = EpisodeRequest(7, Prompt("row", (5, 6), "", {"num_turns": 99}), range(2), 0, False, program)
         asked = asyncio.ensure_future(episodes.answers(request, engine.begin))
         while len(engine.requests) < 6:
             await asyncio.sleep(0)

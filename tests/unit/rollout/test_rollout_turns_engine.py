@@ -38,7 +38,7 @@ def playing(make_stage, folders, tmp_path_factory):
         Mesh(),
         record=tmp_path_factory.mktemp("records") / "engine.tokens",
         answers=lambda rollout: partial(Episodes, kept(turns_of(folders[0], MADE)(rollout))),
-        environment={"kind": "class", "path": "unused:Unused", "max_turns": 5},
+        environment={"kind": "class", "path": "unused:Unused", "max_turns": 5, "retries": 0},
         delimiter="",
         prefix_values={"force": "=", "floor": -1000.0, "forced_tokens": 8},
         max_prompt_tokens=8,

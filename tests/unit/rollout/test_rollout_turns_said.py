@@ -14,7 +14,8 @@ from tiny_chat import DROPS_THOUGHTS, KEEPS, characters, renderer
 from megatron_rl.config.environment import ToolsEnvironment
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import Sessions, schemas_of
-from megatron_rl.rollout.program import Call, Completion, Samples
+from megatron_rl.rollout.program import Call, Completion, Program, Samples
+from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.programs.turns import Turns
 from megatron_rl.types import Prompt, TokenReward
 
@@ -90,9 +91,16 @@ def play_all(folder, environment, *said, row=None, most=2000, template=KEEPS, de
         sampled = ids(text.removesuffix("...")) + ([] if text.endswith("...") else [END])
         return Completion(sampled, [-0.5] * len(sampled), [4] * len(sampled), sampled[-1] == END)
 
+    budgets = Budgets(folder, rollout, on_gpu=False)
+
+    def program_of(before: Prompt, left: int | None) -> Program:
+        return budgets.of(before, 0, left)
+
     async def answer() -> Samples:
-        first = None if turns.has_objects else ask([], turns.first_call, 0)
-        return await turns.answer(prompt, first, ask)
+        if turns.has_objects:
+            return await turns.answer(prompt, program_of, None, ask)
+        turn = turns.begun(prompt, program_of)
+        return await turns.answer(prompt, program_of, (turn, ask([], turn.call, 0)), ask)
 
     return asyncio.run(answer())
 
@@ -285,3 +293,71 @@ def test_a_result_that_nobody_would_read_is_not_computed(folder):
     sample, tokens, _ = play(folder, COUNTER | {"max_turns": 2}, *turns)
     assert tokens.conversation.state["total"] == 1
     assert (sample.finish, sample.episode.num_turns, sample.episode.num_tool_calls) == ("length", 2, 1)
+
+
+GUESS = {"kind": "class", "path": f"{__file__}:Guess"}
+
+
+def budget(thought: int, response: int = 20) -> dict[str, Any]:
+    return {"thinking": {"mode": "two_call", "thought_tokens": thought, "response_tokens": response}}
+
+
+def actions(tokens) -> str:
+    """The text, with a dot in the place of each character that is no action."""
+    pieces = (
+        TOKENIZER.decode([i], False) if own else "." for i, own in zip(tokens.ids, tokens.action_mask, strict=True)
+    )
+    return "".join(pieces)
+
+
+def test_each_turn_has_the_budget_of_a_thought(folder):
+    """The second thought is cut after 4 tokens, and its delimiter is forced."""
+    said = "ab</think>1", "abcd...", "2", "</think>3"
+    [(sample, tokens)] = play_all(folder, GUESS, *said, delimiter="</think>", **budget(4))
+    assert actions(tokens).strip(".").replace(".", "") == "ab</think>1<end>abcd2<end></think>3<end>"
+    second = actions(tokens).partition("abcd")[2]
+    assert second.startswith(".2<end>"), "the delimiter was forced, and is no action"
+    assert (sample.num_thought_tokens, sample.thought_cut, sample.thought_budget) == (2 + 4 + 0, True, 12)
+    assert sample.episode.thoughts == (2, 0) and sample.episode.num_turns == 3
+
+
+@pytest.mark.parametrize(("total", "forced_at", "num_thought"), [(6, 4, 6), (5, 3, 5), (2, 0, 2)])
+def test_all_turns_share_a_budget(folder, total, forced_at, num_thought):
+    """The first thought has 2 tokens; the second one may have what is left of the total, up to the budget of a turn."""
+    cut = ["abcdefgh"[:forced_at] + "..."] if forced_at else []
+    environment = GUESS | {"thought_tokens": total, "max_turns": 2}
+    said = "ab</think>1", *cut, "2"
+    [(sample, tokens)] = play_all(folder, environment, *said, delimiter="</think>", **budget(4))
+    second = actions(tokens).partition("1<end>")[2].lstrip(".")
+    assert second == ("abcdefgh"[:forced_at] + "." if forced_at else "") + "2<end>"
+    assert (sample.num_thought_tokens, sample.thought_cut) == (num_thought, True)
+
+
+def test_a_budget_leaves_room_for_what_it_forces(folder):
+    """The answer ends within its second thought, because nothing could follow the delimiter."""
+    first = len(ids("ab</think>1<end>")) + len(ids("\n<turn>user:not 1<end>\n<turn>assistant:"))
+    said = "ab</think>1", "abc..."
+    environment = GUESS | {"turn_tokens": 24}
+    [(sample, tokens)] = play_all(folder, environment, *said, most=first + 4, delimiter="</think>", **budget(3, 7))
+    assert actions(tokens).endswith("abc") and (sample.finish, sample.thought_cut) == ("length", True)
+
+
+def test_a_changed_history_and_budgets_go_together(folder):
+    said = "ab</think>1", "abcd...", "2", "cd</think>3"
+    options = {"template": DROPS_THOUGHTS, "delimiter": "</think>", **budget(4)}
+    samples = play_all(folder, GUESS, *said, **options)
+    assert [actions(tokens).lstrip(".") for _, tokens in samples] == [
+        "ab</think>1<end>",
+        "abcd.2<end>",
+        "cd</think>3<end>",
+    ]
+    assert [(sample.thought_cut, sample.episode.thoughts) for sample, _ in samples] == [
+        (False, (2,)),
+        (True, ()),
+        (False, (2,)),
+    ]
+
+
+def test_no_turn_begins_after_the_time_of_an_answer(folder):
+    [(sample, _)] = play_all(folder, GUESS | {"answer_timeout_s": 1e-9}, "1", "2", "3")
+    assert (sample.finish, sample.episode.num_turns) == ("length", 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.environments import EnvironmentFault, Reaction
+from megatron_rl.environments import EnvironmentFault, EnvironmentTimeout, Reaction
 from megatron_rl.rollout.programs.turns import Turns
 
 
@@ -33,7 +33,12 @@ class Lengths:
 
     async def react(self, text: str) -> Reaction:
         self.texts.append(text)
-        if self.row.get("fails_at") == len(self.texts):
+        if self.row.get("late_at") == len(self.texts):
+            raise EnvironmentTimeout("too late")
+        failures = self.row.get("failures")  # as many times as it fails; None: always
+        if self.row.get("fails_at") == len(self.texts) and (failures is None or failures):
+            if failures:
+                failures.pop()
             raise EnvironmentFault("it broke down")
         size = len(text)
         message = {"role": "user", "content": str(size)}
