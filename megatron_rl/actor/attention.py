@@ -132,11 +132,12 @@ def packed_sequences(
                 return AttentionPlan(*angles, varlen=plan_varlen(lengths_S, window, shared))
             return plan_attention(*turned, scaling=scaling, window=window, context=context, shared=shared)
 
+        sliding = next((one for one in shape.attentions if isinstance(one, SoftmaxAttention) and one.window), None)
         linear = shape.has_linear_attention
         return PackedSequences(
             qkv_format="thd",
             full=plan(shape.attention),
-            sliding=plan(shape.sliding) if shape.sliding else None,
+            sliding=plan(sliding) if sliding else None,
             delta=plan_delta(lengths_S) if linear else None,
             exchange=plan_exchange(lengths_S, context) if linear and context is not None else None,
         )

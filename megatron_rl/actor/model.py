@@ -276,7 +276,7 @@ def _head_layer(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
     if fused:
         _fit_fused(spec, shape.attention)
     else:
-        _fit_local(spec, shape.head_layer)
+        _fit_local(spec, shape.head_layers[0])
     _count_load(spec)
     return spec
 

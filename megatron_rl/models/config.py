@@ -212,18 +212,6 @@ def critic_shape(shape: ModelShape) -> ModelShape:
     return replace(shape, tied_embeddings=False, value_head=True)
 
 
-def require_text(shape: ModelShape, path: Path) -> None:
-    """
-    Raises:
-        ValueError: the model writes no text, and has no log-probs.
-    """
-    if shape.value_head:
-        raise ValueError(
-            f"model.path: {path} ends with one number in place of logits, as reward models and critics do, so it "
-            "writes no text; give the folder of a model that does"
-        )
-
-
 def critic_config(config: dict[str, Any], padding: int | None) -> dict[str, Any]:
     """The config.json of a model with a value head: transformers loads the model as
     `AutoModelForSequenceClassification`, which scores a row at its last token that is not the padding token.

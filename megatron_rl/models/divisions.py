@@ -75,14 +75,12 @@ def _fault_of_shared_heads(shape: ModelShape, mesh: Mesh) -> str | None:
     if mesh.tensor <= heads:
         return None
     refused = f"the model has {heads} KV heads, which policy.parallel.tensor={mesh.tensor} does not divide"
-    if mesh.tensor % heads:
-        return refused
-    if shape.attention.norms == "full":
-        return (
-            f"{refused}, and a {shape.family} model normalises the heads of all ranks together, so no two ranks may "
-            f"hold the same head; set it to {heads} or less"
+    if mesh.tensor % heads == 0 and shape.attention.norms == "full":
+        refused += (
+            f", and a {shape.family} model normalises the heads of all ranks together, so no two ranks may hold the "
+            f"same head; set it to {heads} or less"
         )
-    return None
+    return refused if mesh.tensor % heads or shape.attention.norms == "full" else None
 
 
 def divisors(number: int) -> list[int]:

@@ -109,8 +109,8 @@ class Family(Traits):
     def head_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of the multi-token head, by name; none unless it is trained."""
         prefix = self.multi_token.hf_prefix(shape) if self.multi_token else ""
-        known = shape.sizes(shape.head_layer)
-        return {prefix + name: extents for rule in self.head_rules(shape) for name, extents in rule.hf_names(known)}
+        pairs = [(rule, shape.sizes(layer)) for layer in shape.head_layers for rule in self.head_rules(shape)]
+        return {prefix + name: extents for rule, known in pairs for name, extents in rule.hf_names(known)}
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
@@ -220,7 +220,7 @@ class Family(Traits):
                     placed.append(Placed(place(self.embedding, name=self.output.megatron), "", prefix))
                 if (head := self.head_rules(shape)) and self.multi_token:
                     names = self.multi_token.hf_prefix(shape), prefix + HEAD_LAYER
-                    placed += [Placed(place(rule, shape.head_layer), *names) for rule in head]
+                    placed += [Placed(place(rule, layer), *names) for layer in shape.head_layers for rule in head]
                     if not first:
                         placed.append(Placed(place(self.embedding, name=HEAD_EMBEDDING), "", prefix))
         return placed

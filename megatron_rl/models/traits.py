@@ -34,8 +34,7 @@ class Traits:
         return any(rule.negated_exp for rule in self._rules_of(name))
 
     def _rules_of(self, name: str) -> list[Rule]:
-        named = [(rule, (rule.megatron, *(tensor.name for tensor in rule.hf))) for rule in self.rules]
-        return [rule for rule, names in named if name.endswith(tuple(f".{one}" for one in names))]
+        return [r for r in self.rules if name.endswith(tuple(f".{n}" for n in (r.megatron, *(t.name for t in r.hf))))]
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -48,9 +47,7 @@ class Traits:
         return any(hf_name.endswith(f".{name}") for name in names)
 
     def layer(self, attention: Attention, mlp: Mlp) -> Layer:
-        """A layer of these blocks, with what the table's rows say of them. A row is recognised by its parameter of
-        Megatron, which has one name in all families; the names of checkpoints differ. Where a row has a condition, the
-        block says it already."""
+        """A layer of these blocks, with what rows say of them. If a row has a condition, the block says it already."""
         dims = {rule.megatron: rule.hf[0].dims for rule in self.rules}
         chosen = {rule.megatron for rule in self.rules if rule.when is not None}
         of = "self_attention."

@@ -25,7 +25,6 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfi
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.models import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
-from megatron_rl.models.config import require_text
 from megatron_rl.models.hub import MANIFEST
 from megatron_rl.observe.provenance import check_own
 from megatron_rl.observe.sink import check_unused
@@ -164,8 +163,11 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
         ValueError: trainer or engine cannot split the model as configured.
     """
     loss = config.preferences if isinstance(config, OfflineRunConfig) else None
-    if not (loss and loss.has_head):
-        require_text(shape, config.model.path)
+    if shape.value_head and not (loss and loss.has_head):
+        raise ValueError(
+            f"model.path: {config.model.path} ends with one number in place of logits, as reward models and critics "
+            "do, so it writes no text; give the folder of a model that does"
+        )
     family = FAMILIES[shape.family]
     family.check_mesh(shape, config.policy.parallel.mesh)
     check_trainable(shape, config.policy)

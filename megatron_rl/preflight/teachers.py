@@ -8,7 +8,6 @@ from pathlib import Path
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.config.teachers import TeacherConfig, engine_config
 from megatron_rl.models import FAMILIES, check_startable, read_shape, scan
-from megatron_rl.models.config import require_text
 from megatron_rl.preflight.rows import Tell
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
@@ -38,7 +37,9 @@ def _faults(
     config: GrpoRunConfig, number: int, teacher: TeacherConfig, path: Path, tokenizer: TokenizerFiles | None
 ) -> Iterator[str]:
     shape = read_shape(path)
-    require_text(shape, path)
+    if shape.value_head:
+        yield f"{path} ends with one number in place of logits, so it gives no log-probs; give a language model"
+        return
     longest = config.rollout.max_model_tokens
     if config.algorithm.distillation and config.algorithm.distillation.by == "trainer":
         FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)

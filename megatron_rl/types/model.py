@@ -120,11 +120,6 @@ class ModelShape:
         return next((block for block in known if block.window is None), known[0]).without_window()
 
     @property
-    def sliding(self) -> SoftmaxAttention | None:
-        """The attention of the layers with a window; they are alike."""
-        return next((one for one in self.attentions if isinstance(one, SoftmaxAttention) and one.window), None)
-
-    @property
     def attentions(self) -> Counter[Attention]:
         """The number of layers with each block of attention."""
         return Counter(layer.attention for layer in self.layers)
@@ -160,11 +155,6 @@ class ModelShape:
         return sum(layer.mixture is not None for layer in self.layers)
 
     @property
-    def head_layer(self) -> Layer:
-        """The layer of a multi-token head: like the last one, with attention to all earlier tokens."""
-        return replace(self.layers[-1], attention=self.attention)
-
-    @property
     def head_layers(self) -> tuple[Layer, ...]:
-        """`head_layer`, if the model has the head."""
-        return (self.head_layer,) if self.multi_token else ()
+        """The layers of a multi-token head: one like the last layer, with attention to all earlier tokens, or none."""
+        return (replace(self.layers[-1], attention=self.attention),) if self.multi_token else ()
