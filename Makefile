@@ -1,5 +1,6 @@
 # make demo: watch a tiny model learn.   make demo-real: watch a real one learn (a download of 93 MB).
 # make demo-gpu: the real one on one GPU, with the packages of make gpu-env.
+# make road: SFT, preferences and GRPO on the demo, and SFT and GRPO without preferences. SEEDS="0 1 2" are its seeds.
 # make docs: the documentation as a site, in site/.   make docs-serve: shows it, and follows changes.
 # make check: style, types and the pure tests.
 # make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
@@ -23,7 +24,7 @@ ARGS ?=
 # One thread a process, because several tests run at a time.
 check pure test test-deep test-due test-touched test-all test-slurm test-trl: export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo demo-real demo-gpu docs docs-serve lint types check test test-deep test-due test-touched test-all test-slurm
+.PHONY: setup demo demo-real demo-gpu road docs docs-serve lint types check test test-deep test-due test-touched test-all test-slurm
 setup:
 	@tools/setup.sh
 
@@ -35,6 +36,9 @@ demo-real: setup
 
 demo-gpu: gpu-env
 	@.venv-gpu/bin/python -m megatron_rl demo-real --gpu
+
+road: setup
+	@PYTHON=$(python) recipes/tiny/road.sh $(SEEDS)
 
 docs docs-serve: export NO_MKDOCS_2_WARNING := 1
 docs: setup

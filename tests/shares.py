@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.types import Denominators, Share, TokenRewards, Tokens
+from megatron_rl.types import Denominators, GroupSums, Share, TokenRewards, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class TrainSample:
     """(position, value) of each reward at a token; None if the estimator gives one number for each sample."""
     values: np.ndarray | None = None
     """float32 [L]: the critic's values; None if there is no critic."""
+    entries: tuple[int, int, int] | None = None
+    """`first`, `stop` and `size` of `GroupSums`; None if the estimator adds up nothing on the ranks."""
 
 
 def share_of(
@@ -38,6 +40,7 @@ def share_of(
         for micro in minibatch:
             places[-1].append(tuple(range(len(samples), len(samples) + len(micro))))
             samples += micro
+    entries = [sample.entries for sample in samples if sample.entries is not None]
     rewards = [(i, *reward) for i, sample in enumerate(samples) for reward in sample.token_rewards or ()]
     return Share(
         minibatches=tuple(map(tuple, places)),
@@ -56,5 +59,6 @@ def share_of(
             np.array([position for _, position, _ in rewards], np.int64),
             np.array([value for _, _, value in rewards], np.float64),
         ),
+        sums=GroupSums(*np.array(entries).T[:2], entries[0][2]) if entries else None,
         columns={"value": {s.index: s.values for s in samples}} if any(s.values is not None for s in samples) else {},
     )

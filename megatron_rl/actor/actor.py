@@ -27,7 +27,8 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.teacher import FrozenTeacher
 from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.actor.untrained_tokens import row_norms, untrained_rows
-from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
+from megatron_rl.algorithms.columns import FirstPass
+from megatron_rl.algorithms.objective import Metric, mismatch, over_judged
 from megatron_rl.models import FAMILIES, Box
 from megatron_rl.models.adapters import B, is_adapter
 from megatron_rl.models.multi_token import is_of_head
@@ -104,6 +105,7 @@ class MegatronActor(MegatronTrainer):
                 remaining = iter(results)
                 self._at_start = [list(islice(remaining, len(rows))) for rows in self.rows.minibatches]
                 self._keep("logp_old", results)
+                self._keep_numbers("energy", [one.energy_T for one in results if one.energy_T is not None])
                 metrics |= self._describe_mismatch()
         if needs.credit:
             metrics |= self._give_credit(coefficients)

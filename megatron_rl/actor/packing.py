@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns, TaughtColumns
+from megatron_rl.algorithms.columns import ComparedColumns, GroupedColumns, PackedColumns, TaughtColumns
 from megatron_rl.algorithms.process_rewards import at_actions
 from megatron_rl.types import ModelShape, Share, Tokens
 
@@ -129,6 +129,7 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
     padding_T, reward_T = np.ones(num_tokens, bool), np.zeros(num_tokens)
     logp_teacher_T = np.full(num_tokens, np.nan, np.float32)
+    entry_T = np.full(num_tokens, 0 if share.sums is None else share.sums.size, np.int64)
     for i, (sample, mine, start, (_, skipped)) in enumerate(zip(samples, tokens, starts, holders, strict=False)):
         here, predicting = slice(start, start + own[i]), slice(start, start + own[i] - 1)
         ids_T[here] = mine.ids[skipped:]
@@ -140,6 +141,9 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         if mine.logp_teacher is not None:
             logp_teacher_T[predicting] = mine.logp_teacher[skipped + 1 :]
         reward_T[predicting] = _rewards(share, sample, mine)[skipped + 1 :]
+        if share.sums is not None:
+            mine_T = share.sums.first[sample] + action_T.cumsum() - 1
+            entry_T[predicting] = np.where(action_T & (mine_T < share.sums.stop[sample]), mine_T, share.sums.size)
         lag_T[predicting] = np.where(action_T, share.version - mine.version[skipped + 1 :], 0)
         token_T[start : start + padded[i]] = (int(share.index[sample]) << 32) + skipped + np.arange(1, padded[i] + 1)
 
@@ -161,6 +165,8 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
     if share.teacher_weights is not None:
         weight_T, logp_T = spread(share.teacher_weights), torch.from_numpy(logp_teacher_T)
         columns = TaughtColumns(**packed, teacher_weight_T=weight_T, logp_teacher_T=logp_T)
+    if share.sums is not None:
+        columns = GroupedColumns(**packed, entry_T=torch.from_numpy(entry_T), size=torch.tensor(share.sums.size))
     if share.logp_reference is not None:
         columns = ComparedColumns(**packed, logp_reference_T=spread(share.logp_reference, np.float64))
     return Microbatch(

@@ -12,7 +12,7 @@ Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,8 @@ from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
 from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
 from megatron_rl.actor.value_head import values
-from megatron_rl.algorithms.columns import support_of
-from megatron_rl.algorithms.logprobs import VocabularyShard, draft_logprobs, token_logprobs
+from megatron_rl.algorithms.columns import FirstPass, support_of
+from megatron_rl.algorithms.logprobs import Extra, VocabularyShard, draft_logprobs, token_logprobs
 from megatron_rl.algorithms.top_logprobs import logprobs_at, top_tokens
 from megatron_rl.types import ModelShape
 
@@ -57,17 +57,18 @@ class Schedule:
         chunks: Sequence[DistributedDataParallel],
         shape: ModelShape,
         temperature: float,
-        entropy: bool,
+        also: Collection[Extra] = (),
         context: ContextRank | None = None,
         forbidden: Sequence[int] = (),
     ):
         """
         Args:
             chunks: the rank's models, one for each virtual stage.
+            also: what the passes compute besides log-probs. `energy` is only computed without gradients.
             context: the rank's place in its context group; None without context parallelism.
             forbidden: the tokens that are never sampled (`rollout.sampling.forbid`).
         """
-        self.chunks, self.shape, self.temperature, self.entropy = list(chunks), shape, temperature, entropy
+        self.chunks, self.shape, self.temperature, self.also = list(chunks), shape, temperature, also
         self.context, self._forbidden = context, forbidden
         self._vocabulary: VocabularyShard | None = None
         """This rank's part of the vocabulary, once a pass has needed it."""
@@ -84,7 +85,7 @@ class Schedule:
     def run(
         self,
         microbatches: Sequence[Microbatch],
-        loss: MicrobatchLoss,
+        loss: MicrobatchLoss | None,
         forward_only: bool = False,
         temperature: float | None = None,
         head_loss: HeadLoss | None = None,
@@ -93,7 +94,8 @@ class Schedule:
         """Run all micro-batches.
 
         Args:
-            top: see `top`; the results are then these tokens, and `loss` is not called.
+            loss: None: there is no loss, and the results are a `FirstPass` each.
+            top: see `top`; the results are then these tokens.
             temperature: for the log-probs; None means the schedule's own.
             head_loss: of the multi-token head, which is added to `loss` if it is given.
 
@@ -130,8 +132,12 @@ class Schedule:
                 )
 
             def calculate(hidden_1TH: Tensor) -> tuple[Tensor, Tensor, Any]:
+                value = hidden_1TH.new_zeros(())
+                result: Any
                 if top:
-                    value, result = hidden_1TH.new_zeros(()), self._top(hidden_1TH, batch, divisor, top)
+                    result = self._top(hidden_1TH, batch, divisor, top)
+                elif loss is None:
+                    result = self._first_pass(hidden_1TH, batch, divisor)
                 else:
                     value, result = self._calculate(i, hidden_1TH, batch, divisor, loss)
                 if self.shape.multi_token and torch.is_grad_enabled():
@@ -155,26 +161,16 @@ class Schedule:
     def top(self, microbatches: Sequence[Microbatch], k: int) -> list[Tensor]:
         """int64 [T, k] of each micro-batch: the most probable tokens at each action, on the last pipeline stage; an
         empty list on others."""
-
-        def unused(i: int, *numbers: Tensor | None) -> tuple[Tensor, Any]:
-            raise AssertionError("`top` leaves it out")
-
         with platform.running(), torch.no_grad():
-            return self.run(microbatches, unused, forward_only=True, top=k)
+            return self.run(microbatches, None, forward_only=True, top=k)
 
     def _calculate(
         self, i: int, hidden_1TH: Tensor, batch: Microbatch, temperature: float, loss: MicrobatchLoss
     ) -> tuple[Tensor, Any]:
-        if self.shape.value_head:
-            number_T, entropy_T = values(hidden_1TH[0], self.last), None
-        else:
-            number_T, entropy_T = self._logprobs(hidden_1TH, batch, temperature)
+        numbers = self._first_pass(hidden_1TH, batch, temperature)
         token_TK = support_of(batch.columns)
         support_TK = None if token_TK is None else self._support(hidden_1TH, batch, token_TK.long(), temperature)
-        if self.context is not None:
-            number_T = self.context.whole(number_T, batch.lengths_S)
-            entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
-        return loss(i, number_T, entropy_T, support_TK)
+        return loss(i, numbers.logp_T, numbers.entropy_T, support_TK)
 
     def _vocabulary_of(self, weight_VH: Tensor) -> VocabularyShard:
         if self._vocabulary is None:
@@ -182,17 +178,24 @@ class Schedule:
             self._vocabulary = vocabulary_shard(weight_VH, self.shape.vocab_size, group, self._forbidden)
         return self._vocabulary
 
-    def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor | None]:
-        weight_VH, vocabulary = self._output()
-        return token_logprobs(
-            hidden_1TH[0],
-            weight_VH,
-            self._part(batch.target_T, batch),
-            vocabulary,
-            temperature=temperature,
-            mask_T=self._part(batch.columns.action_mask_T, batch),
-            entropy=self.entropy,
-        )
+    def _first_pass(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> FirstPass:
+        """The numbers at all tokens of the row, of a critic its values in the place of log-probs."""
+        if self.shape.value_head:
+            found = FirstPass(values(hidden_1TH[0], self.last))
+        else:
+            weight_VH, vocabulary = self._output()
+            found = token_logprobs(
+                hidden_1TH[0],
+                weight_VH,
+                self._part(batch.target_T, batch),
+                vocabulary,
+                temperature=temperature,
+                mask_T=self._part(batch.columns.action_mask_T, batch),
+                also=[one for one in self.also if one == "entropy" or not torch.is_grad_enabled()],
+            )
+        if (context := self.context) is None:
+            return found
+        return found.each(lambda x_T: context.whole(x_T, batch.lengths_S))
 
     def _support(self, hidden_1TH: Tensor, batch: Microbatch, token_TK: Tensor, temperature: float) -> Tensor:
         """[T, K]: the log-probs of these tokens of the row."""

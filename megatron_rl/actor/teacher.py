@@ -61,7 +61,7 @@ class FrozenTeacher(MegatronTrainer):
             for chunk in self.chunks:  # Megatron multiplies frozen weights in another way, with other rounding
                 chunk.requires_grad_(True)
             context = policy.schedule.context
-            self.schedule = Schedule(self.chunks, shape, self.spec.temperature, False, context, self.spec.forbidden)
+            self.schedule = Schedule(self.chunks, shape, self.spec.temperature, (), context, self.spec.forbidden)
         load_weights(self, model.weights or model.path)
         self._host = {name: weight.detach().cpu() for name, weight in self.parameters().items()}
         self._leave()

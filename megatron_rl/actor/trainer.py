@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -44,8 +44,9 @@ from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.actor.training_state import TrainingState
-from megatron_rl.algorithms.columns import PackedColumns, with_support
-from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
+from megatron_rl.algorithms.columns import FirstPass, PackedColumns, with_support
+from megatron_rl.algorithms.logprobs import Extra
+from megatron_rl.algorithms.objective import Metric, NotFiniteError
 from megatron_rl.algorithms.passes import REPEATED, STOPPED, Column
 from megatron_rl.models import check_parameters, megatron_shards
 from megatron_rl.models.peft import base_digest
@@ -116,8 +117,8 @@ class MegatronTrainer:
             if parallel.context > 1:
                 group = parallel_state.get_context_parallel_group()
                 context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
-            entropy = "entropy" in spec.objective.needs
-            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, entropy, context, spec.forbidden)
+            also = [one for one in get_args(Extra) if one in spec.objective.needs]
+            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, also, context, spec.forbidden)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = "Transformer Engine's" if self.fused_norms else "local"
@@ -301,18 +302,14 @@ class MegatronTrainer:
         dist.destroy_process_group()
 
     def _forward(self, microbatches: Sequence[Microbatch], temperature: float | None = None) -> list[FirstPass]:
-        """The log-probs and entropies of some micro-batches under the present weights. Only the last pipeline stage has
-        them; on the others the list is empty.
+        """What a pass over some micro-batches with the present weights leaves. Only the last pipeline stage has it; on
+        the others the list is empty.
 
         Args:
             temperature: None means the sampling temperature.
         """
-
-        def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None, _: Tensor | None) -> tuple[Tensor, FirstPass]:
-            return logp_T.new_zeros(()), FirstPass(logp_T, entropy_T)
-
         with platform.running(), torch.no_grad():
-            return self.schedule.run(microbatches, keep, forward_only=True, temperature=temperature)
+            return self.schedule.run(microbatches, None, forward_only=True, temperature=temperature)
 
     def prepared(self, minibatch: int) -> list[PackedColumns]:
         """The columns of this rank's micro-batches, with the columns that the objective adds."""

@@ -30,6 +30,7 @@ from megatron_rl.algorithms.outcomes import (
     rloo,
 )
 from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards, summed_rewards
+from megatron_rl.algorithms.token_baseline import compared_outcomes, group_sums
 from megatron_rl.algorithms.two_stage import two_stage
 from megatron_rl.config.advantages import (
     A2poAdvantage,
@@ -42,6 +43,7 @@ from megatron_rl.config.advantages import (
     GrpoProcessAdvantage,
     MaxRlAdvantage,
     OpoAdvantage,
+    OptimalTokenBaselineAdvantage,
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
     RemaxAdvantage,
@@ -52,7 +54,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.section import Method
-from megatron_rl.types import Credit, Metrics, RatedBatch, StepBatch, TaughtBatch, TokenRewards
+from megatron_rl.types import AnnotatedBatch, Credit, Metrics, StepBatch, TokenRewards
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
@@ -76,6 +78,7 @@ of its configuration."""
 TOKEN_ESTIMATORS: dict[type[Method], Callable[..., TokenRewards]] = {
     GaeAdvantage: lambda section, s: summed_rewards(s, section.weights),
     GrpoProcessAdvantage: lambda section, s: grpo_process(s, section),
+    OptimalTokenBaselineAdvantage: lambda section, s: compared_outcomes(s),
     ReinforcePlusPlusAdvantage: lambda section, s: outcome_rewards(s),
     TwoStageAdvantage: lambda section, s: two_stage(s, section),
 }
@@ -136,7 +139,7 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
     overlong = scored & batch.is_cut & cfg.overlong_filter
     active = active & ~overlong
     if cfg.distillation is not None:
-        assert isinstance(batch, TaughtBatch), "a run with distillation has teachers"
+        assert isinstance(batch, AnnotatedBatch) and batch.teacher_weights is not None, "distillation has teachers"
         # A teacher gives a gradient to samples whose outcome gives none.
         active = active & cfg.distillation.outcome
         advantages = np.where(active, advantages, 0.0)
@@ -152,7 +155,8 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
         "samples/overlong": float(overlong.sum()),
         "samples/active": float(active.sum()),
     }
-    return Credit(advantages, active, token_rewards), metrics
+    sums = group_sums(group_of, batch.num_actions, active) if "energy" in estimator.needs else None
+    return Credit(advantages, active, token_rewards, sums), metrics
 
 
 def why_untrained(metrics: Mapping[str, float]) -> str:
@@ -203,7 +207,7 @@ def of_answers(batch: StepBatch) -> StepBatch:
         greedy_rewards=None if greedy is None else greedy[first],
         answer_of=None,
     )
-    if isinstance(reduced, RatedBatch) and reduced.pass_rates is not None:
+    if isinstance(reduced, AnnotatedBatch) and reduced.pass_rates is not None:
         return replace(reduced, pass_rates=reduced.pass_rates[first])
     return reduced
 

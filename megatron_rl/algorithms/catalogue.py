@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined
 
-from megatron_rl.config import advantages, algorithm, correction, losses, preferences
+from megatron_rl.config import advantages, algorithm, correction, losses, preferences, shaping
 from megatron_rl.config.section import Method
 from megatron_rl.config.value_loss import ValueLossConfig
 
@@ -34,7 +34,7 @@ class Table:
 def tables() -> list[Table]:
     return [
         Table("Advantage estimators", "algorithm.adv_estimator", _union(advantages.AdvantageConfig)),
-        Table("Reward shaping", "algorithm.shaping", _union(advantages.ShapingConfig)),
+        Table("Reward shaping", "algorithm.shaping", _union(shaping.ShapingConfig)),
         Table("Policy losses", "algorithm.loss", _union(losses.LossConfig)),
         Table(
             "Aggregations: the weight of an action token's loss",

@@ -5,7 +5,9 @@ Shape letters: T packed tokens of one micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +77,31 @@ class TaughtColumns(PackedColumns):
     token alone. They may be whole numbers in float32."""
     logp_support_T: Tensor | None = None
     """[T, K]: their log-probs under the current policy, with the gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedColumns(PackedColumns):
+    """The columns of a run that adds up numbers over the answers of a group (token_baseline.py)."""
+
+    entry_T: Tensor | None = None
+    """int64: the entry of the sums to which an action adds (`GroupSums`); `size` if it has none."""
+    size: Tensor | None = None
+    """int64, without dimensions: the number of entries on all ranks."""
+    energy_T: Tensor | None = None
+    """See `FirstPass`; under the weights at the step's start."""
+
+
+class FirstPass(NamedTuple):
+    """The numbers of a pass of the policy over a micro-batch; None for what nobody needs."""
+
+    logp_T: Tensor
+    entropy_T: Tensor | None = None
+    energy_T: Tensor | None = None
+    """The squared norm of the gradient of log p with respect to the logits divided by the temperature: (1 - p)^2 plus
+    the p_v^2 of all other tokens v."""
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> FirstPass:
+        return FirstPass(change(self.logp_T), *(None if x_T is None else change(x_T) for x_T in self[1:]))
 
 
 def support_of(columns: PackedColumns) -> Tensor | None:

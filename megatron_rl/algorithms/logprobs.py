@@ -16,14 +16,18 @@ vocabulary, R of these columns without padding, F of these that are forbidden, H
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_rl.algorithms.columns import FirstPass
+
+Extra = Literal["entropy", "energy"]
+"""What is computed together with log-probs."""
 CHUNK_BYTES = 256 * 2**20
 """The size of one chunk's logits in fp32. A chunk has hundreds of rows at a vocabulary of 150,000, which is enough for
 matrix products at full speed. The entropy needs a second chunk of this size."""
@@ -73,9 +77,9 @@ def token_logprobs(
     *,
     temperature: float,
     mask_T: Tensor | None = None,
-    entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """The log-probs of the targets and the entropy, under p = softmax(hidden weight' / temperature).
+    also: Collection[Extra] = (),
+) -> FirstPass:
+    """The log-probs of the targets, and what is asked for besides, under p = softmax(hidden weight' / temperature).
 
     Hidden states and weights enter the matrix products in the dtype that they share, the logits are fp32, and so is the
     rest (fp64 if that is fp64). The gradient of the logits is rounded to the shared dtype for the products of the
@@ -87,16 +91,15 @@ def token_logprobs(
         target_T: the targets, as tokens of the whole vocabulary.
         temperature: a positive number by which the logits are divided.
         mask_T: bool, equal on all ranks. Where it is False nothing is computed, and the results are 0.
-        entropy: whether to compute the entropy -sum p log p too.
+        also: `entropy` is -sum p log p; `energy` is `FirstPass.energy_T`, which has no gradient.
 
     Returns:
-        logp_T and entropy_T (None if it was not asked for), float32 (float64 for float64), equal on all ranks. The
-        gradient of the weight is complete, and summed over chunks in fp32. The gradient of hidden_TH comes from this
+        float32 (float64 for float64), equal on all ranks; None for what was not asked for. The gradient of the weight
+        is complete, and summed over chunks in fp32. The gradient of hidden_TH comes from this
         rank's columns only, so the caller must sum it over the ranks, as Megatron's
         copy_to_tensor_model_parallel_region and gather_from_sequence_parallel_region do; so does the gradient of A.
     """
-    logp_T, entropy_T, _ = _masked(hidden_TH, weight_VH, target_T, vocabulary, temperature, mask_T, entropy)
-    return logp_T, entropy_T
+    return _masked(hidden_TH, weight_VH, target_T, vocabulary, temperature, mask_T, also)[0]
 
 
 def draft_logprobs(
@@ -110,8 +113,8 @@ def draft_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The log-probs of the targets as in `token_logprobs`, and whether each target has the largest logit, bool [T]: an
     engine that drafts the likeliest token would have drafted it."""
-    logp_T, _, is_largest_T = _masked(hidden_TH, weight_VH, target_T, vocabulary, temperature, mask_T, entropy=False)
-    return logp_T, is_largest_T
+    found, is_largest_T = _masked(hidden_TH, weight_VH, target_T, vocabulary, temperature, mask_T)
+    return found.logp_T, is_largest_T
 
 
 def _masked(
@@ -121,19 +124,19 @@ def _masked(
     vocabulary: VocabularyShard,
     temperature: float,
     mask_T: Tensor | None,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    also: Collection[Extra] = (),
+) -> tuple[FirstPass, Tensor]:
     assert hidden_TH.dtype == weight_VH.dtype and 0 <= vocabulary.num_real <= len(weight_VH) and temperature > 0
     if mask_T is None:
-        return _apply(hidden_TH, weight_VH, target_T, vocabulary, temperature, entropy)
+        return _apply(hidden_TH, weight_VH, target_T, vocabulary, temperature, also)
     rows_N = mask_T.nonzero().squeeze(1)
     hidden_NH = hidden_TH.index_select(0, rows_N)
-    logp_N, entropy_N, is_largest_N = _apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, entropy)
+    found, is_largest_N = _apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, also)
 
     def spread(x_N: Tensor) -> Tensor:
         return x_N.new_zeros(len(mask_T)).index_copy(0, rows_N, x_N)
 
-    return spread(logp_N), None if entropy_N is None else spread(entropy_N), spread(is_largest_N)
+    return found.each(spread), spread(is_largest_N)
 
 
 def _apply(
@@ -142,13 +145,13 @@ def _apply(
     target_N: Tensor,
     vocabulary: VocabularyShard,
     temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
+    also: Collection[Extra],
+) -> tuple[FirstPass, Tensor]:
     low = middle_of(hidden_NH, vocabulary)
-    result: tuple[Tensor, Tensor | None, Tensor] = _Logprobs.apply(  # type: ignore[no-untyped-call]  # it has no types
-        hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy, *low
+    *numbers, is_largest_N = _Logprobs.apply(  # type: ignore[no-untyped-call]  # it has no types
+        hidden_NH, weight_VH, target_N, vocabulary, temperature, also, *low
     )
-    return result
+    return FirstPass(*numbers), is_largest_N
 
 
 class _Logprobs(torch.autograd.Function):
@@ -168,17 +171,18 @@ class _Logprobs(torch.autograd.Function):
         target_N: Tensor,
         vocabulary: VocabularyShard,
         temperature: float,
-        entropy: bool,
+        also: Collection[Extra],
         *low: Tensor,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         ctx.vocabulary, ctx.temperature = vocabulary, temperature
         ctx.set_materialize_grads(False)
+        entropy, energy = "entropy" in also, "energy" in also
         here_N1, column_N1 = own_columns(target_N[:, None], vocabulary)
-        # These four belong to this rank's columns: max z, the target's z, sum exp(z - max z), and
-        # sum exp(z - max z) (z - max z). On a rank that has only padding, max z is the lowest finite number: it adds 0
-        # below, where -inf would add NaN.
+        # These five belong to this rank's columns: max z, the target's z, sum exp(z - max z),
+        # sum exp(z - max z) (z - max z), and sum exp(z - max z)^2 without the target. On a rank that has only padding,
+        # max z is the lowest finite number: it adds 0 below, where -inf would add NaN.
         largest_N = bounded(hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=precise(hidden_NH.dtype)))
-        picked_N, total_N, product_N = (torch.zeros_like(largest_N) for _ in range(3))
+        picked_N, total_N, product_N, square_N = (torch.zeros_like(largest_N) for _ in range(4))
         for rows, logits_CR in chunks(hidden_NH, weight_VH[: vocabulary.num_real], temperature, low):
             if vocabulary.forbidden_F is not None:
                 logits_CR.index_fill_(1, vocabulary.forbidden_F, -torch.inf)
@@ -192,6 +196,9 @@ class _Logprobs(torch.autograd.Function):
             else:
                 exp_CR = logits_CR.exp_()
             total_N[rows] = exp_CR.sum(1)
+            if energy:  # without the target, whose p^2 would hide the others' if it is near 1
+                exp_CR.scatter_add_(1, column_N1[rows], -exp_CR.gather(1, column_N1[rows]) * here_N1[rows])
+                square_N[rows] = _row_products(exp_CR, exp_CR)
 
         # From here on the numbers belong to the columns of all ranks, and are relative to the M of all columns.
         own_largest_N, largest_N = largest_N, vocabulary.max_over_ranks(largest_N.clone())
@@ -199,18 +206,21 @@ class _Logprobs(torch.autograd.Function):
         numbers = [torch.where(here_N1.squeeze(1), picked_N - largest_N, 0.0), total_N * below_N.exp()]
         if entropy:
             numbers.append((product_N + total_N * below_N) * below_N.exp())
-        picked_N, total_N, *product = vocabulary.sum_over_ranks(torch.stack(numbers))
+        if energy:
+            numbers.append(square_N * (2 * below_N).exp())
+        picked_N, total_N, *sums = vocabulary.sum_over_ranks(torch.stack(numbers))
         log_total_N = total_N.log()
-        entropy_N = log_total_N - product[0] / total_N if entropy else None
+        entropy_N = log_total_N - sums[0] / total_N if entropy else None
+        energy_N = (picked_N - log_total_N).expm1().square() + sums[-1] / total_N.square() if energy else None
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N, *low)
         is_largest_N = picked_N == 0
-        ctx.mark_non_differentiable(is_largest_N)
-        return picked_N - log_total_N, entropy_N, is_largest_N
+        ctx.mark_non_differentiable(is_largest_N, *([] if energy_N is None else [energy_N]))
+        return picked_N - log_total_N, entropy_N, energy_N, is_largest_N
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None, of_is_largest: None
+        ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None, *of_others: None
     ) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N, *low = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -243,7 +253,7 @@ class _Logprobs(torch.autograd.Function):
                 add_product(grad_b_VK[: len(weight_RH)], grad_CR.t(), middle_NK[rows])
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None, *(grad.to(weight_VH.dtype) for grad in grad_low)
+        return grad_hidden_NH, grad_weight_VH, *[None] * 4, *(grad.to(weight_VH.dtype) for grad in grad_low)
 
 
 def _gradient_of_logits(

@@ -23,7 +23,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import FirstPass, PackedColumns
 from megatron_rl.algorithms.correction import importance_weight, mean_weight, rejected
 from megatron_rl.algorithms.distillation import over_scored, teacher_term
 from megatron_rl.algorithms.kl import kl_estimate
@@ -47,15 +47,6 @@ class Metric:
     value: Tensor
     """A detached tensor without dimensions."""
     reduction: Literal["sum", "max", "min"]
-
-
-@dataclass(frozen=True, slots=True)
-class FirstPass:
-    """Log-probs and entropies under the weights that an update begins with, without a gradient."""
-
-    logp_T: Tensor
-    entropy_T: Tensor | None
-    """None if nobody needs it."""
 
 
 class Objective(Protocol):

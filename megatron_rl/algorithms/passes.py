@@ -23,11 +23,22 @@ from typing import Literal, NamedTuple, cast
 from megatron_rl.config.algorithm import AlgorithmConfig
 
 Column = Literal[
-    "logp", "logp_old", "logp_ref", "support", "logp_teacher", "entropy", "value", "return", "reward", "advantage"
+    "logp",
+    "logp_old",
+    "logp_ref",
+    "support",
+    "logp_teacher",
+    "entropy",
+    "energy",
+    "value",
+    "return",
+    "reward",
+    "advantage",
 ]
 """A number at each token. `logp` and `entropy` are under the weights that an update begins with, `logp_old` and `value`
 under the weights at the step's start, `logp_ref` under the reference policy's, `logp_teacher` under a teacher's.
-`support` has the policy's or the teacher's most probable tokens, K at each token; `logp_teacher` is then theirs."""
+`support` has the policy's or the teacher's most probable tokens, K at each token; `logp_teacher` is then theirs. The
+pass that leaves `logp_old` leaves `energy` (`GroupedColumns`), too."""
 
 STOPPED = "stopped"
 """The metric of an update that was not made, because `Objective.stops` was true."""
@@ -68,12 +79,14 @@ class Needs:
         selects = cfg.loss.chooses_tokens
         weight = cfg.correction.weight if cfg.correction else None
         normalises = weight is not None and weight.normalise
+        has_energy = "energy" in cfg.adv_estimator.needs
         return cls(
             credit=_columns(
                 reward=cfg.is_per_token,
                 value="values" in cfg.adv_estimator.needs,
-                logp_old=cfg.kl_in_reward,
+                logp_old=cfg.kl_in_reward or has_energy,
                 logp_ref=cfg.kl_in_reward,
+                energy=has_energy,
             ),
             statistics=_columns(
                 logp=selects or cfg.top_entropy_share < 1,

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass
+from megatron_rl.algorithms.columns import FirstPass, PackedColumns
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.types import Denominators, Metrics
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import ComparedColumns, PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
+from megatron_rl.algorithms.columns import ComparedColumns, FirstPass, PackedColumns
+from megatron_rl.algorithms.objective import Metric, require_finite
 from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.plain_objective import PlainObjective
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss

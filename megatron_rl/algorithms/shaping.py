@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_rl.config.advantages import (
+from megatron_rl.config.shaping import (
     CosineShaping,
     LengthNormalisedShaping,
     RepetitionShaping,

@@ -16,13 +16,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.columns import GroupedColumns, PackedColumns
+from megatron_rl.algorithms.correction import importance_weight
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.returns import gae, returns_to_go
+from megatron_rl.algorithms.token_baseline import token_baseline
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.advantages import (
     GaeAdvantage,
     GrpoProcessAdvantage,
+    OptimalTokenBaselineAdvantage,
     ReinforcePlusPlusAdvantage,
     TwoStageAdvantage,
 )
@@ -41,7 +44,8 @@ ESTIMATORS: dict[type[Method], Callable[..., Tensor]] = {
     ),
 }
 """One line for each estimator without a critic: (its configuration, reward_T, action_mask_T, sample_T, SumOverRanks) ->
-advantage_T. The key is the class of its configuration. With a critic it is `gae`, which also gives the returns."""
+advantage_T. The key is the class of its configuration. With a critic it is `gae`, which also gives the returns; and
+`token_baseline` takes more columns."""
 
 
 @torch.no_grad()
@@ -52,9 +56,9 @@ def token_advantages(
     all actions of a sample share (`Credit.advantages`) is added.
 
     Args:
-        columns: they have `reward_T`, and `value_T` for `gae`. For a KL in the reward they also have `logp_old_T` and
-            `logp_ref_T`, and each action then has the reward -kl_coefficient * KL besides. All of these are finite at
-            actions.
+        columns: they have `reward_T`, and `value_T` for `gae`, or `logp_old_T` and the columns of `GroupedColumns` for
+            `optimal_token_baseline`. For a KL in the reward they also have `logp_old_T` and `logp_ref_T`, and each
+            action then has the reward -kl_coefficient * KL besides. All of these are finite at actions.
 
     Returns:
         The columns, with `return_T` for `gae`, and the sum of the KL over this rank's actions, a float64 without
@@ -77,10 +81,22 @@ def token_advantages(
         advantage_T, return_T = gae(reward_T, value_T, mask_T, sample_T, section, sum_over_ranks)
         returns = torch.split(return_T.to(dtype), sizes)
         columns = [replace(c, return_T=part_T) for c, part_T in zip(columns, returns, strict=True)]
+    elif isinstance(section, OptimalTokenBaselineAdvantage):
+        energy_T = _joined(columns, "energy_T")
+        if cfg.correction and (weight := cfg.correction.weight):
+            log_w_T = _joined(columns, "logp_old_T") - _joined(columns, "logp_rollout_T")
+            energy_T = energy_T * importance_weight(log_w_T, mask_T, sample_T, weight)[0].square()
+        entry_T, size = _joined(columns, "entry_T"), _size(columns[0])
+        advantage_T = token_baseline(reward_T, energy_T, mask_T, sample_T, entry_T, size, sum_over_ranks)
     else:
         advantage_T = ESTIMATORS[type(section)](section, reward_T, mask_T, sample_T, sum_over_ranks)
     parts = torch.split(advantage_T.to(dtype), sizes)
     return [replace(c, advantage_T=c.advantage_T + part_T) for c, part_T in zip(columns, parts, strict=True)], kl
+
+
+def _size(columns: PackedColumns) -> int:
+    assert isinstance(columns, GroupedColumns) and columns.size is not None, "the estimator has `Credit.sums`"
+    return int(columns.size)
 
 
 def _joined(columns: Sequence[PackedColumns], name: str) -> Tensor:

@@ -45,8 +45,9 @@ from megatron_rl.processes import starting
 from megatron_rl.rollout.backend import EngineSpec, Sampler
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.programs.agents import Agents
+from megatron_rl.rollout.programs.chat_template import call_format_of, chat_template
 from megatron_rl.rollout.programs.episodes import Episodes, MakeAnswers
-from megatron_rl.rollout.programs.turns import Turns, call_format_of, chat_template
+from megatron_rl.rollout.programs.turns import Turns
 from megatron_rl.rollout.progress import remove_records
 from megatron_rl.types import Group, GroupRequest, Metrics, ModelShape, Phase, Tokens
 

@@ -28,6 +28,7 @@ from megatron_rl.planning.parameters import BYTES, count_parameters, expert_data
 from megatron_rl.planning.rates import Rates
 from megatron_rl.planning.shapes import planned_critic_shape, planned_shape, planned_teacher_shape
 from megatron_rl.planning.step import StepSeconds, expected_tokens, push_seconds, step_seconds
+from megatron_rl.planning.teachers import teacher_gpus
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
@@ -235,6 +236,7 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     """Print the estimated seconds of a step, who waits in it, and the hours of the run's GPUs."""
     rollout, trainers = config.rollout, config.num_trainer_ranks
     engines = 0 if config.cluster.colocate else rollout.num_engines * rollout.engine_ranks
+    teachers, scorers = teacher_gpus(config), len(config.scored_by_model) * config.cluster.reward_model_gpus
     steps = {"longest": step_seconds(config, shape, memory.engine)}
     title = ["estimates for H100 GPUs, not measured; longest: every answer has the longest length"]
     if expected := expected_tokens(config):
@@ -246,9 +248,9 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     if config.critic:
         title.append("the critic's work is not counted")
     if config.teachers:
-        title.append("the work and the GPUs of teachers are not counted")
+        title.append("every teacher is counted as if it taught all rows, and servers are not counted")
     if config.scored_by_model:
-        title.append("the reward models' GPUs are not counted")
+        title.append("the reward models' work is not counted")
     table = Table(title="; ".join(title), title_justify="left")
     for column in ("", *steps):
         table.add_column(column, justify="right" if column else "left")
@@ -258,6 +260,8 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
 
     push = push_seconds(config, shape, Rates.of(config))
     row("generation", lambda step: f"{step.generation:,.0f} s")
+    if teachers:
+        row("teachers' engines, meanwhile", lambda step: f"{step.teaching:,.0f} s")
     row("passes and updates" + ", meanwhile" * bool(rollout.max_lag), lambda step: f"{step.training:,.0f} s")
     row("push: the fullest link alone", lambda _: f"{push.least:,.1f} s")
     row("push: as other systems over NCCL, counted", lambda _: f"{push.most:,.1f} s")
@@ -267,9 +271,13 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     if engines:
         row(f"  {trainers} trainer GPUs wait", lambda step: _waits(step.trainers_wait, step))
         row(f"  {engines} engine GPUs wait", lambda step: _waits(step.engines_wait, step))
-        row("  idle GPU-hours", lambda step: f"{step.idle_share(trainers, engines):.0%}")
-    row("GPU-hours of a step", lambda step: _hours(step.total * (trainers + engines)))
-    steps_gpus = (trainers + engines) * config.run.steps
+    if teachers:
+        row(f"  {teachers} teacher GPUs wait", lambda step: _waits(step.teachers_wait, step))
+    if engines or teachers:
+        row("  idle GPU-hours", lambda step: f"{step.idle_share(trainers, engines, teachers):.0%}")
+    gpus = trainers + engines + teachers + scorers
+    row("GPU-hours of a step", lambda step: _hours(step.total * gpus))
+    steps_gpus = gpus * config.run.steps
     row(f"GPU-hours of {config.run.steps:,} steps", lambda step: _hours(step.total * steps_gpus))
     console.print(table)
 

@@ -1,4 +1,4 @@
-"""Advantage estimators and reward shaping: one section for each, and the key `kind` chooses one.
+"""Advantage estimators: one section for each, and the key `kind` chooses one.
 
 A section states its formula, its source, and which inputs it needs besides the rewards of the samples. A recipe refuses
 an estimator whose inputs it does not produce. The symbols of the formulas: r is a sample's reward, mean and std are
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Method
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Lambda = Annotated[float, Field(ge=0, le=1)]
-Need = Literal["group", "greedy_reward", "pass_rate", "reward_parts", "values", "token_rewards", "thoughts"]
+Need = Literal["group", "greedy_reward", "pass_rate", "reward_parts", "values", "token_rewards", "thoughts", "energy"]
 """What an estimator needs. group: several samples of each prompt. greedy_reward: the reward of the prompt's greedy
 answer. pass_rate: the row's column of this name. reward_parts: the separate scores of the reward functions. values: the
 values of a critic. token_rewards: rewards at single tokens. thoughts: several items of each thought (`rollout.beams`).
-With one of the last three it gives each token its own advantage."""
+energy: the squared norm of each log-prob's gradient with respect to the logits. With one of the last four it gives each
+token its own advantage."""
 
 
 class GrpoAdvantage(Method):
@@ -115,6 +116,34 @@ class OpoAdvantage(Method):
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
 
     kind: Literal["opo"] = "opo"
+
+
+class OptimalTokenBaselineAdvantage(Method):
+    """The optimal token baseline (2026, arXiv:2602.07078), which minimises the variance of the gradient of
+    each token, if the squared norms of gradients grow with W. An answer counts with W_t at its t-th action: with how
+    much its tokens up to t could have been others. A conversation of an agent counts as an answer."""
+
+    formula: ClassVar[str] = (
+        "r - B_t at the t-th action, B_t = sum(r W_t) / sum(W_t) over the answers of the group with t or more actions, "
+        "W_t = sum of w^2 (1 - 2 p + sum of p_v^2 over the vocabulary) over the actions up to t, with the weight w of "
+        "the correction; B_t = 0 if only one answer has t actions; 0 in groups of equal rewards"
+    )
+    source: ClassVar[str] = "arXiv:2602.07078"
+    needs: ClassVar[frozenset[Need]] = frozenset({"group", "energy"})
+
+    kind: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        if run.algorithm.overlong_filter:
+            yield (
+                "algorithm.overlong_filter takes answers out of the step, and adv_estimator optimal_token_baseline "
+                "computes on the trainer's ranks with all answers of a group; set overlong_filter to false"
+            )
+        if run.teachers:
+            yield (
+                "algorithm.adv_estimator optimal_token_baseline is not defined together with teachers; choose grpo, or "
+                "remove teachers"
+            )
 
 
 class GpgAdvantage(Method):
@@ -281,6 +310,7 @@ AdvantageConfig = Annotated[
     | RemaxAdvantage
     | A2poAdvantage
     | OpoAdvantage
+    | OptimalTokenBaselineAdvantage
     | GpgAdvantage
     | MaxRlAdvantage
     | GrpoPasskAdvantage
@@ -290,95 +320,4 @@ AdvantageConfig = Annotated[
     | GrpoProcessAdvantage
     | TwoStageAdvantage,
     Field(discriminator="kind"),
-]
-
-
-class SoftOverlongShaping(Method):
-    """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476)."""
-
-    formula: ClassVar[str] = (
-        "r + p, with p = 0 up to length max - cache, then p = ((max - cache) - length) / cache, and p = -1 beyond max"
-    )
-    source: ClassVar[str] = "arXiv:2503.14476 eq. 13"
-
-    kind: Literal["soft_overlong"] = "soft_overlong"
-    max_tokens: PositiveInt
-    """The response length, in tokens, at and above which the penalty is -1; usually rollout.max_response_tokens."""
-    cache_tokens: PositiveInt
-    """The number of tokens below max_tokens where the penalty grows from 0 to -1."""
-
-    @model_validator(mode="after")
-    def _cache_fits(self) -> SoftOverlongShaping:
-        if self.cache_tokens >= self.max_tokens:
-            raise ValueError(
-                f"cache_tokens ({self.cache_tokens}) must be below max_tokens ({self.max_tokens}), because otherwise "
-                f"every answer would be penalised"
-            )
-        return self
-
-    @property
-    def first_penalised(self) -> int:
-        """The length, in tokens, of the shortest answer with a penalty."""
-        return self.max_tokens - self.cache_tokens + 1
-
-
-class LengthNormalisedShaping(Method):
-    """Kimi k1.5's length reward (Kimi team 2025, arXiv:2501.12599): it prefers the shorter answers of a group."""
-
-    formula: ClassVar[str] = (
-        "r + weight x l, l = 0.5 - (length - shortest) / (longest - shortest) in the group; min(0, l) for wrong answers"
-    )
-    source: ClassVar[str] = "arXiv:2501.12599 section 2.3.3"
-
-    kind: Literal["length_normalised"] = "length_normalised"
-    weight: PositiveFloat = 1.0
-    """The factor of the length reward."""
-    correct_threshold: float = 0.5
-    """An answer is correct if its verified reward is at least this."""
-
-
-class CosineShaping(Method):
-    """Cosine-scaled reward (Yeo et al. 2025, arXiv:2502.03373), which replaces the verified reward.
-
-    The reward depends on the length of the answer: along half a cosine it goes from one value at length 0 to another
-    value at max_tokens. Correct and wrong answers have different pairs of values."""
-
-    formula: ClassVar[str] = (
-        "at_max + (at_zero - at_max) (1 + cos(pi length / max)) / 2, with the values for correct or for wrong answers; "
-        "`exceeding` from length max on"
-    )
-    source: ClassVar[str] = "arXiv:2502.03373"
-
-    kind: Literal["cosine"] = "cosine"
-    max_tokens: PositiveInt
-    """The length of a response, in tokens, at which the cosine ends; usually rollout.max_response_tokens."""
-    correct_at_zero: float = 2.0
-    """The reward of a correct answer at length 0."""
-    correct_at_max: float = 1.0
-    """The reward of a correct answer just below max_tokens."""
-    wrong_at_zero: float = -10.0
-    """The reward of a wrong answer at length 0."""
-    wrong_at_max: float = 0.0
-    """The reward of a wrong answer just below max_tokens."""
-    exceeding: float = -10.0
-    """The reward of an answer of max_tokens or more, whether it is correct or wrong."""
-    correct_threshold: float = 0.5
-    """An answer is correct if its verified reward is at least this."""
-
-
-class RepetitionShaping(Method):
-    """A penalty for repeated n-grams of token ids (Yeo et al. 2025, arXiv:2502.03373; Open-R1)."""
-
-    formula: ClassVar[str] = "r + max_penalty (1 - distinct n-grams / n-grams)"
-    source: ClassVar[str] = "arXiv:2502.03373; the form as a sum is Open-R1's"
-
-    kind: Literal["repetition"] = "repetition"
-    ngram_size: PositiveInt = 40
-    """The length of an n-gram, in tokens."""
-    max_penalty: Annotated[float, Field(lt=0)] = -1.0
-    """The penalty, below 0, of a response whose n-grams are (almost) all repeated."""
-
-
-ShapingConfig = Annotated[
-    SoftOverlongShaping | LengthNormalisedShaping | CosineShaping | RepetitionShaping, Field(discriminator="kind")
 ]

@@ -13,18 +13,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.advantages import (
-    AdvantageConfig,
-    CosineShaping,
-    GaeAdvantage,
-    GrpoAdvantage,
-    ReinforcePlusPlusAdvantage,
-    ShapingConfig,
-    SoftOverlongShaping,
-)
+from megatron_rl.config.advantages import AdvantageConfig, GaeAdvantage, GrpoAdvantage, ReinforcePlusPlusAdvantage
 from megatron_rl.config.correction import CorrectionConfig, MaskedWeight, Rejection
 from megatron_rl.config.losses import Aggregation, DualClipLoss, LossConfig, Share
 from megatron_rl.config.section import Method, Section, default_kind
+from megatron_rl.config.shaping import CosineShaping, ShapingConfig, SoftOverlongShaping
 from megatron_rl.config.teachers import DistillationConfig
 
 if TYPE_CHECKING:
@@ -225,7 +218,8 @@ class AlgorithmConfig(Section):
     @property
     def is_per_token(self) -> bool:
         """Whether each token has an advantage of its own."""
-        return self.kl_in_reward or not self.adv_estimator.needs.isdisjoint({"values", "token_rewards", "thoughts"})
+        of_tokens = {"values", "token_rewards", "thoughts", "energy"}
+        return self.kl_in_reward or not self.adv_estimator.needs.isdisjoint(of_tokens)
 
     @property
     def aggregation(self) -> Aggregation:

@@ -97,7 +97,8 @@ class DpoConfig(OfflineConfig):
 
 class RewardModelConfig(OfflineConfig):
     rows: Rows
-    """The rows, as those of `dpo.rows`, with pairs only; optionally with `margin`, a number."""
+    """The rows, as those of `dpo.rows`, with pairs only; optionally with `margin`, a number. `chosen` and `rejected` as
+    texts may have their prompt in them."""
     loss: BradleyTerryLoss = BradleyTerryLoss()
 
     def conflicts(self, run: OfflineRunConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@
 | `prompt`, `completion`, `label` | for KTO: an answer, which is liked if `label` is true |
 
 For KTO a pair is two such rows. Further columns, such as `tools`, are the same for both answers. A row of a reward
-model may have a number `margin`.
+model may have a number `margin`, and texts without a prompt.
 
 Invariants (tests/unit/data): both answers of a pair have the same prompt; each answer has the tokens of the supervised
 row with this prompt and this completion.
@@ -111,7 +111,7 @@ def answers_of(row: Row, loss: PreferenceLossConfig) -> list[tuple[Row, float]]:
             if not num_common:
                 raise BadRow("`chosen` and `rejected` begin with different turns, so they have no prompt in common")
             prompt, answers = chosen[:num_common], [chosen[num_common:], rejected[num_common:]]
-    elif prompt is None:
+    elif prompt is None and not loss.has_head:
         raise BadRow(
             "the row has no `prompt`: `chosen` and `rejected` are texts, of which it is not known where the answers "
             "begin; give the prompt in a column of its own"

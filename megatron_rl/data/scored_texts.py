@@ -29,7 +29,7 @@ READING = Reading(is_supervised=True)
 
 def scored_text(row: Row, render: Callable[[Sequence[Turn], bool, Row], str], end: str) -> str:
     """The text of a row with `prompt` and `completion`, each as text or as chat turns. An answer as text to a chat is
-    the assistant's turn; it may be empty.
+    the assistant's turn; it may be empty. Without a prompt a text is scored as it is.
 
     Args:
         render: writes turns, with a generation prompt or without, with arguments of the chat template.
@@ -38,7 +38,10 @@ def scored_text(row: Row, render: Callable[[Sequence[Turn], bool, Row], str], en
     Raises:
         BadRow: a column has a wrong value, or the template refuses the turns.
     """
-    question, answer = recognise(row, READING), row["completion"]
+    answer = row["completion"]
+    if row.get("prompt") is None and isinstance(answer, str):
+        return answer if answer.endswith(end) else answer + end
+    question = recognise(row, READING)
     if isinstance(question.messages, str):
         if not isinstance(answer, str):
             raise BadRow(f"`prompt` is a text, and the answer is not: {answer!r}")

@@ -35,9 +35,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from megatron_rl.environments.call_reader import (
-    Call,
     Fault,
     FaultKind,
+    ReadCall,
     Reader,
     Schemas,
     add_argument,
@@ -93,7 +93,7 @@ class Marked:
     opening: str
     closing: str
     """The mark at the end of a call; empty: the end of the turn is its end."""
-    read: Callable[[Reader, Schemas], list[Call]]
+    read: Callable[[Reader, Schemas], list[ReadCall]]
     """Reads what follows the opening mark, up to the end."""
     hint: str
     section: tuple[str, str] = ("", "")
@@ -195,7 +195,7 @@ class Channels:
                     raise Fault("malformed", f"a call must be in the channel commentary, and not in {channel!r}")
                 if not to[1].startswith("functions."):
                     raise Fault("malformed", f"a call must be to functions.NAME, and not to {to[1]!r}")
-                call = Call(to[1].removeprefix("functions."), reader.arguments())
+                call = ReadCall(to[1].removeprefix("functions."), reader.arguments())
                 reader.space().require("<|call|>")
             except Fault as fault:
                 marks = ("<|call|>", "<|end|>", "<|start|>", "<|return|>")
@@ -210,7 +210,7 @@ HEADER = re.compile(
 )
 
 
-def _hermes(reader: Reader, schemas: Schemas) -> list[Call]:
+def _hermes(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     call = named_call(reader.json())
     if reader.space().at < len(reader.text) and not reader.text.startswith(("<", "</tool_call>"), reader.at):
         raise Fault("malformed", "the call is not JSON: more follows it")
@@ -218,10 +218,10 @@ def _hermes(reader: Reader, schemas: Schemas) -> list[Call]:
     return [call]
 
 
-def _qwen3_coder(reader: Reader, schemas: Schemas) -> list[Call]:
+def _qwen3_coder(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     marks = ("<tool_call>", "</tool_call>", "<function=", "</function>", "<parameter=")
     reader.space().require("<function=")
-    call = Call(reader.name(), {})
+    call = ReadCall(reader.name(), {})
     reader.require(">")
     while reader.space().takes("<parameter="):
         key = reader.name()
@@ -233,9 +233,9 @@ def _qwen3_coder(reader: Reader, schemas: Schemas) -> list[Call]:
     return [call]
 
 
-def _glm(reader: Reader, schemas: Schemas) -> list[Call]:
+def _glm(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     marks = ("<tool_call>", "</tool_call>", "<arg_key>", "<arg_value>")
-    call = Call(reader.space().name(), {})
+    call = ReadCall(reader.space().name(), {})
     while reader.space().takes("<arg_key>"):
         key = reader.until("</arg_key>", *marks)
         reader.space().require("<arg_value>")
@@ -244,9 +244,9 @@ def _glm(reader: Reader, schemas: Schemas) -> list[Call]:
     return [call]
 
 
-def _minimax_m2(reader: Reader, schemas: Schemas) -> list[Call]:
+def _minimax_m2(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     marks = ("<minimax:tool_call>", "</minimax:tool_call>", "<invoke ", "</invoke>", "<parameter ")
-    call = Call(reader.name(), {})
+    call = ReadCall(reader.name(), {})
     reader.require('">')
     while reader.space().takes('<parameter name="'):
         key = reader.name()
@@ -256,42 +256,42 @@ def _minimax_m2(reader: Reader, schemas: Schemas) -> list[Call]:
     return [call]
 
 
-def _kimi_k2(reader: Reader, schemas: Schemas) -> list[Call]:
+def _kimi_k2(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     given = reader.until("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_calls_section_end|>").strip()
     found = re.fullmatch(r"functions\.(.+):\d+", given)
     if found is None:
         raise Fault("malformed", f"a call must begin with functions.NAME:NUMBER, but there is {given[:40]!r}")
-    call = Call(found[1], reader.arguments(), given)
+    call = ReadCall(found[1], reader.arguments(), given)
     reader.space().require("<|tool_call_end|>")
     return [call]
 
 
-def _deepseek(reader: Reader, schemas: Schemas) -> list[Call]:
+def _deepseek(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     name = reader.until("<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>").strip()
     is_fenced = name == "function"  # DeepSeek-V3 and R1
     if is_fenced:
         name = reader.until("\n", "<｜tool▁call▁end｜>").strip()
         reader.require("```json")
-    call = Call(name, reader.arguments())
+    call = ReadCall(name, reader.arguments())
     if is_fenced:
         reader.space().require("```")
     reader.space().require("<｜tool▁call▁end｜>")
     return [call]
 
 
-def _nemotron(reader: Reader, schemas: Schemas) -> list[Call]:
+def _nemotron(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     calls = named_calls(reader.json())
     reader.space().require("</TOOLCALL>")
     return calls
 
 
-def _mistral(reader: Reader, schemas: Schemas) -> list[Call]:
+def _mistral(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     if reader.space().text.startswith("[", reader.at):
         calls = named_calls(reader.json(), "id")
     else:
         name = reader.name()
         reader.require("[ARGS]")
-        calls = [Call(name, reader.arguments())]
+        calls = [ReadCall(name, reader.arguments())]
     if reader.space().at < len(reader.text) and not reader.text.startswith("[TOOL_CALLS]", reader.at):
         raise Fault("malformed", f"{reader.text[reader.at : reader.at + 20]!r} follows the call")
     return calls

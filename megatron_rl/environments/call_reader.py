@@ -30,7 +30,7 @@ class Fault(ValueError):
 
 
 @dataclass(slots=True)
-class Call:
+class ReadCall:
     """A call that was read."""
 
     name: str
@@ -138,16 +138,16 @@ def object_of(value: Any) -> dict[str, Any]:
     return value
 
 
-def named_call(value: Any, arguments: str = "arguments", optional: str = "") -> Call:
+def named_call(value: Any, arguments: str = "arguments", optional: str = "") -> ReadCall:
     """A call whose name is in its JSON."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise Fault("malformed", f'a call must be {{"name": ..., "{arguments}": {{...}}}}')
     if others := [key for key in value if key not in ("name", arguments, optional)]:
         raise Fault("malformed", f'a call must be {{"name": ..., "{arguments}": {{...}}}}, without {others[0]!r}')
-    return Call(value["name"], object_of(value.get(arguments, {})), str(value.get(optional, "")))
+    return ReadCall(value["name"], object_of(value.get(arguments, {})), str(value.get(optional, "")))
 
 
-def named_calls(value: Any, optional: str = "") -> list[Call]:
+def named_calls(value: Any, optional: str = "") -> list[ReadCall]:
     if not isinstance(value, list) or not value:
         raise Fault("malformed", 'calls must be a list, [{"name": ..., "arguments": {...}}]')
     return [named_call(one, optional=optional) for one in value]
@@ -181,7 +181,7 @@ def _parameter(schemas: Schemas, tool: str, name: str) -> Mapping[str, Any]:
     return given
 
 
-def add_argument(call: Call, key: str, text: str, schemas: Schemas) -> None:
+def add_argument(call: ReadCall, key: str, text: str, schemas: Schemas) -> None:
     if key in call.arguments:
         raise Fault("malformed", f"the argument {key!r} is given twice")
     call.arguments[key] = _typed(text, _parameter(schemas, call.name, key))

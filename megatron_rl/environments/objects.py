@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ from megatron_rl.config.environment import CHOOSES, ToolsEnvironment
 from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.environments.calls import Calls
-from megatron_rl.environments.environment import Closing, UserCode, fault_of_reward
+from megatron_rl.environments.environment import Closing, EnvironmentFault, UserCode, fault_of_reward
 from megatron_rl.environments.tools import Tool, tool_of
+
+log = logging.getLogger(__name__)
 
 NO_TOOLS = ("reset", "get_reward")
 MAX_CHARACTERS = 2**16
@@ -158,6 +161,15 @@ class AnswerObject:
         if text is not None and not isinstance(text, str):
             raise self._code.fault("reset", f"returned {text!r}, but it must return a text or None")
         return text or ""
+
+    async def end(self) -> None:
+        """Close the object, if it is a context manager. Its answer is complete, so that an error is only told."""
+        leave = getattr(type(self._made), "__exit__", None)
+        if leave is not None:
+            try:
+                await self._code.call("__exit__", leave, self._made, None, None, None)
+            except EnvironmentFault as fault:
+                log.warning("%s", fault)
 
     async def closing(self) -> Closing:
         """

@@ -70,7 +70,8 @@ class ToolSession:
         return Closing() if self._own is None else await self._own.closing()
 
     async def end(self) -> None:
-        pass
+        if self._own is not None:
+            await self._own.end()
 
     @property
     def _tools(self) -> Mapping[str, Tool]:

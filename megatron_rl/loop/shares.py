@@ -20,20 +20,20 @@ from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.config.teachers import teacher_of
 from megatron_rl.types import (
+    AnnotatedBatch,
     Credit,
     Metrics,
     MicrobatchPlan,
     Minibatches,
     ModelShape,
-    RatedBatch,
     Rollouts,
     Share,
     Shares,
     StepBatch,
-    TaughtBatch,
     TokenNumbers,
     TokenRewards,
 )
+from megatron_rl.types.step import numbers
 
 TOTALS = ("balance/tokens", "balance/flops", "balance/model_flops", "balance/num_microbatches")
 """The metrics of a plan that add up over the epochs of a step. The others are means."""
@@ -87,9 +87,11 @@ def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBat
     if config.teachers:
         teachers = [teacher_of(config.teachers, group.prompt.columns) for group in rollouts.groups]
         of_groups = np.array([0.0 if number is None else config.teachers[number].weight for number in teachers])
-        return TaughtBatch.of(batch, of_groups[batch.group_of])
-    is_rated = "pass_rate" in config.algorithm.adv_estimator.needs
-    return RatedBatch.of(batch, rollouts.groups) if is_rated else batch
+        return AnnotatedBatch.of(batch, teacher_weights=of_groups[batch.group_of])
+    if "pass_rate" not in config.algorithm.adv_estimator.needs:
+        return batch
+    rates = numbers(group.prompt.columns.get("pass_rate") for group in rollouts.groups)
+    return AnnotatedBatch.of(batch, pass_rates=rates[batch.group_of])
 
 
 def with_columns(shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[Share]:
@@ -134,6 +136,7 @@ def _share(
     index = np.array([sample for minibatch in of_rank for micro in minibatch for sample in micro], np.int64)
     index_in_group = batch.index_in_group
     place = {sample: position for position, sample in enumerate(index.tolist())}
+    weighted = batch.teacher_weights if isinstance(batch, AnnotatedBatch) else None
     return Share(
         minibatches=tuple(tuple(tuple(place[sample] for sample in micro) for micro in mini) for mini in of_rank),
         denominators=plan.denominators,
@@ -145,8 +148,9 @@ def _share(
         weights=weights[index],
         tokens=[batch.payloads[batch.group_of[sample]][index_in_group[sample]] for sample in index],
         token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
+        sums=credit.sums and credit.sums._replace(first=credit.sums.first[index], stop=credit.sums.stop[index]),
         epochs=epochs,
-        teacher_weights=batch.teacher_weights[index] if isinstance(batch, TaughtBatch) else None,
+        teacher_weights=None if weighted is None else weighted[index],
     )
 
 

@@ -41,13 +41,15 @@ class Work:
 
 
 def largest_work(config: BaseConfig) -> Work:
-    """The work of the policy's trainers if every sample has the largest length; a critic's work is not counted."""
+    """The work of the policy's trainers if every sample has the largest length. The work of a critic and of a teacher
+    is not counted."""
     balancing = int(config.policy.load_balancing_loss > 0)  # the experts' shares are counted in a pass of their own
     if isinstance(config, GrpoRunConfig):
         rollout, algorithm = config.rollout, config.algorithm
         num_samples = rollout.prompts_per_step * rollout.samples_per_group
         epochs, num_updates = algorithm.epochs, algorithm.num_updates
-        passes = num_forward_passes(Needs.of(algorithm).passes(num_updates), algorithm.updates_per_step)
+        own = [one for one in Needs.of(algorithm).passes(num_updates) if one.model != "teacher"]
+        passes = num_forward_passes(own, algorithm.updates_per_step)
         lengths = np.full(num_samples, rollout.max_model_tokens)
         return Work(lengths, num_updates, epochs * balancing + passes, epochs)
     assert isinstance(config, OfflineRunConfig)

@@ -23,6 +23,7 @@ from megatron_rl.planning.memory import RunMemory, count_mirrors, run_memory, tr
 from megatron_rl.planning.nodes import node_memory
 from megatron_rl.planning.rates import Rates
 from megatron_rl.planning.stages import with_layers
+from megatron_rl.planning.teachers import pass_seconds
 from megatron_rl.planning.trainer import sharing, trainer_memory
 from megatron_rl.planning.transfer import BRIDGE, BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
@@ -115,6 +116,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             optimizer=optimizer,
             rates=rates,
         )
+        seconds += pass_seconds(config, work, parallel, planned[key], rates)
         offload = optimizer.offload if isinstance(optimizer, AdamConfig) else None
         return Layout(parallel, recompute, offload, seconds, memory)
 

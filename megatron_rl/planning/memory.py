@@ -20,6 +20,7 @@ from megatron_rl.planning.nodes import NodeMemory, node_memory
 from megatron_rl.planning.parameters import BYTES, stage_parameters
 from megatron_rl.planning.reward_models import reward_model_memory
 from megatron_rl.planning.shapes import planned_critic_shape, planned_teacher_shape
+from megatron_rl.planning.teachers import teacher_memory
 from megatron_rl.planning.trainer import sharing, trainer_memory
 from megatron_rl.planning.transfer import BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
@@ -49,8 +50,8 @@ class RunMemory:
     """What the ranks keep in the memory of their nodes."""
     critic: GpuMemory | None = None
     """None if there is no critic. It has the memory that a trainer rank has."""
-    scoring: tuple[Sequence[GpuMemory], float] = ((), 0.0)
-    """The reward models on GPUs, and the bytes of memory that each has."""
+    scoring: Sequence[tuple[GpuMemory, float]] = ()
+    """The GPUs of teachers' engines and of reward models, and the bytes of memory that each has."""
 
     @property
     def on_gpus(self) -> bool:
@@ -64,14 +65,12 @@ class RunMemory:
     def _limited(self) -> list[tuple[GpuMemory, float]]:
         """The fullest GPU of each kind, and the memory that it has."""
         trainers = [(one, self.trainer_limit) for one in (self.trainer, self.critic) if one is not None]
-        models, limit = self.scoring
-        scoring = [(one, limit) for one in models]
         if self.engine is None:
-            return trainers + scoring
+            return [*trainers, *self.scoring]
         if self.is_shared:
             sides = [one for one, _ in trainers]
-            return [(GpuMemory.together(*sides, self.engine.gpu), self.trainer_limit), *scoring]
-        return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages), *scoring]
+            return [(GpuMemory.together(*sides, self.engine.gpu), self.trainer_limit), *self.scoring]
+        return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages), *self.scoring]
 
     @property
     def problems(self) -> list[str]:
@@ -111,7 +110,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     cluster, parallel, model = config.cluster, config.policy.parallel, config.model
     on_gpus = cluster.gpus_per_trainer > 0
     communicators, engine, critic, reference, teacher = BridgeBytes(), None, None, 0.0, 0.0
-    scoring: list[GpuMemory] = []
+    scoring: list[tuple[GpuMemory, float]] = []
     if isinstance(config, GrpoRunConfig):
         plan = planned_transfer(config, shape, parallel.mesh)
         if on_gpus:
@@ -126,7 +125,8 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         if teacher_on_ranks(config) is not None:
             held = stage_parameters(planned_teacher_shape(config, 0), parallel.mesh)
             teacher = float(max(one.total for one in held) * BYTES[model.dtype])
-        scoring = reward_model_memory(config)
+        limit = gpu_bytes(config) * cluster.reward_model_gpus
+        scoring = [*teacher_memory(config), *((one, limit) for one in reward_model_memory(config))]
         if config.critic is not None:
             critic = _critic_memory(config)
             critic = sharing(critic, "critic") if cluster.colocate else critic
@@ -161,7 +161,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         fused=trains_fused(config, shape, parallel.context),
         nodes=node_memory(config, {role: gpu.host for role, gpu in gpus.items() if gpu}),
         critic=critic,
-        scoring=(scoring, gpu_bytes(config) * cluster.reward_model_gpus),
+        scoring=scoring,
     )
 
 

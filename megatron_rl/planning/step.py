@@ -30,6 +30,7 @@ from megatron_rl.planning.estimates import (
 from megatron_rl.planning.generation import Decoding, answer_lengths, generation_seconds
 from megatron_rl.planning.parameters import BYTES
 from megatron_rl.planning.rates import H100, Rates
+from megatron_rl.planning.teachers import pass_seconds, scoring_seconds
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
@@ -78,6 +79,8 @@ class StepSeconds:
     """Whether both have the same GPUs in turns."""
     turn: float = 0.0
     """`Rates.turn_s`."""
+    teaching: float = 0.0
+    """The engines of the slowest teacher, which read complete answers while others are generated."""
 
     @property
     def other(self) -> float:
@@ -87,7 +90,8 @@ class StepSeconds:
     @property
     def _parts(self) -> float:
         """Generation and training, as they follow each other."""
-        return max(self.generation, self.training) if self.overlaps else self.generation + self.training
+        answers = max(self.generation, self.teaching)
+        return max(answers, self.training) if self.overlaps else answers + self.training
 
     @property
     def total(self) -> float:
@@ -103,13 +107,18 @@ class StepSeconds:
         """How long the GPUs of the engines wait for weights."""
         return self._wait(self.generation)
 
+    @property
+    def teachers_wait(self) -> float:
+        """How long the GPUs of the slowest teacher wait for answers."""
+        return self._parts - self.teaching
+
     def _wait(self, own: float) -> float:
         return 0.0 if self.shared else self._parts - own
 
-    def idle_share(self, trainer_gpus: int, engine_gpus: int) -> float:
+    def idle_share(self, trainer_gpus: int, engine_gpus: int, teacher_gpus: int = 0) -> float:
         """The share of a step's GPU-hours that GPUs wait for the other side."""
-        waits = trainer_gpus * self.trainers_wait + engine_gpus * self.engines_wait
-        return waits / (self.total * (trainer_gpus + engine_gpus))
+        waits = trainer_gpus * self.trainers_wait + engine_gpus * self.engines_wait + teacher_gpus * self.teachers_wait
+        return waits / (self.total * (trainer_gpus + engine_gpus + teacher_gpus))
 
 
 def step_seconds(
@@ -135,11 +144,12 @@ def step_seconds(
             longest = rollout.max_model_tokens
             running = prompt + float((answers**2).sum() / (2 * answers.sum()))  # the mean of what an answer holds
             held = engine.longest * longest / running
-    training_s = training_seconds(
+    microbatches = most_microbatches(planned_microbatches(config, shape, parallel, work))
+    training_s = pass_seconds(config, work, parallel, microbatches, rates) + training_seconds(
         work,
         shape,
         parallel,
-        most_microbatches(planned_microbatches(config, shape, parallel, work)),
+        microbatches,
         dtype=config.model.dtype,
         recompute=config.model.recompute,
         optimizer=config.policy.optimizer,
@@ -154,13 +164,15 @@ def step_seconds(
         at_once=max(1, min(held, rollout.max_sequences or math.inf)),
         batches=rollout.max_lag + 1,
     )
+    teaching_s, scoring_s = scoring_seconds(config, work.lengths, rates)
     return StepSeconds(
-        generation=generation_s / useful,
+        generation=generation_s / useful + scoring_s,
         training=training_s,
         push=push_seconds(config, shape, rates).most,
         overlaps=rollout.max_lag > 0,
         shared=config.cluster.colocate,
         turn=rates.turn_s,
+        teaching=teaching_s,
     )
 
 

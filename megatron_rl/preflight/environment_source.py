@@ -13,7 +13,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import ChangedHistory, Render, format_of, kinds_of_objects, require_offered, schemas_of
 from megatron_rl.preflight.reward_source import fault_of_function
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
-from megatron_rl.rollout.programs.turns import OTHER_FORMAT, continuation_of, ends_of
+from megatron_rl.rollout.programs.chat_template import OTHER_FORMAT, continuation_of, ends_of
 
 
 class _Unknown(Exception):

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from megatron_rl.trl import ARGUMENTS, DPOTrainer, GRPOTrainer
-from megatron_rl.trl.arguments import DPO_ARGUMENTS, FORMER, SFT_ARGUMENTS, Argument, Treatment
+from megatron_rl.trl.arguments import (
+    DPO_ARGUMENTS,
+    FORMER,
+    KTO_ARGUMENTS,
+    REWARD_ARGUMENTS,
+    SFT_ARGUMENTS,
+    Argument,
+    Treatment,
+)
 from megatron_rl.trl.coverage import CASES_REFUSED, SCRIPTS, TESTS, VERSIONS, Verdict, numbers
 from megatron_rl.trl.metrics import NAMES
 
@@ -53,16 +61,16 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 | after `train` | `model`, `evaluate`, `save_model`, `push_to_hub` and the like work; other attributes say what replaces them. |
 | command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |
 
-`DPOConfig` and `DPOTrainer`, `SFTConfig` and `SFTTrainer` are imported in the same way. TRL's `KTOTrainer`,
-`ORPOTrainer` and `CPOTrainer` correspond to [`megatron-rl dpo`](sft_and_ppo.md#preferences), `RewardTrainer` to
-[`megatron-rl reward-model`](sft_and_ppo.md#reward-models), and `GKDTrainer` to
+`DPOTrainer`, `KTOTrainer`, `SFTTrainer` and `RewardTrainer` are imported in the same way, with their configurations.
+TRL's `ORPOTrainer` and `CPOTrainer` correspond to
+[`megatron-rl dpo`](sft_and_ppo.md#preferences), and `GKDTrainer` to
 [teachers](algorithms.md#teachers-teachers-distillation); other trainers are not here.
 """
 
 OFFLINE = """
-## DPO and SFT
+## DPO, KTO, SFT and reward models
 
-`train` starts a run of `megatron-rl dpo` or `megatron-rl sft`. Other arguments than these are treated as GRPOConfig's.
+`train` starts a run of `megatron-rl dpo`, `sft` or `reward-model`. Other arguments than these are treated as GRPOConfig's.
 The losses of a tiny model are TRL's within 1e-5 (`make test-trl`). These definitions differ:
 
 - A completion ends with the stop token. TRL also trains what a chat template writes after it, such as a line feed.
@@ -72,6 +80,7 @@ The losses of a tiny model are TRL's within 1e-5 (`make test-trl`). These defini
 - `megatron-rl dpo`: IPO has means over tokens, as in TRL. ORPO's first term is over the chosen answer, in TRL also over
   its prompt. KTO's z takes the answer of the next row with another prompt, over the step; in TRL it takes the answer of
   the row before, over the batch of a pass.
+- A reward model's head begins with zeros, or with the one of a classifier, and is also trained beside adapters.
 
 """
 
@@ -117,10 +126,12 @@ def by_meaning(arguments: Mapping[str, Argument], treatment: Treatment) -> Itera
 
 def page() -> str:
     lines = [HEAD, *tried(), OFFLINE, "| argument | here |", "|---|---|"]
-    own = {**DPO_ARGUMENTS, **SFT_ARGUMENTS}
+    own = {**REWARD_ARGUMENTS, **KTO_ARGUMENTS, **DPO_ARGUMENTS, **SFT_ARGUMENTS}
     known = {name: (one.says, one.treatment) for name, one in ARGUMENTS.items()}
     own = {name: one for name, one in own.items() if known.get(name) != (one.says, one.treatment)}
     own |= {"loss_type (DPO)": DPO_ARGUMENTS["loss_type"], "loss_type (SFT)": own.pop("loss_type")}
+    own |= {"max_length (RewardConfig)": REWARD_ARGUMENTS["max_length"], "loss_type (KTO)": KTO_ARGUMENTS["loss_type"]}
+    own["train_sampling_strategy (KTO)"] = KTO_ARGUMENTS["train_sampling_strategy"]
     kinds: dict[Treatment, str] = {"mapped": "", "refused": "other values are refused: ", "implied": "no meaning: "}
     for one, told in kinds.items():
         lines += [f"| {names} | {told}{says} |" for names, says in by_meaning(own, one)]

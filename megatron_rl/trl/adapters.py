@@ -30,11 +30,13 @@ FREE = (
     *("runtime_config", "megatron_core", "lora_dropout"),
 )
 """Attributes that do not change what is trained, and the dropout, which is told."""
+OF_HEAD: dict[str, tuple[Any, ...]] = {"task_type": ("SEQ_CLS",), "modules_to_save": (["score"],)}
+"""What a reward model may have besides, whose head is always trained."""
 ANY_LAYER = "'all-linear', or a list of the last parts of layers' names such as ['q_proj', 'v_proj']"
 
 
 def adapters_of(
-    peft_config: Any, model_type: str | None = None, layers: Collection[str] | None = None
+    peft_config: Any, model_type: str | None = None, layers: Collection[str] | None = None, has_head: bool = False
 ) -> dict[str, Any]:
     """The section `policy.lora`.
 
@@ -43,6 +45,7 @@ def adapters_of(
         model_type: of the model's config.json, by which PEFT's table finds default layers.
         layers: the names of the model's layers; None if they are not known. Of the names that are
             not among them nothing is trained, as in PEFT, and they are told.
+        has_head: whether it is a reward model.
 
     Raises:
         ValueError: it is of another method, or has attributes that cannot be expressed; the message has all of them.
@@ -60,7 +63,7 @@ def adapters_of(
         if name in (*DEFAULTS, *FREE) or (name in untouched and value == untouched[name]):
             continue
         known, why = ONLY.get(name, ((), "policy.lora has nothing like it"))
-        plain = getattr(value, "value", value)
+        plain, known = getattr(value, "value", value), (*known, *(OF_HEAD.get(name, ()) if has_head else ()))
         if plain not in known if known else value:
             faults.append(f"{name}={plain!r}: {why}")
     if faults:

@@ -1,4 +1,4 @@
-"""Every argument of TRL's GRPOConfig, DPOConfig and SFTConfig (1.16), and what becomes of it here.
+"""Every argument of TRL's configurations for GRPO, DPO, KTO, SFT and reward models (1.16), and what becomes of it here.
 
 Invariants (tests/unit/trl): the names are the same as in TRL; an argument that changes what is trained is mapped, or
 refused by name if it differs from its default; none is ignored because nobody thought of it.
@@ -211,7 +211,7 @@ ARGUMENTS: Mapping[str, Argument] = {
 }
 """GRPOConfig's."""
 
-_ROWS = "`rows_per_step` of section dpo or sft, by the sizes of TRL"
+_ROWS = "`rows_per_step` of section dpo, sft or reward_model, by the sizes of TRL"
 _CUT = "`max_tokens` and `on_bad_row: cut`; at most the model's positions"
 _PADDING = "rows are always packed without padding, and see nothing of each other"
 
@@ -224,7 +224,7 @@ OFFLINE: Mapping[str, Argument] = {
     **_all("implied", _LOADER, dataset_num_proc=None, remove_unused_columns=True),
     **_all("implied", _SPEED, activation_offloading=False),
 }
-"""What DPOConfig and SFTConfig have in common."""
+"""What the other configurations have in common."""
 
 DPO_ARGUMENTS: Mapping[str, Argument] = {
     **OFFLINE,
@@ -242,6 +242,17 @@ DPO_ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", "no layer has dropout", disable_dropout=True),
 }
 
+_OF_BOTH = ("precompute_ref_log_probs", "precompute_ref_batch_size", "disable_dropout", "sync_ref_model")
+KTO_ARGUMENTS: Mapping[str, Argument] = {
+    **{name: one for name, one in OFFLINE.items() if name not in ("truncation_mode", "padding_free", "pad_token")},
+    **{name: DPO_ARGUMENTS[name] for name in (*_OF_BOTH, "ref_model_mixup_alpha", "ref_model_sync_steps")},
+    **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
+    **_all("mapped", "dpo.loss.beta", beta=0.1),
+    **_all("mapped", "dpo.loss, of the kind kto", desirable_weight=1.0, undesirable_weight=1.0),
+    **_all("refused", "the loss is kto", loss_type="kto"),
+    **_all("implied", "z takes the next row of the file, and rows are shuffled", train_sampling_strategy="sequential"),
+}
+
 SFT_ARGUMENTS: Mapping[str, Argument] = {
     **OFFLINE,
     **_all("mapped", "policy.optimizer.lr", learning_rate=2e-5),
@@ -256,6 +267,17 @@ SFT_ARGUMENTS: Mapping[str, Argument] = {
     **_all("refused", "rows are always tokenized here; give texts or chats", dataset_kwargs=None),
     **_all("refused", "the loss is the negative log-likelihood", loss_type="nll"),
     **_all("implied", "the order of the rows is shuffled in each epoch, as by TRL's sampler", shuffle_dataset=False),
+}
+
+NO_REWARDS = ("truncation_mode", "padding_free", "router_aux_loss_coef")
+"""What only RewardConfig does not have."""
+REWARD_ARGUMENTS: Mapping[str, Argument] = {
+    **{name: one for name, one in OFFLINE.items() if name not in NO_REWARDS},
+    **_all("mapped", "policy.optimizer.lr", learning_rate=1e-4),
+    **_all("mapped", "`max_tokens` and `on_bad_row: skip`; at most the model's positions", max_length=1024),
+    **_all("mapped", "reward_model.loss.center", center_rewards_coefficient=None),
+    **{name: SFT_ARGUMENTS[name] for name in ("eos_token", "chat_template_path")},
+    **_all("implied", "no layer has dropout", disable_dropout=True),
 }
 
 FORMER_COMMON: Mapping[str, Argument] = {
@@ -309,7 +331,7 @@ TYPES: Mapping[str, Any] = {
     **dict.fromkeys(
         "neftune_noise_alpha eval_steps router_aux_loss_coef min_p delta epsilon_high "
         "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min off_policy_mask_threshold "
-        "vllm_importance_sampling_cap warmup_ratio ld_alpha".split(),
+        "vllm_importance_sampling_cap warmup_ratio ld_alpha center_rewards_coefficient".split(),
         float | None,
     ),
     **dict.fromkeys("warmup_steps logging_steps eval_delay save_steps".split(), float),

@@ -99,8 +99,8 @@ def common_sections(args: Any, calendar: Calendar) -> dict[str, Any]:
             "clip_grad": args.max_grad_norm,
         }
     }
-    if args.router_aux_loss_coef is not None:
-        policy["load_balancing_loss"] = args.router_aux_loss_coef
+    if (coefficient := vars(args).get("router_aux_loss_coef")) is not None:
+        policy["load_balancing_loss"] = coefficient
     return {
         "run": {"steps": calendar.steps, "seed": args.seed},
         "model": {"dtype": dtype(args), "recompute": "full" if args.gradient_checkpointing else "none"},
@@ -197,7 +197,7 @@ def completed(
         model: of its config.json.
     """
     coefficient = model.get("router_aux_loss_coef") if "output_router_logits" in model else 0
-    if args.router_aux_loss_coef is None and coefficient:
+    if vars(args).get("router_aux_loss_coef", 0) is None and coefficient:
         tell(
             f"router_aux_loss_coef is not given, so that there is no load-balancing loss; TRL would add one with the "
             f"{coefficient} of the model's config.json, over all layers together"

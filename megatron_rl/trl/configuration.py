@@ -1,5 +1,4 @@
-"""GRPOConfig, DPOConfig and SFTConfig: TRL's arguments as typed dataclasses, which parsers of command lines read and
-scripts extend.
+"""TRL's arguments as typed dataclasses, which parsers of command lines read and scripts extend.
 
 Invariants (tests/unit/trl, tests/doors): a value that is not supported is refused when it is given, with all others; an
 argument of an earlier release of TRL has its meaning.
@@ -24,12 +23,14 @@ from megatron_rl.trl.arguments import (
     FORMER,
     FORMER_COMMON,
     FORMER_SFT,
+    KTO_ARGUMENTS,
+    REWARD_ARGUMENTS,
     SFT_ARGUMENTS,
     Argument,
     type_of,
 )
 from megatron_rl.trl.mapping import faults_of_grpo
-from megatron_rl.trl.offline import faults_of_dpo, faults_of_sft
+from megatron_rl.trl.offline import faults_of_dpo, faults_of_reward, faults_of_sft
 
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
@@ -187,8 +188,11 @@ def _config(
 
 GRPOConfig: Any = _config("GRPOConfig", ARGUMENTS, FORMER, faults_of_grpo)
 DPOConfig: Any = _config("DPOConfig", DPO_ARGUMENTS, FORMER_COMMON, faults_of_dpo)
+KTOConfig: Any = _config("KTOConfig", KTO_ARGUMENTS, FORMER_COMMON, faults_of_dpo)
 SFTConfig: Any = _config("SFTConfig", SFT_ARGUMENTS, FORMER_SFT, faults_of_sft)
+RewardConfig: Any = _config("RewardConfig", REWARD_ARGUMENTS, FORMER_COMMON, faults_of_reward)
 OWN = {"GRPOConfig": "num_generations", "DPOConfig": "f_divergence_type", "SFTConfig": "assistant_only_loss"}
+OWN |= {"RewardConfig": "center_rewards_coefficient", "KTOConfig": "desirable_weight"}
 """An argument by which a configuration of TRL is known."""
 
 

@@ -1,4 +1,5 @@
-"""Maps the arguments of TRL's DPOConfig and SFTConfig to the sections of a run, and rows to its rows.
+"""Maps the arguments of TRL's DPOConfig, KTOConfig, SFTConfig and RewardConfig to the sections of a run, and rows to
+its rows.
 
 Invariants (tests/unit/trl, tests/doors): batches and losses have the values that TRL computes from the same arguments;
 what cannot be expressed is an error that names the argument; texts have the tokens that TRL's tokenizer adds.
@@ -19,10 +20,14 @@ from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.notices import tell
 
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
+WEIGHTS = ("desirable_weight", "undesirable_weight")
+"""KTOConfig's."""
 READ = 1000
 """The number of rows whose lengths say how many a block of packed rows would hold."""
 PLAIN = ("text", "prompt")
 """The columns of plain text before which a tokenizer writes its first token; without a prompt, `chosen` has none."""
+ANSWERS = ("chosen", "rejected")
+"""The same of a reward model's rows without a prompt."""
 
 
 def faults_of_dpo(args: Any) -> list[str]:
@@ -37,6 +42,14 @@ def faults_of_sft(args: Any) -> list[str]:
     return faults_of(args, (lambda: _sizes(args), packed))
 
 
+def faults_of_reward(args: Any) -> list[str]:
+    def center() -> None:
+        if (args.center_rewards_coefficient or 0) < 0:
+            raise ValueError(f"center_rewards_coefficient={args.center_rewards_coefficient} must not be negative")
+
+    return faults_of(args, (lambda: _sizes(args), center))
+
+
 def _sizes(args: Any) -> None:
     if min(args.per_device_train_batch_size, args.gradient_accumulation_steps) < 1:
         raise ValueError("per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
@@ -45,6 +58,10 @@ def _sizes(args: Any) -> None:
 
 
 def _loss(args: Any) -> dict[str, Any]:
+    if args.beta <= 0:
+        raise ValueError(f"beta={args.beta} must be positive")
+    if weights := {name: value for name, value in vars(args).items() if name in WEIGHTS}:
+        return {"kind": "kto", "beta": args.beta, **weights}
     if isinstance(args.loss_type, str):
         args.loss_type = [args.loss_type]
     if len(args.loss_type) != 1 or args.loss_type[0] not in LOSSES:
@@ -52,8 +69,6 @@ def _loss(args: Any) -> dict[str, Any]:
             f"loss_type={args.loss_type!r} is not supported; known are {', '.join(LOSSES)}, one at a time. simpo, orpo "
             "and kto are in `megatron-rl dpo` (dpo.loss.kind)"
         )
-    if args.beta <= 0:
-        raise ValueError(f"beta={args.beta} must be positive")
     return {"kind": LOSSES[args.loss_type[0]], "beta": args.beta}
 
 
@@ -118,7 +133,8 @@ class OfflineRows:
         elif field != "text" and field in row:
             row["text"] = row.pop(field)
         is_chat = isinstance(row.get("chosen"), list) or "messages" in row
-        for column in () if is_chat else PLAIN:
+        is_whole = self.section == "reward_model" and row.get("prompt") is None
+        for column in () if is_chat else ANSWERS if is_whole else PLAIN:
             if isinstance(text := row.get(column), str):
                 row[column] = begin + text
         return row
@@ -126,7 +142,7 @@ class OfflineRows:
 
 @dataclass(frozen=True)
 class GivenOffline:
-    """The arguments that a script gave to DPOTrainer or SFTTrainer."""
+    """The arguments that a script gave to an offline trainer."""
 
     section: str
     args: Any
@@ -147,7 +163,13 @@ class GivenOffline:
 
     @property
     def updates_per_epoch(self) -> int:
-        return max(1, math.ceil(len(self.rows) / self.rows_per_step))
+        return max(1, math.ceil(self._num_rows / self.rows_per_step))
+
+    @property
+    def _num_rows(self) -> int:
+        """A pair is two rows of KTO."""
+        is_pair = WEIGHTS[0] in vars(self.args) and "chosen" in (_first(self.rows) or {})
+        return len(self.rows) * (2 if is_pair else 1)
 
     @property
     def max_tokens(self) -> int:
@@ -161,14 +183,18 @@ class GivenOffline:
             ValueError: a value cannot be expressed; the message names the argument.
         """
         args, per_step = self.args, self.rows_per_step
-        epochs = math.ceil(len(self.rows) * args.num_train_epochs / per_step)
+        epochs = math.ceil(self._num_rows * args.num_train_epochs / per_step)
         calendar = Calendar(int(args.max_steps) if args.max_steps > 0 else epochs, 1, self.updates_per_epoch)
         own: dict[str, Any] = {"rows_per_step": per_step, "max_tokens": self.max_tokens}
         if self.heldout is not None:
             own["eval_every"] = calendar.every(args, "eval")
         if args.max_length is not None:
-            own["on_bad_row"] = "cut"
-        own |= {"loss": _loss(args)} if self.section == "dpo" else {"turns": self.rows_form.turns(_first(self.rows))}
+            own["on_bad_row"] = "skip" if self.section == "reward_model" else "cut"
+        if self.section == "sft":
+            own["turns"] = self.rows_form.turns(_first(self.rows))
+        else:
+            center = {"center": vars(args).get("center_rewards_coefficient") or 0.0}
+            own["loss"] = _loss(args) if self.section == "dpo" else center
         sections = {**common_sections(args, calendar), self.section: own, "balance": {"oversize": "alone"}}
         return completed(sections, args, self.model.config, self.lora, folder)
 

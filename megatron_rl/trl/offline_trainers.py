@@ -1,16 +1,15 @@
-"""TRL's DPOTrainer and SFTTrainer.
+"""TRL's DPOTrainer, KTOTrainer, SFTTrainer and RewardTrainer.
 
 Invariant (tests/unit/trl, tests/doors): a reference with other weights than the model's is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from megatron_rl.trl.configuration import DPOConfig, SFTConfig
+from megatron_rl.trl.configuration import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from megatron_rl.trl.models import same_weights
 from megatron_rl.trl.offline import GivenOffline, OfflineRows
 from megatron_rl.trl.trainer import REFUSED, Faults, RunTrainer
@@ -27,19 +26,52 @@ class _OfflineTrainer(RunTrainer):
         "compute_loss_func": _COMPUTED,
         "optimizer_cls_and_kwargs": REFUSED["optimizers"],
     }
-    others = ("processing_class", "callbacks", "peft_config")
+    others: ClassVar[tuple[str, ...]] = ("processing_class", "callbacks", "peft_config")
 
-    def _begin_rows(
-        self, faults: Faults, train: Any, heldout: Any, others: dict[str, Any], formatting: Any = None
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        **others: Any,
     ) -> None:
+        others |= {"data_collator": data_collator, "processing_class": processing_class}
+        faults = self._take(model, args, others)
+        if self.args is not None and "_given_model" in vars(self):
+            faults.tried(self._change_tokenizer)
+        self._begin_rows(faults, train_dataset, eval_dataset, others)
+
+    def _begin_rows(self, faults: Faults, train: Any, heldout: Any, others: dict[str, Any]) -> None:
         """Take the rows, and everything that all trainers take."""
         if train is None:
             faults.add("train_dataset is missing; give rows")
         self._begin(faults, others)
-        self._rows = OfflineRows(self.kind, self.args, self._given_model.tokenizer, formatting)
+        self._rows = OfflineRows(self.kind, self.args, self._given_model.tokenizer, others.get("formatting_func"))
         self.train_dataset = faults.tried(lambda: self._rows.prepared(train))
         self.eval_dataset = faults.tried(lambda: self._rows.prepared(heldout))
         faults.require_none()
+
+    def _change_tokenizer(self) -> None:
+        """Give the tokenizer the end and the chat template of the arguments, as TRL does.
+
+        Raises:
+            ValueError: the tokenizer has no such token, or the template is no file.
+        """
+        end, path = self.args.eos_token, self.args.chat_template_path
+        if end is not None:
+            if end not in self._given_model.tokenizer.get_vocab():
+                raise ValueError(f"{self.config.NAME}: eos_token={end!r} is not in the vocabulary of the tokenizer")
+            self._given_model.tokenizer.eos_token = end
+        if path is not None:
+            if not Path(path).is_file():
+                raise ValueError(
+                    f"{self.config.NAME}: chat_template_path={path!r} is no file; give a .jinja file. A tokenizer's "
+                    "folder would add tokens to the model"
+                )
+            self._given_model.tokenizer.chat_template = Path(path).read_text()
 
     def _other_rows(self, given: Any) -> Any:
         return list(self._rows.prepared(given))
@@ -93,6 +125,12 @@ class DPOTrainer(_OfflineTrainer):
         self._begin_rows(faults, train_dataset, eval_dataset, others)
 
 
+class KTOTrainer(DPOTrainer):
+    """The same for rows with `prompt`, `completion` and `label`; a pair is two of them."""
+
+    config = KTOConfig
+
+
 class SFTTrainer(_OfflineTrainer):
     """
     Args:
@@ -106,39 +144,18 @@ class SFTTrainer(_OfflineTrainer):
     """
 
     kind, config = "sft", SFTConfig
+    others = (*_OfflineTrainer.others, "formatting_func")
 
-    def __init__(
-        self,
-        model: Any,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        formatting_func: Callable[[Any], str] | None = None,
-        **others: Any,
-    ) -> None:
-        others |= {"data_collator": data_collator, "processing_class": processing_class}
-        faults = self._take(model, args, others)
-        if self.args is not None and "_given_model" in vars(self):
-            faults.tried(self._change_tokenizer)
-        self._begin_rows(faults, train_dataset, eval_dataset, others, formatting_func)
 
-    def _change_tokenizer(self) -> None:
-        """Give the tokenizer the end and the chat template of the arguments, as TRL does.
+class RewardTrainer(_OfflineTrainer):
+    """
+    Args:
+        model: as in GRPOTrainer; it may be a sequence classifier with one label.
+        train_dataset: rows with `chosen` and `rejected`, as text or chat turns, and optionally `prompt` and `margin`.
+        eval_dataset: in the same form.
 
-        Raises:
-            ValueError: the tokenizer has no such token, or the template is no file.
-        """
-        end, path = self.args.eos_token, self.args.chat_template_path
-        if end is not None:
-            if end not in self._given_model.tokenizer.get_vocab():
-                raise ValueError(f"SFTConfig: eos_token={end!r} is not in the vocabulary of the tokenizer")
-            self._given_model.tokenizer.eos_token = end
-        if path is not None:
-            if not Path(path).is_file():
-                raise ValueError(
-                    f"SFTConfig: chat_template_path={path!r} is no file; give a .jinja file. A tokenizer's folder "
-                    "would add tokens to the model"
-                )
-            self._given_model.tokenizer.chat_template = Path(path).read_text()
+    Raises:
+        ValueError: an argument is not supported; the message has all of them and says what to do.
+    """
+
+    kind, config, has_head = "reward_model", RewardConfig, True

@@ -1,4 +1,4 @@
-"""What the three trainers of TRL have in common, whose runs are this project's.
+"""What the trainers of TRL have in common, whose runs are this project's.
 
 Invariants (tests/unit/trl, tests/doors): what a trainer is given is used or refused by name, all faults at once;
 callbacks see the steps of the run while it goes on, and can stop it.
@@ -70,6 +70,8 @@ class RunTrainer(Finished):
     refused: ClassVar[Mapping[str, str]]
     others: ClassVar[tuple[str, ...]]
     """The arguments that are taken by name."""
+    has_head: ClassVar[bool] = False
+    """Whether it trains a reward model."""
     train_dataset: Any
     eval_dataset: Any
     _lora: dict[str, Any] | None
@@ -103,7 +105,7 @@ class RunTrainer(Finished):
         options = None if args is None else getattr(args, "model_init_kwargs", None)
         given = faults.tried(lambda: GivenModel(model, others.get("processing_class"), options))
         self.args: Any = (
-            self.config(output_dir=f"{given.name if given else 'model'}-{self.kind.upper()}")
+            self.config(output_dir=f"{given.name if given else 'model'}-{self.config.NAME.removesuffix('Config')}")
             if args is None
             else faults.tried(lambda: as_arguments(args, self.config))
         )
@@ -122,7 +124,7 @@ class RunTrainer(Finished):
         """
         state, given = TrainerState(), vars(self).get("_given_model")
         callbacks = faults.tried(lambda: Callbacks(others.get("callbacks") or (), self.args, state))
-        self._lora = faults.tried(lambda: _lora(given, others.get("peft_config")))
+        self._lora = faults.tried(lambda: _lora(given, others.get("peft_config"), self.has_head))
         faults.require_none()
         assert callbacks is not None
         self.run: Run | None = None
@@ -145,14 +147,16 @@ class RunTrainer(Finished):
     @property
     def model(self) -> Any:
         """The trained model, which is loaded when it is first asked for; before `train`, the given one."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         if self.run is None and not isinstance(self._given_model.given, str):
             return self._given_model.given
         source = None if self.run is None else self.trained()
         if source not in self._loaded:
             folder = source or self._given_model.folder()
-            self._loaded = {source: AutoModelForCausalLM.from_pretrained(folder, dtype="auto")}
+            kind: Any = AutoModelForSequenceClassification if self.has_head else AutoModelForCausalLM
+            options = {"num_labels": 1} if self.has_head else {}
+            self._loaded = {source: kind.from_pretrained(folder, dtype="auto", **options)}
         return self._loaded[source]
 
     def add_callback(self, callback: Any) -> None:
@@ -278,7 +282,7 @@ class RunTrainer(Finished):
         return True
 
 
-def _lora(model: GivenModel | None, peft_config: Any) -> dict[str, Any] | None:
+def _lora(model: GivenModel | None, peft_config: Any, has_head: bool) -> dict[str, Any] | None:
     """The section `policy.lora`; None without adapters.
 
     Raises:
@@ -294,4 +298,4 @@ def _lora(model: GivenModel | None, peft_config: Any) -> dict[str, Any] | None:
         model_type, layers = (None, None) if model is None else (model.config.get("model_type"), model.layers())
     except (OSError, ValueError):  # the model's own fault, which is told when it is read
         model_type, layers = None, None
-    return adapters_of(asked, model_type, layers)
+    return adapters_of(asked, model_type, layers, has_head)

@@ -39,19 +39,19 @@ from megatron_rl.types.rollouts import (
 )
 from megatron_rl.types.rope import LinearRope, Llama3Rope, Rope, Scaling, YarnRope
 from megatron_rl.types.step import (
+    AnnotatedBatch,
     Credit,
     Denominators,
     Epochs,
     Gradient,
+    GroupSums,
     Metrics,
     MicrobatchPlan,
     Minibatches,
-    RatedBatch,
     Rollouts,
     Share,
     Shares,
     StepBatch,
-    TaughtBatch,
     TokenNumbers,
     TokenRewards,
     TokenSpan,
@@ -60,6 +60,7 @@ from megatron_rl.types.step import (
 
 __all__ = [
     "Adapters",
+    "AnnotatedBatch",
     "Attention",
     "DELTA_CHUNK",
     "FROM_PROMPT",
@@ -79,6 +80,7 @@ __all__ = [
     "Gradient",
     "Group",
     "GroupRequest",
+    "GroupSums",
     "LatentAttention",
     "LinearRope",
     "Layer",
@@ -99,9 +101,7 @@ __all__ = [
     "Shares",
     "Scaling",
     "SoftmaxAttention",
-    "RatedBatch",
     "StepBatch",
-    "TaughtBatch",
     "TokenNumbers",
     "TokenReward",
     "TokenRewards",

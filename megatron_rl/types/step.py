@@ -193,35 +193,38 @@ class StepBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtBatch(StepBatch):
-    """The batch of a run with teachers."""
+class AnnotatedBatch(StepBatch):
+    """A batch with what teachers, or an estimator, take from the rows."""
 
-    teacher_weights: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """float64 [S]: the weight of the sample's teacher; 0 if it has none."""
-
-    @classmethod
-    def of(cls, batch: StepBatch, teacher_weights: np.ndarray) -> TaughtBatch:
-        return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)}, teacher_weights=teacher_weights)
-
-
-@dataclass(frozen=True, slots=True)
-class RatedBatch(StepBatch):
-    """A batch for an estimator that needs pass rates."""
-
+    teacher_weights: np.ndarray | None = None
+    """float64 [S]: the weight of the sample's teacher, 0 if it has none; None without teachers."""
     pass_rates: np.ndarray | None = None
-    """float64 [S]: the column `pass_rate` of the sample's row."""
+    """float64 [S]: the column `pass_rate` of the sample's row, NaN if it has none; None if no estimator needs it."""
 
     @classmethod
-    def of(cls, batch: StepBatch, groups: Sequence[Group]) -> RatedBatch:
-        """The batch with the pass rates of its groups' rows; NaN where a row has none."""
-        rates = numbers(group.prompt.columns.get("pass_rate") for group in groups)
-        given = {one.name: getattr(batch, one.name) for one in fields(batch)}
-        return cls(**given, pass_rates=rates[batch.group_of])
+    def of(cls, batch: StepBatch, **columns: np.ndarray) -> AnnotatedBatch:
+        return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)} | columns)
 
 
 def numbers(values: Iterable[float | None]) -> np.ndarray:
     """float64, with NaN for None."""
     return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+class GroupSums(NamedTuple):
+    """Where the ranks add up numbers over the answers of a group, separately for each number of an action, in one array
+    for the step. Only numbers that two or more answers of the group have are in it.
+
+    Example: a group of answers with 3, 5 and 4 actions has the entries 0 to 3, and one with 2 and 2 actions the entries
+    4 and 5: first [0 0 0 4 4], stop [4 4 4 6 6] and size 6. The fifth action of the second answer has no entry.
+    """
+
+    first: np.ndarray
+    """int64 [S]: the entry of the first actions of the sample's group."""
+    stop: np.ndarray
+    """int64 [S]: the end of its group's entries."""
+    size: int
+    """The number of entries of all groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +242,8 @@ class Credit:
     token_rewards: TokenRewards | None = None
     """The rewards for token advantages, which the ranks compute and add to `advantages`; None if the estimator gives
     one number for each sample."""
+    sums: GroupSums | None = None
+    """None if the estimator adds up nothing on the ranks."""
 
 
 class Minibatches(NamedTuple):
@@ -283,8 +288,10 @@ class Share:
     """float64 [N]: see `TrainingRow.logp_reference`; None if there are none."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
+    sums: GroupSums | None = None
+    """The samples' part of `Credit.sums`."""
     teacher_weights: np.ndarray | None = None
-    """float64 [N]: see `TaughtBatch.teacher_weights`; None without teachers."""
+    """float64 [N]: see `AnnotatedBatch.teacher_weights`; None without teachers."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The numbers at the tokens of each sample that the step has computed already, by the name of the column, such as
     `value` of a critic: float32 [L] by `index`, or references to them."""

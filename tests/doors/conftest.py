@@ -12,7 +12,7 @@ import families
 import pytest
 
 from megatron_rl import api
-from megatron_rl.commands import dpo, grpo, sft
+from megatron_rl.commands import dpo, grpo, reward_model, sft
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +30,8 @@ def dry(models, monkeypatch):
     def run(path: Path, run: Any, watch: Any = None) -> Any:
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = {"grpo": grpo, "sft": sft, "dpo": dpo}[path.stem].main([str(path), "--dry-run"])
+            commands = {"grpo": grpo, "sft": sft, "dpo": dpo, "reward_model": reward_model}
+            status = commands[path.stem].main([str(path), "--dry-run"])
         if status:
             raise RuntimeError(said.getvalue())
         return run

@@ -10,15 +10,16 @@ import real  # noqa: F401  # skips
 import torch
 import trl
 from datasets import Dataset
-from given import model, tokenizer
+from given import model, scorer, tokenizer
 from torch.nn.utils.rnn import pad_sequence
 from trl.experimental import cpo, orpo
 
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss
-from megatron_rl.config.preferences import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from megatron_rl.data.preferences import load_preferences
+from megatron_rl.data.scored_texts import scored_reader
 from megatron_rl.data.supervised import demonstration_reader
-from megatron_rl.trl import SFTConfig
+from megatron_rl.trl import RewardConfig, SFTConfig
 from megatron_rl.trl.offline import OfflineRows
 
 TURNS = "{% for m in messages %}({{ m.role }}) {{ m.content }}<|endoftext|>\n{% endfor %}"
@@ -131,6 +132,58 @@ def test_a_loss_and_its_gradient_are_those_of_trl(name, models, tmp_path, monkey
     loss.backward()
     for key, weight in policy.named_parameters():
         assert (weight.grad - gradient[key]).abs().max() < 1e-5, key
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize("form", ["texts", "whole texts", "chats"])
+@pytest.mark.parametrize("center", [None, 0.05], ids=["plain", "center"])
+@pytest.mark.parametrize("margins", [None, (0.5, 0.0, -1.25)], ids=["no margin", "margin"])
+def test_the_loss_of_a_reward_model_and_its_gradient_are_those_of_trl(
+    form, center, margins, models, tmp_path, monkeypatch, write
+):
+    monkeypatch.chdir(models)
+    rows = [dict(row) for row in PAIRS]
+    if form == "chats":
+        rows = [
+            {"prompt": asked(r["prompt"]), "chosen": said(r["chosen"]), "rejected": said(r["rejected"])} for r in PAIRS
+        ]
+    if form == "whole texts":
+        rows = [{name: r["prompt"] + r[name] for name in ("chosen", "rejected")} for r in PAIRS]
+    if margins is not None:
+        rows = [row | {"margin": margin} for row, margin in zip(rows, margins, strict=True)]
+    made = tokenizer(template=TEMPLATE)()
+    given = PLAIN | {"per_device_train_batch_size": len(rows), "center_rewards_coefficient": center}
+    args, own = trl.RewardConfig(str(tmp_path), **given), RewardConfig(str(tmp_path), **given)
+    trainer = trl.RewardTrainer(scorer("scorer")(), args, train_dataset=Dataset.from_list(rows), processing_class=made)
+    network = moved(trainer.model).eval()
+    expected = trainer.compute_loss(network, trainer.data_collator(list(trainer.train_dataset)))
+    expected.backward()
+    gradient = {key: weight.grad.clone() for key, weight in network.named_parameters()}
+    network.zero_grad()
+
+    cfg = BradleyTerryLoss(center=center or 0.0)
+    prepared = OfflineRows("reward_model", own, made).prepared(rows)
+    taken, _ = load_preferences(write(prepared), scored_reader(made, made.pad_token_id, 256), cfg, 256)
+    theirs = [row[name] for row in trainer.train_dataset for name in ("chosen_ids", "rejected_ids")]
+    assert [one.ids.tolist() for row in taken for one in row.samples] == theirs
+    scores = [network(torch.from_numpy(one.ids).long()[None]).logits[0, 0] for row in taken for one in row.samples]
+    chosen, rejected = torch.stack(scores).view(-1, 2).unbind(1)
+    # The objective has the margins of rows in the place of a reference's log-probs.
+    least = torch.tensor([row.logp_reference[0] for row in taken])
+    assert least.tolist() == list(margins or (0.0, 0.0, 0.0))
+    loss = pair_loss(cfg, chosen, rejected, least).mean()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5) and loss.item() != 0
+    loss.backward()
+    for key, weight in network.named_parameters():
+        assert (weight.grad - gradient[key]).abs().max() < 1e-5, key
+    assert max(one.abs().max() for one in gradient.values()) > 1e-3, "the bound is small beside the gradient"
 
 
 ROWS = {

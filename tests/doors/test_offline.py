@@ -1,5 +1,5 @@
-"""TRL's own scripts for SFT and DPO with the import changed, and the arguments of public scripts, as dry runs; and the
-ends of turns by chat templates of real families, which TRL's package has."""
+"""TRL's own scripts for SFT, DPO and reward models with the import changed, and the arguments of public scripts, as dry
+runs; and the ends of turns by chat templates of real families, which TRL's package has."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import pytest
 import real  # noqa: F401  # skips
 import trl
 from datasets import Dataset
-from given import lora, model, tokenizer, wrapped
+from given import lora, model, scorer, tokenizer, wrapped
+from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl.scripts import dpo as dpo_script
+from trl.scripts import kto as kto_script
+from trl.scripts import reward as reward_script
 from trl.scripts import sft as sft_script
 
 import megatron_rl.trl
 from megatron_rl.data import load_supervised
-from megatron_rl.trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from megatron_rl.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "good day"}
 THOUGHT = ANSWER | {"content": "<think>\nA greeting.\n</think>\n\ngood day"}
@@ -29,9 +32,13 @@ TEXTS = Dataset.from_list([{"text": "Once upon a time."}] * 6)
 PAIRS = Dataset.from_list([{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}] * 6)
 WORSE = THOUGHT | {"content": THOUGHT["content"] + ", or not"}
 CHAT_PAIRS = Dataset.from_list([{"chosen": [USER, THOUGHT], "rejected": [USER, WORSE]}] * 6)
+LABELLED = Dataset.from_list([{"prompt": f"1 + {i} =", "completion": " 2", "label": i == 1} for i in range(6)])
+WHOLE = Dataset.from_list([{"chosen": "Human: 1 + 1? Assistant: 2", "rejected": "Human: 1 + 1? Assistant: 3"}] * 6)
 SIZES = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "8", "--report_to", "none"]
 OF_SFT = "--learning_rate 2.0e-5 --num_train_epochs 1 --packing --eval_strategy steps --eval_steps 100"
 OF_DPO = "--learning_rate 5.0e-7 --num_train_epochs 1 --max_steps 1000 --eval_strategy steps --eval_steps 50"
+OF_REWARD = "--learning_rate 1.0e-5 --eval_strategy steps --eval_steps 50 --max_length 2048"
+OF_HEAD = "--lora_task_type SEQ_CLS"
 LORA = "--use_peft --lora_r 32 --lora_alpha 16 --lora_target_modules q_proj v_proj"
 
 
@@ -42,6 +49,11 @@ LORA = "--use_peft --lora_r 32 --lora_alpha 16 --lora_target_modules q_proj v_pr
         ("sft", f"{OF_SFT} {LORA}", TEXTS),
         ("dpo", OF_DPO, CHAT_PAIRS),
         ("dpo", f"{OF_DPO} {LORA} --no_remove_unused_columns", PAIRS),
+        ("kto", "--beta 0.2 --desirable_weight 1.3", LABELLED),
+        ("kto", f"--max_steps 3 {LORA}", CHAT_PAIRS),
+        ("reward", f"{OF_REWARD} --center_rewards_coefficient 0.01", CHAT_PAIRS),
+        ("reward", f"{OF_REWARD} {LORA} {OF_HEAD}", PAIRS),
+        ("reward", OF_REWARD, WHOLE),
     ],
     ids=str,
 )
@@ -49,15 +61,20 @@ def test_a_script_of_trl_with_the_import_changed(kind, words, rows, dry, tmp_pat
     """The commands are those of the scripts' documentation. The last line fails, because a dry run has no model."""
     for split in ("train", "test"):
         rows.to_json(tmp_path / "rows" / f"{split}.jsonl")
+    script, start, stem = {
+        "sft": (sft_script, "SFT", "sft"),
+        "dpo": (dpo_script, "DPO", "dpo"),
+        "kto": (kto_script, "KTO", "dpo"),
+        "reward": (reward_script, "Reward", "reward_model"),
+    }[kind]
     for part in ("Config", "Trainer"):
-        monkeypatch.setattr(trl, kind.upper() + part, getattr(megatron_rl.trl, kind.upper() + part))
-    script = {"sft": sft_script, "dpo": dpo_script}[kind]
+        monkeypatch.setattr(trl, start + part, getattr(megatron_rl.trl, start + part))
     given = ["--dataset_name", str(tmp_path / "rows"), "--model_name_or_path", "qwen2", *SIZES, *words.split()]
     parsed = script.make_parser().parse_args_and_config([*given, "--output_dir", str(tmp_path / "out")])
     with warnings.catch_warnings(), pytest.raises(ValueError, match="there is no trained model yet"):
         warnings.simplefilter("ignore")
         script.main(*parsed)
-    assert (tmp_path / "out" / "inputs" / f"{kind}.yaml").exists()
+    assert (tmp_path / "out" / "inputs" / f"{stem}.yaml").exists()
 
 
 @pytest.mark.parametrize(
@@ -86,6 +103,16 @@ def test_arguments_of_supervised_scripts(args, given, rows, dry, tmp_path):
         rows = rows.remove_columns([name for name in ("rejected",) if name in rows.column_names])
         args = SFTConfig(str(tmp_path / "out"), report_to="none", **args)
         SFTTrainer(**{"model": "qwen2", **made}, args=args, train_dataset=rows, eval_dataset=rows).train()
+
+
+@pytest.mark.parametrize("given", ["scorer", scorer("scorer")], ids=["folder", "object"])
+def test_a_reward_model_begins_with_a_classifier_and_trains_its_head_beside_adapters(given, dry, tmp_path):
+    args = RewardConfig(str(tmp_path / "out"), report_to="none")
+    model = given if isinstance(given, str) else given()
+    adapters = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"])
+    RewardTrainer(model, args, train_dataset=PAIRS, processing_class=tokenizer()(), peft_config=adapters).train()
+    with pytest.raises(ValueError, match="modules_to_save=.'score'.: all other weights are frozen"):
+        SFTTrainer("qwen2", train_dataset=TEXTS, peft_config=adapters)
 
 
 @pytest.mark.parametrize("reference", [None, "qwen2", model()], ids=str)

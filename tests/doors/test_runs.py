@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import real  # noqa: F401  # skips
+import torch
 from datasets import Dataset
 from given import chats, few, length, lora, scorer, texts, tokenizer, words
 from safetensors.torch import load_file
+from torch.nn.functional import logsigmoid
 from transformers import TrainerCallback
 
-from megatron_rl.trl import GRPOConfig, GRPOTrainer
+from megatron_rl.trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 TURNS = "{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}"
 OWN = TURNS + "{% if add_generation_prompt %}(assistant) {% endif %}"
@@ -119,3 +121,26 @@ def test_a_reward_that_raises_stops_a_run_and_one_that_abstains_does_not(models,
     assert "reward broken scored none of" in told.out + told.err and "max_failed_steps" in told.out + told.err
     metrics = [json.loads(line) for line in (Path(tmp_path) / "out" / "metrics.jsonl").read_text().splitlines()]
     assert max(record["step"] for record in metrics) in (1, 2)
+
+
+@pytest.mark.deadline(600)
+def test_a_reward_model_begins_with_a_classifiers_head_and_ends_as_one(models, tmp_path, monkeypatch):
+    """The first loss is the one of transformers' classifier; a row has its prompt in both texts."""
+    monkeypatch.chdir(models)
+    made, start = tokenizer()(), scorer("scorer")()
+    rows = [{"chosen": f"What is {i}? It is {i}.", "rejected": f"What is {i}? No idea."} for i in range(4)]
+    args = RewardConfig(
+        str(tmp_path / "out"), max_steps=2, per_device_train_batch_size=4, bf16=False, report_to="none", max_length=99
+    )
+    trainer = RewardTrainer(start, args, train_dataset=rows, eval_dataset=rows, processing_class=made)
+    trainer.train()
+
+    def loss(network) -> float:
+        ids = [made(row[name] + made.eos_token, return_tensors="pt") for row in rows for name in ("chosen", "rejected")]
+        chosen, rejected = torch.stack([network(**one).logits[0, 0] for one in ids]).view(-1, 2).unbind(1)
+        return -logsigmoid(chosen - rejected).mean().item()
+
+    steps = [log for log in trainer.state.log_history if "loss" in log]
+    assert steps[0]["loss"] == pytest.approx(loss(start), abs=1e-5)
+    assert type(trainer.model) is type(start) and loss(trainer.model) < steps[1]["loss"] < steps[0]["loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss(trainer.model), abs=1e-5)

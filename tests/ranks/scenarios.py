@@ -265,12 +265,12 @@ def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, 
         torch.from_numpy(target_T),
         vocabulary_shard(weight, vocab_size, dist.group.WORLD, forbidden),
         temperature=temperature,
-        entropy=True,
+        also=("entropy",),
     )
-    torch.autograd.backward(values, torch.from_numpy(grad_2T).unbind())
+    torch.autograd.backward(values[:2], torch.from_numpy(grad_2T).unbind())
     dist.barrier()  # without tokens nothing else has waited for the other ranks, which may still be connecting
     dist.destroy_process_group()
-    return [x.detach().numpy() for x in values], hidden.grad.numpy(), weight.grad.numpy()
+    return [x.detach().numpy() for x in values[:2]], hidden.grad.numpy(), weight.grad.numpy()
 
 
 def balance_routers(rank, world_size, url, *, folder, samples, layout, router_bias_update_rate):

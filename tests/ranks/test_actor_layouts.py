@@ -15,7 +15,8 @@ import transformers
 from scenarios import COEFFICIENTS, OPTIMIZER, TEMPERATURE, TOTAL_STEPS, Layout, denominators
 
 from megatron_rl.algorithms import PackedColumns, PolicyObjective
-from megatron_rl.algorithms.objective import FirstPass
+from megatron_rl.algorithms.columns import FirstPass
+from megatron_rl.algorithms.token_baseline import group_sums
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.policy import MegatronConfig
 from megatron_rl.types import Mesh
@@ -77,13 +78,15 @@ def plain_pytorch(
     objective = PolicyObjective(algorithm)
 
     def forward() -> FirstPass:
-        logps, entropies = [], []
+        logps, entropies, energies = [], [], []
         for sample in samples:
             ids = torch.from_numpy(sample.tokens.ids.astype(np.int64))
             log_probs = (model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
             logps.append(log_probs.gather(1, ids[1:, None]).squeeze(1))
             entropies.append(-(log_probs.exp() * log_probs).sum(-1))
-        return FirstPass(torch.cat(logps), torch.cat(entropies))
+            apart = torch.nn.functional.one_hot(ids[1:], log_probs.shape[-1]) - log_probs.double().exp()
+            energies.append(apart.square().sum(-1).detach())
+        return FirstPass(torch.cat(logps), torch.cat(entropies), torch.cat(energies))
 
     def column(values) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([v[1:] for v in values]))
@@ -115,7 +118,8 @@ def plain_pytorch(
             columns = replace(columns, logp_old_T=first_pass[0].logp_T)
         told = {}
         if algorithm.is_per_token and (step == 1 or steps_of_one):
-            columns, told = plain_credit(samples, replace(columns, advantage_T=of_samples_T), algorithm)
+            columns = replace(columns, advantage_T=of_samples_T)
+            columns, told = plain_credit(samples, columns, algorithm, now.energy_T)
         members = range(len(samples)) if minibatches is None else minibatches[step - 1]
         total = denominators([samples[i] for i in members])
         own_T = torch.cat([position_T[ends[i] - len(samples[i].tokens.ids) + 1 : ends[i]] for i in members])
@@ -141,7 +145,7 @@ def columns_of(columns: PackedColumns) -> dict[str, torch.Tensor]:
     return {name: x_T for name, x_T in given.items() if x_T is not None}
 
 
-def plain_credit(samples, columns: PackedColumns, algorithm) -> tuple[PackedColumns, dict[str, float]]:
+def plain_credit(samples, columns: PackedColumns, algorithm, energy_T) -> tuple[PackedColumns, dict[str, float]]:
     """Advantages of tokens by loops over samples and tokens, in Python's floats."""
     section, kl = algorithm.adv_estimator, algorithm.kl if algorithm.kl_in_reward else None
     gamma, start, penalties = getattr(section, "gamma", 1.0), 0, []
@@ -168,6 +172,8 @@ def plain_credit(samples, columns: PackedColumns, algorithm) -> tuple[PackedColu
                 total = row[t] = rewards[t] + gamma * total
         rows.append([row[t] for t in rewards])
         start += size
+    if section.kind == "optimal_token_baseline":
+        rows = above_baselines(samples, rows, columns, energy_T.tolist())
     flat = [x for row in rows for x in row if not math.isnan(x)]
     mean, deviation = fmean(flat), pstdev(flat)
     if not getattr(section, "whiten", False):
@@ -175,6 +181,25 @@ def plain_credit(samples, columns: PackedColumns, algorithm) -> tuple[PackedColu
     given = [0.0 if math.isnan(x) else (x - mean) / (deviation + 1e-6) for row in rows for x in row]
     advantage_T = columns.advantage_T + torch.tensor(given, dtype=torch.float32)
     return replace(columns, advantage_T=advantage_T), {"kl": math.fsum(penalties) / len(flat)} if kl else {}
+
+
+def above_baselines(samples, rows, columns: PackedColumns, energies) -> list[list[float]]:
+    """The returns of each sample's tokens minus their baselines: of the k-th actions of a pair of neighbours."""
+    w = (columns.logp_old_T - columns.logp_rollout_T).exp().clamp(max=2).tolist()
+    numbers, start = [], 0
+    for row in rows:
+        actions = [t for t in range(len(row)) if not math.isnan(row[t])]
+        paths = [
+            math.fsum(energies[start + u] * w[start + u] ** 2 for u in actions[: k + 1]) for k in range(len(actions))
+        ]
+        numbers.append([(t, row[t], path) for t, path in zip(actions, paths, strict=True)])
+        start += len(row)
+    found = [list(row) for row in rows]
+    for i, own in enumerate(numbers):
+        other = numbers[i ^ 1] if (i ^ 1) < len(rows) else []
+        for (t, value, path), (_, value_of_other, path_of_other) in zip(own, other, strict=False):
+            found[i][t] -= (value * path + value_of_other * path_of_other) / (path + path_of_other)
+    return found
 
 
 def learning_rate(step: int) -> float:
@@ -287,6 +312,7 @@ AT_TOKENS = {
     "kl_in_reward": AlgorithmConfig(
         adv_estimator={"kind": "reinforce_plus_plus"}, kl={"estimator": "k2", "place": "reward"}
     ),
+    "optimal_token_baseline": AlgorithmConfig(adv_estimator={"kind": "optimal_token_baseline"}),
     "gae": AlgorithmConfig(
         adv_estimator={"kind": "gae", "gamma": 0.95, "lam": 0.9}, kl={"estimator": "k2", "place": "reward"}
     ),
@@ -296,7 +322,7 @@ AT_TOKENS = {
 @pytest.fixture(scope="module")
 def rewarded(samples):
     """Samples with rewards at three tokens, one of them forced, one before the first action, and two at one token. They
-    have a critic's values, too."""
+    have a critic's values, too. Pairs of neighbours are groups."""
     rng = np.random.default_rng(3)
     given = []
     for sample in samples:
@@ -304,7 +330,10 @@ def rewarded(samples):
         rewards = [(int(position), float(rng.normal())) for position in [*positions, positions[-1]]]
         values = rng.normal(size=len(sample.tokens.ids)).astype(np.float32)
         given.append(replace(sample, token_rewards=tuple(rewards), values=values))
-    return given
+    group_of = np.arange(len(given)) // 2
+    actions = np.array([sample.tokens.action_mask.sum() for sample in given])
+    first, stop, size = group_sums(group_of, actions, np.ones(len(given), bool))
+    return [replace(one, entries=(int(first[i]), int(stop[i]), size)) for i, one in enumerate(given)]
 
 
 @pytest.fixture(scope="module", params=AT_TOKENS)

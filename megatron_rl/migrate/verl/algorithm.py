@@ -16,9 +16,10 @@ ESTIMATORS = {
     **{name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gae")},
     "grpo_passk": "grpo_passk",
     "gdpo": "gdpo",
+    "optimal_token_baseline": "optimal_token_baseline",
 }
 """verl's estimator -> ours."""
-COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo")
+COMPARING = {*ESTIMATORS.values()} - {"reinforce_plus_plus", "remax", "gae"}
 """Our estimators that compare the answers of a group."""
 CLIPPED = ("vanilla", "gspo", "geo_mean", "cispo", "clip_cov", "clip-cov")
 """verl's losses that clip the ratio on both sides."""
@@ -38,7 +39,10 @@ def estimator(settings: Settings, key: str, value: Any) -> Meaning:
     if ours == "gae":
         to |= {f"algorithm.adv_estimator.{name}": settings[f"algorithm.{name}"] for name in ("gamma", "lam")}
     to["algorithm.drop_zero_signal"] = False
-    return mapped(to, "groups of equal rewards stay in the denominators, as in verl")
+    told = "groups of equal rewards stay in the denominators, as in verl"
+    if ours == "optimal_token_baseline":
+        told += "; their advantages are 0, while in verl the end of the longest answer has its reward"
+    return mapped(to, told)
 
 
 def discount(settings: Settings, key: str, value: Any) -> Meaning:

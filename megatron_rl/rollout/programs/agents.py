@@ -23,10 +23,10 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import FORMATS, fault_of_reward
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Request, Samples, Transcript, as_rollout
-from megatron_rl.rollout.programs.conversations import Conversations, RenderCall
+from megatron_rl.rollout.programs.chat_template import RenderCall, ends_of
+from megatron_rl.rollout.programs.conversations import Conversations
 from megatron_rl.rollout.programs.endpoint import AnswerLine, Endpoint, TurnReading
 from megatron_rl.rollout.programs.episodes import Ask, Begin, EpisodeRequest, Plays, played_again
-from megatron_rl.rollout.programs.turns import ends_of
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
 

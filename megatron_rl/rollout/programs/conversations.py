@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.exception_text import said
 from megatron_rl.rollout.program import Completion, Transcript
+from megatron_rl.rollout.programs.chat_template import RenderCall
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Message = Mapping[str, Any]
-RenderCall = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
-"""The chat template: (turns, tools, whether the text ends where the assistant's answer begins) -> the text."""
 SHOWN = 40
 MAX_SHOWN = 300
 HALF = re.compile("[\ud800-\udfff]")

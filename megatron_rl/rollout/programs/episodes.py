@@ -15,8 +15,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Program, Request, Samples
+from megatron_rl.rollout.programs.played import Turn
 from megatron_rl.rollout.programs.turns import Ask as AskTurn
-from megatron_rl.rollout.programs.turns import Turn, TurnProgram, Turns
+from megatron_rl.rollout.programs.turns import TurnProgram, Turns
 from megatron_rl.types import Prompt
 
 Result = TypeVar("Result")

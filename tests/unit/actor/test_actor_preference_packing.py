@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shares import TrainSample, share_of
 
 from megatron_rl.actor.packing import pack
-from megatron_rl.algorithms.objective import FirstPass
+from megatron_rl.algorithms.columns import FirstPass
 from megatron_rl.algorithms.preference_objective import PreferenceObjective, judge_rows
 from megatron_rl.algorithms.preferences import answer_loss, pair_loss
 from megatron_rl.config.preferences import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss

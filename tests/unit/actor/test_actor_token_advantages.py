@@ -14,13 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shares import TrainSample, share_of
 
-from megatron_rl.actor.packing import pack
+from megatron_rl.actor.packing import column_of, pack
 from megatron_rl.algorithms import estimate_advantages
 from megatron_rl.algorithms.outcomes import grpo
 from megatron_rl.algorithms.process_rewards import at_actions, grpo_process, normalised
 from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import one_rank
-from megatron_rl.config.advantages import GrpoProcessAdvantage, ReinforcePlusPlusAdvantage
+from megatron_rl.config.advantages import (
+    GrpoProcessAdvantage,
+    OptimalTokenBaselineAdvantage,
+    ReinforcePlusPlusAdvantage,
+)
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Credit, StepBatch, TokenRewards, Tokens
 
@@ -277,3 +281,108 @@ def test_without_a_divergence_the_kl_in_the_reward_changes_nothing():
     for sample, row in by_sample(order, columns, masks).items():
         # float64: only the order of additions differs.
         assert row == pytest.approx([plain.advantages[sample] * m for m in masks[sample]], rel=1e-12)
+
+
+# The optimal token baseline.
+
+OTB = OptimalTokenBaselineAdvantage()
+
+
+def above_baselines(masks, scores, energies, layout, sum_over_ranks=one_rank):
+    """The advantages of each sample's tokens, from the driver's batch to the ranks.
+
+    Args:
+        energies: at each token of each sample, with anything where there is no action.
+    """
+    cfg = AlgorithmConfig(adv_estimator=OTB, correction=None)
+    credit, _ = estimate_advantages(scores, cfg)
+    order = [sample for micro in layout for sample in micro]
+    place = {sample: position for position, sample in enumerate(order)}
+    rewards, sums = credit.token_rewards, credit.sums
+    own = [k for k, sample in enumerate(rewards.sample.tolist()) if sample in place]
+    numbered = np.array([place[sample] for sample in rewards.sample[own].tolist()], np.int64)
+    made = [[TrainSample(str(i), tokens_of(masks[i]), credit.advantages[i], 1.0, i) for i in micro] for micro in layout]
+    share = replace(
+        share_of([made], alignment=4),
+        token_rewards=TokenRewards(numbered, rewards.position[own], rewards.value[own]),
+        sums=sums._replace(first=sums.first[order], stop=sums.stop[order]),
+    )
+    [minibatch] = pack(share)
+    columns = [
+        replace(
+            batch.columns,
+            advantage_T=batch.columns.advantage_T.double(),
+            energy_T=column_of(batch, {i: np.array(energies[i], float) for i in order}),
+        )
+        for batch in minibatch
+    ]
+    columns, _ = token_advantages(columns, cfg, 0.0, sum_over_ranks)
+    return by_sample(order, columns, masks)
+
+
+def test_golden_the_optimal_token_baseline():
+    """The energies of the second actions are what both have reached by then; the third one has no other answer."""
+    masks = [[0, 1, 0, 1], [0, 1, 1, 1], [0, 1]]
+    energies = [[NAN, 0.5, NAN, 0.5], [NAN, 0.25, 0.75, 2.0], [NAN, 0.3]]
+    got = above_baselines(masks, scores_of(masks, [0, 0, 1], [1.0, 0.5, 1.0]), energies, [[2, 0], [1]])
+    first, second = (0.5 + 0.25 / 2) / 0.75, (1 + 1 / 2) / 2
+    assert got[0] == pytest.approx([0, 1 - first, 0, 1 - second], rel=1e-12)
+    assert got[1] == pytest.approx([0, 0.5 - first, 0.5 - second, 0.5], rel=1e-12)
+    assert got[2] == [0, 0], "a group of one has no signal"
+
+
+def test_equal_rewards_and_tokens_without_energy_have_exactly_no_advantage():
+    masks, tenths = [[0, 1, 1, 1], [0, 1, 1]], [[0, 0.1, 0.3, 0.7], [0, 0.2, 0.6]]
+    assert above_baselines(masks, scores_of(masks, [0, 0], [0.1, 0.1]), tenths, [[0, 1]]) == {
+        0: [0.0] * 4,
+        1: [0.0] * 3,
+    }
+    certain = [[0, 0, 0.3, 0.7], [0, 0, 0.6]]
+    got = above_baselines(masks, scores_of(masks, [0, 0], [1.0, 0.0]), certain, [[0, 1]])
+    assert np.isfinite(got[0]).all() and got[0][2] == pytest.approx(1 - 0.3 / 0.9)
+
+
+def slow_baselines(masks, group_of, rewards, energies):
+    """arXiv:2602.07078, by loops over the groups, the numbers of actions and the answers."""
+    actions = [[t for t, m in enumerate(mask) if m] for mask in masks]
+    result = [[0.0] * len(mask) for mask in masks]
+    for i, group in enumerate(group_of):
+        peers = [j for j, other in enumerate(group_of) if other == group and not math.isnan(rewards[j])]
+        if math.isnan(rewards[i]) or len({rewards[j] for j in peers}) < 2:
+            continue
+        for k, t in enumerate(actions[i]):
+            reach = [j for j in peers if len(actions[j]) > k]
+            paths = [math.fsum(energies[j][u] for u in actions[j][: k + 1]) for j in reach]
+            total = math.fsum(w * rewards[j] for w, j in zip(paths, reach, strict=True))
+            baseline = total / math.fsum(paths) if len(reach) > 1 else 0.0
+            result[i][t] = rewards[i] - baseline
+    return result
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 8))
+def test_any_packing_and_any_split_over_ranks_equal_a_loop(seed, size):
+    rng = random.Random(seed)
+    masks = [[0] + [int(rng.random() < 0.6) for _ in range(rng.randrange(1, 12))] for _ in range(size)]
+    group_of = sorted(rng.randrange(3) for _ in masks)
+    group_of = [sorted(set(group_of)).index(group) for group in group_of]
+    rewards = [NAN if rng.random() < 0.1 else round(rng.random(), 1) for _ in masks]
+    energies = [[rng.random() for _ in mask] for mask in masks]
+    scores = scores_of(masks, group_of, rewards)
+    active = estimate_advantages(scores, AlgorithmConfig(adv_estimator=OTB))[0].active
+    order = [i for i in range(size) if active[i]]
+    rng.shuffle(order)
+    if len(order) < 2:
+        return
+    cut = rng.randrange(1, len(order))
+    expected = slow_baselines(masks, group_of, rewards, energies)
+    for sample, row in above_baselines(masks, scores, energies, [order[:cut], order[cut:]]).items():
+        np.testing.assert_allclose(row, expected[sample], rtol=1e-9, atol=1e-9)
+    # Two ranks: each sees the sum of both, which a first pass has collected.
+    parts = [[order[:cut]], [order[cut:]]]
+    sums = []
+    for layout in parts:
+        above_baselines(masks, scores, energies, layout, lambda x: sums.append(x.clone()) or x)
+    for layout in parts:
+        for sample, row in above_baselines(masks, scores, energies, layout, lambda x: sum(sums)).items():
+            np.testing.assert_allclose(row, expected[sample], rtol=1e-9, atol=1e-9)

@@ -45,7 +45,7 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import RatedBatch, StepBatch, TokenRewards
+from megatron_rl.types import AnnotatedBatch, StepBatch, TokenRewards
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
@@ -526,7 +526,7 @@ def test_the_registry_gives_each_estimator_its_fields(estimator, function):
         reward_weights=np.array([1.0, 0.5]),
     )
     fields = {name: getattr(scores, name) for name in scores.__dataclass_fields__}
-    scores = RatedBatch(**fields, pass_rates=np.repeat([0.25, 0.75], 3))
+    scores = AnnotatedBatch(**fields, pass_rates=np.repeat([0.25, 0.75], 3))
     credit, _ = estimate_advantages(scores, AlgorithmConfig(adv_estimator=estimator))
     assert credit.advantages.tolist() == function(scores).tolist() and np.count_nonzero(credit.advantages)
 

@@ -8,8 +8,9 @@ from megatron_rl.algorithms.advantages import ESTIMATORS, TOKEN_ESTIMATORS
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.shaping import SHAPINGS
 from megatron_rl.commands import algorithms as tool
-from megatron_rl.config.advantages import AdvantageConfig, GaeAdvantage, ShapingConfig
+from megatron_rl.config.advantages import AdvantageConfig, GaeAdvantage, OptimalTokenBaselineAdvantage
 from megatron_rl.config.losses import LossConfig
+from megatron_rl.config.shaping import ShapingConfig
 
 
 def members(union) -> set[type]:
@@ -20,7 +21,11 @@ def test_everything_that_can_be_configured_is_registered_and_the_reverse():
     assert members(LossConfig) == set(LOSSES)
     assert members(ShapingConfig) == set(SHAPINGS)
     assert members(AdvantageConfig) == set(ESTIMATORS) | set(TOKEN_ESTIMATORS)
-    assert set(TOKEN_ESTIMATORS) == {*token_advantages.ESTIMATORS, GaeAdvantage}
+    assert set(TOKEN_ESTIMATORS) == {
+        *token_advantages.ESTIMATORS,
+        GaeAdvantage,
+        OptimalTokenBaselineAdvantage,
+    }
 
 
 def test_what_the_tool_prints_has_every_loss_with_its_formula(capsys):

@@ -15,7 +15,7 @@ from megatron_rl.algorithms import PolicyObjective, estimate_advantages
 from megatron_rl.algorithms.columns import TaughtColumns
 from megatron_rl.algorithms.distillation import DIVERGENCES, divergence
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import Denominators, TaughtBatch
+from megatron_rl.types import AnnotatedBatch, Denominators
 
 NUMBERS = Denominators(num_tokens=3, num_samples=1)
 
@@ -61,7 +61,7 @@ def test_a_teacher_keeps_samples_whose_outcome_gives_no_gradient(outcome):
         rewards=np.array([1, 1, 1, 0, np.nan, 1, 0, 0]),
         is_cut=np.array([0, 0, 0, 0, 0, 1, 0, 0], bool),
     )
-    taught_batch = TaughtBatch.of(batch, np.array([1, 1, 2, 2, 1, 1, 0, 0.0]))
+    taught_batch = AnnotatedBatch.of(batch, teacher_weights=np.array([1, 1, 2, 2, 1, 1, 0, 0.0]))
     credit, metrics = estimate_advantages(taught_batch, cfg)
     assert credit.active.tolist() == [True] * 5 + [False] * 3
     assert credit.advantages.tolist() == ([0, 0, 0.5, -0.5, 0, 0, 0, 0] if outcome else [0.0] * 8)

@@ -48,7 +48,7 @@ class Ranks:
         return reduce
 
 
-def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks: int, width: int, forbidden=(), **options):
+def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks, width, forbidden=(), **options):
     """What `num_ranks` ranks of `width` columns each compute: values of every rank, the gradients to hidden summed
     and those to weight concatenated, and the number of collectives."""
     ranks, vocab_size = Ranks(num_ranks), len(weight_VH)
@@ -75,7 +75,7 @@ def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks: int, width: int, 
 
 
 def backward(values, grads) -> None:
-    pairs = [(x, grad) for x, grad in zip(values, grads, strict=True) if x is not None and grad is not None]
+    pairs = [(x, grad) for x, grad in zip(values, grads, strict=False) if x is not None and grad is not None]
     torch.autograd.backward(*zip(*pairs, strict=True))
 
 
@@ -109,7 +109,7 @@ def test_by_hand():
     hidden = torch.tensor([[2.0]], requires_grad=True)
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]], requires_grad=True)
     shard = VocabularyShard(num_real=3)
-    logp, entropy = token_logprobs(hidden, weight, torch.tensor([1]), shard, temperature=2.0, entropy=True)
+    logp, entropy, _ = token_logprobs(hidden, weight, torch.tensor([1]), shard, temperature=2.0, also=("entropy",))
     assert logp.item() == pytest.approx(math.log(2 / 8))
     assert entropy.item() == pytest.approx((math.log(8) + 2 * math.log(4) + 5 * math.log(8 / 5)) / 8)
     logp.backward()
@@ -126,13 +126,13 @@ def test_an_adapter_is_what_its_product_would_be_in_the_weight(monkeypatch, num_
     a, b = torch.randn(3, HIDDEN, dtype=torch.float64), torch.randn(VOCAB_SIZE, 3, dtype=torch.float64)
     merged, theirs, mine = (weight + 0.5 * b @ a).requires_grad_(), *(hidden.clone().requires_grad_() for _ in range(2))
     a, b, target = a.requires_grad_(), b.requires_grad_(), target.clamp(max=max(0, num_real - 1))
-    options = dict(temperature=TEMPERATURE, entropy=True, mask_T=torch.arange(NUM_TOKENS) % 3 > 0)
+    options = dict(temperature=TEMPERATURE, also=("entropy",), mask_T=torch.arange(NUM_TOKENS) % 3 > 0)
     found, mask = [], options["mask_T"] if num_real else torch.zeros(NUM_TOKENS, dtype=torch.bool)
     options["mask_T"] = mask
     for given, states, low_rank in ((merged, theirs, None), (weight, mine, LowRank(a, b, 0.5))):
         values = token_logprobs(states, given, target, VocabularyShard(num_real, low_rank=low_rank), **options)
         backward(values, grads)
-        found.append(torch.stack(values).detach())
+        found.append(torch.stack(values[:2]).detach())
     close(found[1], found[0], 1e-13)
     close(mine.grad, theirs.grad, 1e-13)
     close(a.grad, 0.5 * b.detach().T @ merged.grad, 1e-12)
@@ -145,8 +145,8 @@ def test_an_adapter_whose_b_is_zero_changes_no_bit(dtype):
     hidden, weight, target, _ = inputs(dtype)
     nothing = LowRank(torch.randn(3, HIDDEN, dtype=dtype), torch.zeros(VOCAB_SIZE, 3, dtype=dtype), 2.0)
     shards = VocabularyShard(VOCAB_SIZE), VocabularyShard(VOCAB_SIZE, low_rank=nothing)
-    options = dict(temperature=TEMPERATURE, entropy=True)
-    base, same = (torch.stack(token_logprobs(hidden, weight, target, shard, **options)) for shard in shards)
+    options = dict(temperature=TEMPERATURE, also=("entropy",))
+    base, same = (torch.stack(token_logprobs(hidden, weight, target, shard, **options)[:2]) for shard in shards)
     assert torch.equal(base, same)
 
 
@@ -159,7 +159,7 @@ def test_equals_log_softmax_for_every_chunk_and_split(monkeypatch, num_ranks, wi
     hidden, weight, target, grads = inputs()
     grads = [grads[0] if used != "entropy" else None, grads[1] if used != "logp" else None]
     expected, grad_hidden, grad_weight = plain(hidden, weight, target, grads)
-    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, also=("entropy",))
     values, got_hidden, got_weight, num_collectives = split(hidden, weight, target, grads, **options)
     for of_rank in values:
         assert all(torch.equal(a, b) for a, b in zip(of_rank, values[0], strict=True)), "every rank has the same bits"
@@ -178,7 +178,7 @@ def test_forbidden_tokens_have_no_probability_and_no_gradient(monkeypatch, num_r
     target = torch.tensor([v if v not in forbidden else 0 for v in target.tolist()])
     weight[list(forbidden)] *= 1000  # without the rule they would have all of the probability
     expected, grad_hidden, grad_weight = plain(hidden, weight, target, grads * 50, forbidden=forbidden)
-    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True, forbidden=forbidden)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, also=("entropy",), forbidden=forbidden)
     values, got_hidden, got_weight, _ = split(hidden, weight, target, grads * 50, **options)
     for of_rank in values:
         close(of_rank, expected, 1e-13)
@@ -193,7 +193,7 @@ def test_mask_leaves_rows_out(num_ranks, width):
     mask = torch.arange(NUM_TOKENS) % 3 == 1
     expected, grad_hidden, grad_weight = plain(hidden, weight, target, grads * mask)
     hidden[~mask] = torch.nan  # never looked at
-    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True, mask_T=mask)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, also=("entropy",), mask_T=mask)
     values, got_hidden, got_weight, _ = split(hidden, weight, target, grads, **options)
     for got, x in zip(values[0], expected, strict=True):
         close(got, torch.where(mask, x, 0.0), 1e-13)
@@ -221,7 +221,7 @@ def test_a_draft_is_right_where_the_target_has_the_largest_logit():
         found = [*threads.map(of_rank, range(2))]
     shard = VocabularyShard(VOCAB_SIZE)
     found.append(draft_logprobs(hidden_TH, weight_VH, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T))
-    expected, _ = token_logprobs(hidden_TH, weight_VH, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T)
+    expected, *_ = token_logprobs(hidden_TH, weight_VH, target_T, shard, temperature=TEMPERATURE, mask_T=mask_T)
     for logp_T, is_largest_T in found:
         assert torch.equal(is_largest_T, is_best_T & mask_T)
         torch.testing.assert_close(logp_T, expected)
@@ -233,7 +233,7 @@ def test_no_token_at_all_still_has_gradients(num_ranks, num_tokens):
     """An empty micro-batch takes part in backward: other ranks and stages wait for it."""
     hidden, weight, target, grads = inputs()
     mask = torch.zeros(num_tokens, dtype=torch.bool)
-    options = dict(num_ranks=num_ranks, width=15 * (3 - num_ranks), temperature=1.0, entropy=True, mask_T=mask)
+    options = dict(num_ranks=num_ranks, width=15 * (3 - num_ranks), temperature=1.0, also=("entropy",), mask_T=mask)
     cut = hidden[:num_tokens], weight, target[:num_tokens], grads[:, :num_tokens]
     values, grad_hidden, grad_weight, _ = split(*cut, **options)
     assert [x.tolist() for x in values[0]] == [[0.0] * num_tokens] * 2
@@ -247,7 +247,7 @@ def test_logits_of_ten_thousand(num_ranks, width):
     hidden *= 3000
     exact, grad_hidden, grad_weight = plain(hidden.double(), weight.double(), target, grads)
     assert exact[0].min() < -1e4
-    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, also=("entropy",))
     values, got_hidden, got_weight, _ = split(hidden, weight, target, grads.float(), **options)
     # fp32 logits of 1e4 have a spacing of 1e-3, and are sums of six; the rows here are not near a tie.
     close(values[0][0].double(), exact[0], 4e-3)
@@ -256,11 +256,39 @@ def test_logits_of_ten_thousand(num_ranks, width):
     close(got_weight[:VOCAB_SIZE].double() / 3000, grad_weight / 3000, 1e-2)
 
 
+@pytest.mark.parametrize("also", [("energy",), ("entropy", "energy")], ids=str)
+@pytest.mark.parametrize(("num_ranks", "width", "forbidden"), [(1, 29, ()), (3, 10, (1, 13)), (3, 15, ())], ids=str)
+def test_energies_are_squared_norms_of_the_gradient_of_the_logits(monkeypatch, num_ranks, width, forbidden, also):
+    """Against autograd on all logits; in float32 also for tokens with p near 1, where 1 - 2 p + sum p^2 would only be
+    rounding, of 1e-7."""
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 5 * width * 8)
+    hidden, weight, target, grads = inputs()
+    hidden[8:12] *= 8
+    target[8:12] = (hidden[8:12] @ weight.T).argmax(1)
+    allowed = [v for v in range(VOCAB_SIZE) if v not in forbidden]
+    logits = (hidden @ weight[allowed].T / TEMPERATURE).requires_grad_()
+    column = torch.tensor([allowed.index(v) if v in allowed else 0 for v in target.tolist()])
+    logits.log_softmax(1).gather(1, column[:, None]).sum().backward()
+    mask = torch.tensor([v not in forbidden for v in target.tolist()]) & (torch.arange(NUM_TOKENS) != 5)
+    expected = torch.where(mask, logits.grad.square().sum(1), 0.0)
+    assert expected[8:12].min() < 1e-6
+
+    def found(hidden, weight):
+        options = dict(num_ranks=num_ranks, width=width, forbidden=forbidden, also=also, mask_T=mask)
+        slope = grads[0].to(hidden.dtype), None, None
+        return split(hidden, weight, target, slope, **options, temperature=TEMPERATURE)
+
+    for one in found(hidden, weight)[0]:
+        close(one[-1], expected, 1e-12)
+    for one in found(hidden.float(), weight.float())[0]:
+        torch.testing.assert_close(one[-1].double(), expected, rtol=0.02, atol=1e-13)
+
+
 def test_a_token_without_probability():
     hidden, target = torch.ones(2, 1), torch.tensor([2, 0])
     weight = torch.tensor([[0.0], [0.0], [-torch.inf]])
     shard = VocabularyShard(num_real=3)
-    logp, entropy = token_logprobs(hidden, weight, target, shard, temperature=1.0, entropy=True)
+    logp, entropy, _ = token_logprobs(hidden, weight, target, shard, temperature=1.0, also=("entropy",))
     assert logp.tolist() == pytest.approx([-torch.inf, -math.log(2)])
     assert entropy.tolist() == pytest.approx([math.log(2)] * 2)
 
@@ -269,8 +297,8 @@ def test_a_number_that_is_none_stays_none():
     hidden, weight, target, _ = inputs(torch.float32)
     hidden[4, 0] = torch.nan
     shard = VocabularyShard(num_real=VOCAB_SIZE)
-    values = token_logprobs(hidden, weight, target, shard, temperature=1.0, entropy=True)
-    for x in values:
+    values = token_logprobs(hidden, weight, target, shard, temperature=1.0, also=("entropy",))
+    for x in values[:2]:
         assert x.isnan().nonzero().flatten().tolist() == [4]
 
 
@@ -279,7 +307,7 @@ def test_bf16_rounds_inputs_and_gradients_alone(monkeypatch, num_ranks, width):
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", 5 * width * 4)
     hidden, weight, target, grads = inputs(torch.bfloat16)
     exact, grad_hidden, grad_weight = plain(hidden.double(), weight.double(), target, grads)
-    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, also=("entropy",))
     values, got_hidden, got_weight, _ = split(hidden, weight, target, grads.float(), **options)
     assert [x.dtype for x in values[0]] == [torch.float32] * 2
     assert got_hidden.dtype == got_weight.dtype == torch.bfloat16
@@ -295,7 +323,7 @@ def test_chunks_of_bf16_gradients_are_summed_in_fp32(monkeypatch):
     hidden = torch.ones(512, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     shard = VocabularyShard(num_real=2)
-    logp, _ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), shard, temperature=1.0)
+    logp, *_ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), shard, temperature=1.0)
     logp.sum().backward()
     assert weight.grad.flatten().tolist() == [256.0, -256.0]
 
@@ -306,7 +334,7 @@ def test_only_needed_gradients_are_computed(needed):
     expected, grad_hidden, grad_weight = plain(hidden, weight, target, [grads[0], None])
     one = {"hidden": hidden, "weight": weight}[needed].requires_grad_()
     with lasting(), Recorder() as recorder:
-        logp, entropy = token_logprobs(hidden, weight, target, VocabularyShard(VOCAB_SIZE), temperature=TEMPERATURE)
+        logp, entropy, _ = token_logprobs(hidden, weight, target, VocabularyShard(VOCAB_SIZE), temperature=TEMPERATURE)
         logp.backward(grads[0])
     assert entropy is None
     close(one.grad, {"hidden": grad_hidden, "weight": grad_weight}[needed], 1e-13)
@@ -337,8 +365,8 @@ def test_no_tensor_holds_all_logits(monkeypatch, dtype):
     weight = torch.randn(vocab_size, hidden_size, dtype=dtype, requires_grad=True)
     target = torch.randint(vocab_size, (num_tokens,))
     with lasting(), Recorder() as recorder:
-        values = token_logprobs(hidden, weight, target, VocabularyShard(vocab_size), temperature=1.0, entropy=True)
-        sum(x.sum() for x in values).backward()
+        values = token_logprobs(hidden, weight, target, VocabularyShard(vocab_size), temperature=1.0, also=("entropy",))
+        sum(x.sum() for x in values[:2]).backward()
     assert recorder.num_products == 4 * num_tokens / chunk, "backward was seen too"
     assert recorder.largest == chunk * vocab_size
     with Recorder() as recorder:

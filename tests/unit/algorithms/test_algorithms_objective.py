@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from megatron_rl.algorithms import PackedColumns, PolicyObjective, SupervisedObjective
+from megatron_rl.algorithms.columns import FirstPass
 from megatron_rl.algorithms.losses import LOSSES
-from megatron_rl.algorithms.objective import FirstPass, NotFiniteError, mismatch
+from megatron_rl.algorithms.objective import NotFiniteError, mismatch
 from megatron_rl.algorithms.whitening import one_rank
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.losses import AGGREGATIONS, DppoTvLoss, FunctionLoss

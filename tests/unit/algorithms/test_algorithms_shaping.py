@@ -18,7 +18,7 @@ from megatron_rl.algorithms.shaping import (
     shape_verdicts,
     soft_overlong,
 )
-from megatron_rl.config.advantages import (
+from megatron_rl.config.shaping import (
     CosineShaping,
     LengthNormalisedShaping,
     RepetitionShaping,

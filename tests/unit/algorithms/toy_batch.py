@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.aggregation import sample_weights
-from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, PolicyObjective
+from megatron_rl.algorithms.columns import FirstPass, PackedColumns
+from megatron_rl.algorithms.objective import PolicyObjective
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Denominators
 

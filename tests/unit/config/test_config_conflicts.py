@@ -12,6 +12,7 @@ SHORT = "rollout={prompts_per_step: 4, samples_per_prompt: 2, max_prompt_tokens:
 THINKING = "rollout.thinking={thought_tokens: 8, response_tokens: 8}"
 VALUES = ["rollout.prefix_values={}", "algorithm.adv_estimator={kind: grpo_process}"]
 TEACHER = "{path: t}"
+BASELINE = "algorithm.adv_estimator={kind: optimal_token_baseline}"
 TURNS = "rollout.environment={kind: class, path: 'turns:Turns'}"
 COLOCATED = "cluster.colocate=true"
 EXPANDABLE = "cluster.environment={PYTORCH_ALLOC_CONF: 'max_split_size_mb:512, expandable_segments:True'}"
@@ -39,6 +40,7 @@ CONFLICTS = [
             ("by: engine, form: sampled", "algorithm.loss={kind: gspo}", "loss gspo has one ratio for each sample"),
             ("by: engine, form: sampled", "rollout.active_sampling=true", "and a teacher teaches them, too"),
             ("by: engine, form: sampled", "algorithm.adv_estimator={kind: grpo_process}", "has no use"),
+            ("by: engine, outcome: true", BASELINE, "optimal_token_baseline is not defined together with teachers"),
             (
                 "by: engine, form: sampled",
                 "teachers=[{server: s}]\nrollout.sampling.forbid=['<pad>']",
@@ -53,6 +55,7 @@ CONFLICTS = [
             ),
         )
     ),
+    ([BASELINE, "algorithm.overlong_filter=true"], "overlong_filter takes answers out of the step"),
     (["cluster.world_size=8", "policy.parallel={tensor: 2, context: 2}"], "needs 2 x 1 x 1 x 2 = 4 ranks"),
     (["balance.max_tokens_per_microbatch=31"], "is below the longest sample"),
     *(

@@ -45,11 +45,12 @@ def test_a_text_ends_with_the_end_of_sequence_unless_this_is_the_padding(tokeniz
 def test_a_pair_shares_the_beginning_and_may_have_a_margin(tokenizer, tmp_path):
     rows = [{"prompt": "1+1=", "chosen": "20", "rejected": "21"}, {"prompt": "1=", "chosen": "1", "rejected": "11"}]
     rows[0]["margin"] = 0.5
+    rows.append({"chosen": "1=1", "rejected": "1=2"})  # the prompt is in both texts
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found, _ = load_preferences(tmp_path / "rows.jsonl", scored_reader(tokenizer, None, 99), BradleyTerryLoss(), 99)
-    assert [row.logp_reference for row in found] == [(0.5, 0.5), (0.0, 0.0)]
+    assert [row.logp_reference for row in found] == [(0.5, 0.5), (0.0, 0.0), (0.0, 0.0)]
     texts = [[tokenizer.decode(one.ids[one.action_mask]) for one in row.samples] for row in found]
-    assert texts == [["0<doc>", "1<doc>"], ["<doc>", "1<doc>"]]
+    assert texts == [["0<doc>", "1<doc>"], ["<doc>", "1<doc>"], ["1<doc>", "2<doc>"]]
     for row in found:
         chosen, rejected = (one.ids[~one.action_mask] for one in row.samples)
         assert np.array_equal(chosen, rejected)

@@ -334,7 +334,8 @@ def test_the_numbers(overrides, key, expected):
         (f"{MODEL}.path=Qwen/Qwen3-8B", "mapped", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"),
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl", "refused", "gradient of k1"),
         ("algorithm.use_kl_in_reward=True", "refused", "use_kl_loss"),
-        ("algorithm.adv_estimator=optimal_token_baseline", "refused", "no such estimator"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "mapped", "their advantages are 0"),
+        ("algorithm.adv_estimator=tir_optimal_token_baseline", "refused", "no such estimator"),
         ("algorithm.rollout_correction.rollout_is=sequence", "refused", "each token has its own weight"),
         (
             "algorithm.rollout_correction.bypass_mode=True algorithm.rollout_correction.loss_type=reinforce",

@@ -13,7 +13,17 @@ from tiny_chat import KEEPS, characters
 from transformers import HfArgumentParser, PreTrainedTokenizerFast
 
 from megatron_rl import api
-from megatron_rl.trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig, SFTTrainer
+from megatron_rl.trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from megatron_rl.trl.models import same_weights
 
 PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "7"} for i in range(10)]
@@ -44,12 +54,22 @@ def run_of(monkeypatch, tmp_path):
     return run_of
 
 
-def test_the_defaults_of_dpo_and_of_sft_are_those_of_trl(model, run_of):
+def test_the_defaults_of_offline_runs_are_those_of_trl(model, run_of):
     kind, run = run_of(DPOTrainer(model, None, DPOConfig("d"), train_dataset=PAIRS, eval_dataset=PAIRS[:2]))
     assert kind == "dpo" and run["run"]["steps"] == 4, "3 epochs of 10 rows, 8 a step"
     assert run["dpo"]["loss"] == {"kind": "dpo", "beta": 0.1} and run["dpo"]["rows_per_step"] == 8
     assert (run["dpo"]["max_tokens"], run["dpo"]["on_bad_row"], run["dpo"]["eval_every"]) == (1024, "cut", 0)
     assert Path(run["dpo"]["eval"]).name == "eval.jsonl" and run["policy"]["optimizer"]["lr"] == 1e-6
+    labelled = [{"prompt": row["prompt"], "completion": "1", "label": True} for row in PAIRS]
+    for name, rows, steps in (("k", PAIRS, 8), ("l", labelled, 4)):
+        kind, run = run_of(KTOTrainer(model, None, KTOConfig(name, beta=0.2, desirable_weight=1.5), None, rows))
+        loss = {"kind": "kto", "beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 1.0}
+        assert (kind, run["dpo"]["loss"], run["run"]["steps"]) == ("dpo", loss, steps), "a pair is two rows"
+    args = RewardConfig("r", center_rewards_coefficient=0.01)
+    kind, run = run_of(RewardTrainer(model, args, train_dataset=[{"chosen": "1+1=2", "rejected": "1+1=7"}] * 10))
+    assert kind == "reward_model" and run["policy"]["optimizer"]["lr"] == 1e-4
+    expected = {"loss": {"center": 0.01}, "on_bad_row": "skip", "max_tokens": 1024, "rows_per_step": 8}
+    assert expected.items() <= run["reward_model"].items()
     kind, run = run_of(SFTTrainer(model, SFTConfig("s"), None, CHATS))
     assert kind == "sft" and run["sft"]["turns"] == "whole" and run["policy"]["optimizer"]["lr"] == 2e-5
     optimizer = run["policy"]["optimizer"]
@@ -137,6 +157,8 @@ def test_the_end_and_the_template_of_the_arguments_are_in_the_folder_of_the_run(
         (DPOConfig, {"f_divergence_type": "js_divergence", "use_weighting": True}, "f_divergence_type.*use_weighting"),
         (DPOConfig, {"truncation_mode": "keep_end"}, "rows are cut at their end"),
         (DPOConfig, {"optim": "sgd", "sync_ref_model": True}, "sync_ref_model.*optim='sgd'"),
+        (KTOConfig, {"loss_type": "apo_zero_unpaired", "beta": -1}, "the loss is kto.*beta=-1 must be positive"),
+        (RewardConfig, {"center_rewards_coefficient": -1.0}, "must not be negative"),
         (SFTConfig, {"loss_type": "dft"}, "loss_type='dft' is not supported"),
         (SFTConfig, {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),
         (SFTConfig, {"packing": True, "max_length": None}, "packing=True needs max_length"),
@@ -154,6 +176,7 @@ def test_arguments_that_cannot_be_expressed_are_refused_by_name(config, given, t
     [
         (DPOTrainer, {"data_collator": len, "compute_metrics": len}, "data_collator is .*compute_metrics is not"),
         (DPOTrainer, {"train_dataset": None}, "train_dataset is missing"),
+        (RewardTrainer, {"compute_metrics": len}, "compute_metrics is not supported"),
         (DPOTrainer, {"train_dataset": {"a": PAIRS}}, "a dict of a; give one"),
         (DPOTrainer, {"train_dataset": [{"image": 1, **PAIRS[0]}]}, "a column 'image'"),
         (SFTTrainer, {"optimizer_cls_and_kwargs": (1, {})}, "optimizer_cls_and_kwargs is not supported"),
@@ -172,6 +195,8 @@ def test_what_a_trainer_would_ignore_is_refused(trainer, given, told, model, run
 def test_arguments_of_another_trainer_are_refused(model):
     with pytest.raises(TypeError, match="SFTTrainer: args is a GRPOConfig; give a SFTConfig"):
         SFTTrainer(model, GRPOConfig("o"), train_dataset=TEXTS)
+    with pytest.raises(TypeError, match="RewardTrainer: there is no argument 'formatting_func'"):
+        RewardTrainer(model, train_dataset=PAIRS, formatting_func=len)
     with pytest.raises(TypeError, match="DPOConfig has no argument 'bta': did you mean 'beta'"):
         DPOConfig(bta=1)
 

@@ -1,0 +1,240 @@
+"""A sandbox of one answer: a tree of files in memory, and commands that run in it.
+
+bubblewrap makes it from the kernel's namespaces: no network, no process and no file of the machine but its programs,
+which are read-only, an own user without rights, and a file system in memory. A process in it (`inside.py`) carries out
+commands until the sandbox is closed, or until this process ends.
+
+    with Box({"main.py": "print(6 * 7)"}) as box:
+        box.run("python3 main.py")      # Ran(output='42\\n', status=0, why='')
+        box.run("sleep 9", 0.1)         # Ran(output='', status=None, why='timed out')
+
+What remains possible: a program uses a CPU until its time is over, sees which programs the machine has, and notices how
+busy it is. A fault of the kernel is not contained.
+
+Invariants (tests/unit/environments): a command that hangs, floods, forks or fills its disk ends within its time and its
+limits, and the next one works; nothing of a sandbox is left when it is closed, or when its owner is killed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+FOLDER = "/work"
+START_S = 60.0
+"""How long a sandbox may take to be ready; it needs about 0.1 s on an idle machine."""
+LATE_S = 30.0
+"""How much later than the limit of a command the answer may come before the sandbox counts as lost."""
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
+END_S = 10.0
+MAX_LINE, SMALL_BYTES = 256 << 20, 16 << 20
+
+
+class BoxError(RuntimeError):
+    """A sandbox could not be made, or was lost: nothing is known about the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the commands of a sandbox may use."""
+
+    timeout_s: float = 30.0
+    """Of one command. Then it gets SIGTERM, and after `grace_s` SIGKILL."""
+    grace_s: float = 1.0
+    memory_bytes: int = 1 << 30
+    """Of all processes together, and of the address space of each."""
+    files_bytes: int = 256 << 20
+    """Of the tree, which is in memory, and the same for `/tmp`."""
+    output_bytes: int = 64 << 10
+    num_processes: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a command did."""
+
+    output: str
+    """Standard output and errors, up to the limit."""
+    status: int | None
+    """Its exit status; minus the number of the signal that ended it. None: a limit ended it."""
+    why: str = ""
+    """`timed out` or `out of memory`, if a limit ended it: an exit status of 124 or 137 is the program's own."""
+    num_more: int = 0
+    """The number of bytes of output that were left out."""
+
+
+@dataclass
+class Box:
+    """
+    Args:
+        files: the tree, texts or bytes by their paths.
+
+    Raises:
+        BoxError: it cannot be made.
+    """
+
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    limits: Limits = Limits()
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        try:
+            self._process = subprocess.Popen(
+                command_of(self.limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise BoxError(f"a sandbox could not be started: {error}") from error
+        self._unread = b""
+        self._answer(START_S)
+        try:
+            for path, content in self.files.items():
+                self.write(path, content)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def run(self, command: str, timeout_s: float | None = None) -> Ran:
+        """Run a command of a shell in the tree. Everything that it has started ends with it.
+
+        Raises:
+            BoxError: the sandbox is lost.
+        """
+        longest = self.limits.timeout_s if timeout_s is None else timeout_s
+        asked = {
+            "command": command,
+            "timeout_s": longest,
+            "grace_s": self.limits.grace_s,
+            "limits": asdict(self.limits),
+        }
+        told = self._ask("run", asked, longest + self.limits.grace_s + LATE_S)
+        return Ran(told["output"], told["status"], told["why"], told["num_more"])
+
+    def write(self, path: str, content: str | bytes) -> None:
+        """Write a file of the tree, in the place of what is there, and the folders above it.
+
+        Raises:
+            OSError: it cannot be written.
+            BoxError: the sandbox is lost.
+        """
+        data = content.encode(errors="replace") if isinstance(content, str) else content
+        self._ask("write", {"path": path, "data": base64.b64encode(data).decode()}, LATE_S)
+
+    def read(self, path: str, most: int = 1 << 20) -> bytes:
+        """The first bytes of a file.
+
+        Raises:
+            OSError: it cannot be read.
+            BoxError: the sandbox is lost.
+        """
+        return base64.b64decode(self._ask("read", {"path": path, "most": most}, LATE_S)["data"])
+
+    def close(self) -> None:
+        """End all that runs in it, and drop its files."""
+        self._end()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _end(self) -> None:
+        """The first process ends when its input does, and everything with it."""
+        if self._process.stdin is not None:
+            with suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, do: str, asked: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+        with self._lock:
+            assert self._process.stdin is not None
+            try:
+                self._process.stdin.write(json.dumps({"do": do, "folder": FOLDER, **asked}).encode() + b"\n")
+                self._process.stdin.flush()
+            except OSError as error:
+                raise BoxError(f"the sandbox has ended: {self._last_words()}") from error
+            told = self._answer(within_s)
+        if "error" in told:
+            raise OSError(told["error"])
+        return told
+
+    def _answer(self, within_s: float) -> dict[str, Any]:
+        """
+        Raises:
+            BoxError: there is none in time.
+        """
+        pipe, deadline = self._process.stdout, time.monotonic() + within_s
+        assert pipe is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self.close()
+                    raise BoxError(f"the sandbox did not answer in {within_s:g} s")
+                part = os.read(pipe.fileno(), 1 << 20)
+                if not part or len(self._unread) > MAX_LINE:
+                    raise BoxError(f"the sandbox has ended: {self._last_words()}")
+                self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def _last_words(self) -> str:
+        self._end()
+        words = self._process.stderr.read().decode(errors="replace") if self._process.stderr else ""
+        return words.strip()[-300:] or "it said nothing"
+
+
+def command_of(limits: Limits) -> list[str]:
+    """The command that makes a sandbox and its first process.
+
+    Raises:
+        BoxError: bubblewrap is not installed.
+    """
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise BoxError(
+            "sandboxes need bubblewrap, which is not installed on this machine: install the package bubblewrap (and "
+            "allow unprivileged user namespaces)"
+        )
+    python, text = os.path.realpath(sys.executable), Path(__file__).with_name("inside.py").read_text()
+    binds = [part for path in _visible() for part in ("--ro-bind", path, path)]
+    return [
+        *(bwrap, "--unshare-all", "--new-session", "--cap-drop", "ALL", "--as-pid-1"),
+        *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv"),
+        *("--setenv", "PATH", f"{os.path.dirname(python)}:/usr/local/bin:/usr/bin:/bin"),
+        *("--setenv", "HOME", FOLDER, "--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"),
+        *binds,
+        *("--proc", "/proc", "--dev", "/dev", "--size", str(SMALL_BYTES), "--tmpfs", "/dev/shm"),
+        *("--size", str(SMALL_BYTES), "--tmpfs", "/logs", "--size", str(SMALL_BYTES), "--tmpfs", "/tests"),
+        *("--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--size", str(limits.files_bytes), "--tmpfs", FOLDER),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER),
+        *(python, "-I", "-S", "-c", text),
+    ]
+
+
+@cache
+def _visible() -> tuple[str, ...]:
+    """The folders of the machine's programs, and of this Python's standard library."""
+    paths = [path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)]
+    return tuple(dict.fromkeys(paths))

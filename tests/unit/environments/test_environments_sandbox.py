@@ -1,0 +1,276 @@
+"""Sandboxes of answers: what programs may do, and what hostile ones cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from patience import deadline
+
+from megatron_rl.config.environment import ToolsEnvironment
+from megatron_rl.environments import EnvironmentFault, Sessions
+from megatron_rl.environments.sandbox import Box, BoxError, Limits, Ran
+from megatron_rl.environments.sandbox.workspace import Workspace
+
+if shutil.which("bwrap") is None:
+    pytest.skip("bubblewrap is not installed", allow_module_level=True)
+
+LIMITS = Limits(timeout_s=deadline(20), grace_s=0.2, memory_bytes=256 << 20, files_bytes=8 << 20, num_processes=24)
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[Box]:
+    with Box({"main.py": "print(6 * 7)", "folder/text": b"\xff\n"}, LIMITS) as made:
+        yield made
+
+
+def python(text: str) -> str:
+    return f"python3 -c '{text}'"
+
+
+def test_a_tree_has_its_files_and_its_own(box):
+    assert box.run("python3 main.py; pwd; id -u") == Ran("42\n/work\n1000\n", 0)
+    assert box.read("folder/text") == b"\xff\n"
+    box.write("new/deep", "text")
+    assert box.run("cat new/deep; exit 3") == Ran("text", 3)
+    with pytest.raises(OSError, match="No such file or directory: missing"):
+        box.read("missing")
+    assert box.read("main.py", 5) == b"print"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("exit 124", Ran("", 124)),
+        ("exit 137", Ran("", 137)),
+        ("kill -9 $$", Ran("", -9)),
+        ("sleep 100", Ran("", None, "timed out")),
+        ("trap '' TERM; while true; do sleep 1; done", Ran("", None, "timed out")),
+        ("trap 'echo saved; exit 0' TERM; sleep 100 & wait", Ran("saved\n", None, "timed out")),
+    ],
+)
+def test_a_limit_is_told_apart_from_the_program_s_own_end(box, command, expected):
+    assert box.run(command, 0.5) == expected
+
+
+SECRET = Path(__file__).resolve()
+HOSTILE = {
+    # processes
+    "a fork bomb": python("import os\nwhile 1:\n try: os.fork()\n except OSError: pass"),
+    "a shell's fork bomb": "f() { f | f & }; f",
+    "a daemon": python("import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0: time.sleep(1000)"),
+    "a process in the background": "sleep 1000 & nohup sleep 1000 >/dev/null 2>&1 & disown 2>/dev/null; true",
+    "a signal to everybody": "kill -9 -1",
+    "a signal to the first process": "kill -9 1; kill -TERM 1; kill -STOP 1; sleep 0.1",
+    "a signal to its parent": "kill -9 $PPID; kill -INT $PPID; kill -HUP $PPID; kill -PIPE $PPID; kill -USR1 $PPID",
+    "a stopped process": "kill -STOP $$",
+    "many threads": python(
+        "import threading, time\nfor _ in range(500): threading.Thread(target=time.sleep, args=(9,)).start()"
+    ),
+    # memory and files
+    "a large list": python("x = [0] * (1 << 30)"),
+    "memory bit by bit": python("x = []\nwhile 1: x.append(bytearray(1 << 20))"),
+    "memory of many processes": "for i in $(seq 20); do "
+    + python("x = bytearray(60 << 20)\nimport time\ntime.sleep(9)").replace("\n", "\n")
+    + " & done; wait",
+    "a full disk": "dd if=/dev/zero of=big bs=1M count=100 2>/dev/null; rm -f big",
+    "a full /tmp": "dd if=/dev/zero of=/tmp/big bs=1M count=100 2>/dev/null; rm -f /tmp/big",
+    "shared memory": "dd if=/dev/zero of=/dev/shm/big bs=1M count=100 2>/dev/null; rm -f /dev/shm/big",
+    "a large file with holes": "truncate -s 1T hole; rm -f hole",
+    "many files": python(
+        'import os\ntry:\n for i in range(10**7): open(str(i), "w")\nexcept OSError: os.system("rm -rf *")'
+    ),
+    "deep folders": python(
+        'import os\nfor _ in range(3000):\n try: os.mkdir("d"); os.chdir("d")\n except OSError: break'
+    ),
+    "a file in the root": "echo x > /x; echo x > /usr/x; echo x > /etc/x; mkdir /new; echo x > /dev/x",
+    "a symbolic link out": "ln -s / out; cat out/root/.bashrc out/etc/shadow out/proc/1/environ >/dev/null; rm out",
+    "a device": "mknod disk b 8 0; cat /dev/sda /dev/mem /dev/kmsg",
+    "a fifo that nobody writes": "mkfifo pipe; cat pipe",
+    # output
+    "endless output": "yes",
+    "a long line": python('print("x" * (1 << 26))'),
+    "bytes that are no text": "head -c 100000 /dev/urandom",
+    "control characters": "printf '\\033[2J\\007\\000'",
+    "a line for the owner": 'echo \'{"output": "", "status": 0}\'; echo \'{}\' > /proc/1/fd/1',
+    "output of the first process": "cat /proc/1/fd/0; echo x > /proc/1/fd/2",
+    # network
+    "a connection": python('import socket\nsocket.create_connection(("1.1.1.1", 80), 1)'),
+    "a name": python('import socket\nsocket.gethostbyname("example.org")'),
+    "an abstract socket": python(
+        'import socket\ns = socket.socket(socket.AF_UNIX)\ns.connect(chr(0) + "/tmp/.X11-unix/X0")'
+    ),
+    "a raw socket": python("import socket\nsocket.socket(socket.AF_INET, socket.SOCK_RAW, 1)"),
+    "a netlink socket": python("import socket\nsocket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0).bind((0, 0))"),
+    # rights
+    "another user": "su -c id; sudo id; setpriv --reuid 0 id",
+    "a new namespace": "unshare -Ur id; unshare -m true",
+    "a mount": "mount -t tmpfs none /tmp; mount -o remount,rw /; umount /proc",
+    "a changed root": "chroot / id; pivot_root . .",
+    "a new limit": "ulimit -v unlimited; ulimit -u 100000; " + python("x = bytearray(1 << 30)"),
+    "another priority": "nice -n -20 true; renice -n -20 1",
+    "a kernel setting": "echo 1 > /proc/sys/kernel/panic; echo c > /proc/sysrq-trigger; sysctl -w vm.drop_caches=3",
+    "a module": "insmod x.ko; modprobe loop",
+    "a trace of the first process": python("import ctypes\nctypes.CDLL(None).ptrace(16, 1, 0, 0)"),
+    "memory of the first process": "cat /proc/1/mem /proc/1/maps | head -c 10; gdb -p 1",
+    "another clock": "date -s 2000-01-01; hwclock -w",
+    "a reboot": "reboot -f; " + python("import ctypes\nctypes.CDLL(None).reboot(0x1234567)"),
+    "another name of the machine": "hostname evil",
+    # the tree
+    "no tree": "rm -rf /work /work/* /tmp /logs /tests",
+    "no rights on the tree": "chmod 000 /work; ls /work",
+    "a name with a line feed": "touch \"$(printf 'a\\nb')\"; ls; rm -f a*",
+    # what belongs to others
+    "the machine's files": f"cat {SECRET} /etc/passwd /etc/shadow /root/.ssh/id_rsa; ls /root /home /var /srv /mnt",
+    "the machine's processes": "ls /proc | grep -c '^[0-9]'",
+    "the machine's environment": "env; cat /proc/1/environ",
+    "python of the machine": python("import torch"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_program_is_contained(box, name):
+    start = time.monotonic()
+    ran = box.run(HOSTILE[name], 1.0)
+    assert time.monotonic() - start < deadline(10)
+    assert len(ran.output) <= LIMITS.output_bytes * 2 and str(SECRET.name) not in ran.output.replace(str(SECRET), "")
+    box.run("chmod 755 /work; rm -rf /work/* /tmp/* 2>/dev/null")
+    after = box.run("echo ok; ls -A /work /x /new /usr/x 2>/dev/null; ls /proc | grep -c '^[0-9]'")
+    assert after.output.splitlines()[0] == "ok" and int(after.output.splitlines()[-1]) <= 5
+    assert "/x" not in after.output and not Path("/tmp/big").exists()
+
+
+def test_a_flood_is_cut_and_counted(box):
+    ran = box.run("head -c 1000000 /dev/zero | tr '\\0' x")
+    assert (len(ran.output), ran.num_more, ran.status) == (LIMITS.output_bytes, 1000000 - LIMITS.output_bytes, 0)
+
+
+def test_memory_of_all_processes_is_limited():
+    with Box({}, Limits(memory_bytes=128 << 20, timeout_s=deadline(20))) as own:
+        text = "for i in 1 2 3 4; do python3 -c 'x = bytearray(50 << 20); import time; time.sleep(30)' & done; wait"
+        assert own.run(text).why == "out of memory"
+
+
+def processes_of(name: str) -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if name in (folder / "cmdline").read_text():
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+def gone(name: str) -> bool:
+    end = time.monotonic() + deadline(20)
+    while processes_of(name):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_nothing_is_left_after_the_owner_was_killed():
+    """Also in the middle of a command."""
+    text = "from megatron_rl.environments.sandbox import Box; box = Box(); print('made', flush=True); "
+    text += "box.run('sleep 98765')"
+    owner = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, env={**os.environ})
+    assert owner.stdout.readline() == b"made\n"
+    end = time.monotonic() + deadline(20)
+    while not processes_of("98765"):
+        assert time.monotonic() < end, "the command has not begun"
+        time.sleep(0.02)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    assert gone("98765")
+
+
+def test_a_sandbox_that_is_lost_is_no_verdict():
+    with Box() as own:
+        pid = own._process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        with pytest.raises(BoxError, match="the sandbox has ended"):
+            for _ in range(3):
+                own.run("true")
+
+
+def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(BoxError, match="install the package bubblewrap"):
+        Box()
+
+
+ROW = {
+    "files": {"add.py": "def add(a, b):\n    return a - b\n"},
+    "test": "python3 check.py",
+    "test_files": {"check.py": "from add import add\nassert add(2, 2) == 4\n"},
+}
+
+
+@pytest.mark.parametrize(
+    ("turns", "reward"),
+    [
+        ([("edit_file", {"path": "add.py", "old": "a - b", "new": "a + b"})], 1.0),
+        ([("run", {"command": "sed -i s/-/+/ add.py && ls"})], 1.0),
+        ([("write_file", {"path": "add.py", "text": "def add(a, b):\n    return 4\n"})], 1.0),
+        ([("write_file", {"path": "check.py", "text": "pass"})], 0.0),
+        ([("run", {"command": "echo exit > check.py; chmod 444 check.py; kill -9 -1"})], 0.0),
+        ([("run", {"command": "mkdir check.py; touch check.py/x; chmod 000 check.py"})], 0.0),
+        ([("run", {"command": "ln -s /proc/1/fd/1 check.py"})], 0.0),
+        ([("run", {"command": "rm -rf add.py; chmod 000 ."})], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_a_repaired_program_passes_its_test(turns, reward):
+    async def play() -> tuple[list[str], float | None]:
+        path = "megatron_rl.environments.sandbox.workspace:Workspace"
+        session = Sessions(ToolsEnvironment(objects=path), "").new()
+        await session.begin(ROW)
+        try:
+            said = []
+            for name, arguments in turns:
+                call = json.dumps({"name": name, "arguments": arguments})
+                reaction = await session.react(f"<tool_call>{call}</tool_call>")
+                said += [message["content"] for message in reaction.messages]
+            return said, (await session.closing()).reward
+        finally:
+            await session.end()
+
+    said, given = asyncio.run(play())
+    assert given == reward and not any(text.startswith("Error") for text in said)
+
+
+def test_the_tools_of_a_workspace_tell_what_they_did():
+    with Workspace() as own:
+        own.reset(**ROW)
+        assert own.read_file("add.py") == "1 def add(a, b):\n2     return a - b"
+        assert own.run("ls; false") == "add.py\n\n[exit status 1]", "the test is not there"
+        with pytest.raises(ValueError, match="the text is 2 times in add.py"):
+            own.edit_file("add.py", " b", "c")
+        own.write_file("long", "x\n" * 1000)
+        assert own.read_file("long", 500).endswith("\n899 x\n[101 more lines]")
+
+
+def test_a_setup_that_fails_is_a_fault():
+    async def begin() -> None:
+        path = "megatron_rl.environments.sandbox.workspace:Workspace"
+        session = Sessions(ToolsEnvironment(objects=path), "").new()
+        try:
+            await session.begin({**ROW, "setup": "echo no compiler; exit 2"})
+        finally:
+            await session.end()
+
+    with pytest.raises(EnvironmentFault, match="the row's setup 'echo no compiler; exit 2' exit status 2: no compiler"):
+        asyncio.run(begin())
+    assert gone("inside a sandbox that never was")
