@@ -129,9 +129,7 @@ class MegatronActor(MegatronTrainer):
 
     def made(self, shape: ModelShape) -> Mapping[str, Callable[[Box, Tensor], None]]:
         """The weights that a push does not send as they are, and what writes a rectangle of them with the present
-        values: weights with adapters, weights in fp8 blocks, and rates of Mamba-2; none if the engines get adapters."""
-        if shape.adapters is not None:
-            return {}
+        values: weights with adapters, weights in fp8 blocks, and rates of Mamba-2. A push of adapters sends none."""
         family = FAMILIES[shape.family]
         rates = {name: own for name, own in self.parameters().items() if family.has_negated_exp(name)}
         made: dict[str, Callable[[Box, Tensor], None]]

@@ -23,7 +23,6 @@ from megatron_rl.models.peft import (
     base_digest,
     config_of,
     metadata_for,
-    read_adapters,
     require_fitting,
     tensors_of,
 )
@@ -41,15 +40,7 @@ def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
             raise it.
     """
     shape, parameters = actor.spec.shape, actor.parameters()
-    assert shape.adapters is not None, "the spec has adapters"
     with actor.agreement.on_errors():
-        found = read_adapters(folder)
-        mine = shape.adapters
-        if (found.rank, found.scale) != (mine.rank, mine.scale):
-            raise ValueError(
-                f"the adapters in {folder} have the rank {found.rank} and the scale {found.scale}, and policy.lora has "
-                f"{mine.rank} and {mine.scale}"
-            )
         require_fitting(folder, shape, actor.spec.model.path)
         stored, maps = read_safetensors(folder / TENSORS), Maps({})
         for shard in actor.shards:

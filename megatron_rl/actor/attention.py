@@ -144,9 +144,9 @@ def packed_sequences(
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
     own = None
-    if isinstance(latent := shape.attention, LatentAttention):
-        rope = latent.rope
-        own = AttentionPlan(*_rotation_of(lengths_S, latent.rotary_dim, rope.theta, rope.scaling, context))
+    if not (attention := shape.attention).is_rotated_by_megatron:
+        rope = attention.rope
+        own = AttentionPlan(*_rotation_of(lengths_S, attention.rotary_dim, rope.theta, rope.scaling, context))
     return PackedSequences(
         qkv_format="thd",
         full=own,

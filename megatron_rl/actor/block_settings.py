@@ -1,4 +1,5 @@
-"""Megatron's settings of each kind of block: a case for each class of types/blocks.py."""
+"""What Megatron is told of each kind of block: its settings, and the modules in the spec of a layer. Both have a case
+for each class of types/blocks.py and types/mamba.py."""
 
 from __future__ import annotations
 
@@ -7,9 +8,30 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from megatron_rl.actor.moe.experts import sigmoid_unit
-from megatron_rl.types import Attention, GatedMlp, LatentAttention, Mixture, Mlp, ModelShape, SoftmaxAttention, YarnRope
+from megatron_rl.actor.attention import GatedSelfAttention, PackedAttention
+from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
+from megatron_rl.actor.linear_attention import DeltaAttention
+from megatron_rl.actor.mamba import MambaMixer
+from megatron_rl.actor.moe.experts import ExpertOutput, sigmoid_unit
+from megatron_rl.actor.norm import Norm, WideNorm
+from megatron_rl.types import (
+    Attention,
+    DeltaNet,
+    GatedMlp,
+    LatentAttention,
+    Layer,
+    Mixture,
+    Mlp,
+    ModelShape,
+    SoftmaxAttention,
+    YarnRope,
+)
+from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp
 
 
 @singledispatch
@@ -88,6 +110,48 @@ def _(mixture: Mixture, shape: ModelShape, fused: bool) -> dict[str, Any]:
         "moe_grouped_gemm": fused,
         **(clamped if mixture.clamp else {}),
     }
+
+
+@settings_of.register
+def _(mlp: SquaredReluMlp, shape: ModelShape, fused: bool) -> dict[str, Any]:
+    width = {} if mlp == NO_MLP else {"ffn_hidden_size": mlp.size}
+    return {"gated_linear_unit": False, "activation_func": squared_relu, **width}
+
+
+@settings_of.register
+def _(mixture: SquaredReluMixture, shape: ModelShape, fused: bool) -> dict[str, Any]:
+    own: dict[str, Any] = settings_of.dispatch(Mixture)(mixture, shape, fused)
+    return {**own, "gated_linear_unit": False, "activation_func": squared_relu}
+
+
+def fit(parts: TransformerLayerSubmodules, layer: Layer) -> None:
+    """Put our modules for the blocks of a layer into the spec of one of Megatron's own layers."""
+    own = parts.self_attention
+    match layer.attention:
+        case SoftmaxAttention() as attention:
+            own.submodules.core_attention = PackedAttention
+            if attention.norms == "head":
+                own.submodules.q_layernorm = own.submodules.k_layernorm = Norm
+            elif attention.norms == "full":
+                own.submodules.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": attention.num_heads})
+                own.submodules.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": attention.num_kv_heads})
+            if attention.gated:
+                own.module = GatedSelfAttention
+        case LatentAttention():
+            own.module, own.submodules.core_attention = LatentSelfAttention, LatentCoreAttention
+            own.submodules.q_layernorm = own.submodules.kv_layernorm = Norm
+        case Mamba2() as mamba if mamba != NO_ATTENTION:
+            parts.self_attention = ModuleSpec(MambaMixer, params={"mamba": mamba})
+        case Mamba2():
+            parts.input_layernorm = parts.self_attention = IdentityOp
+            parts.self_attn_bda = IdentityFuncOp
+        case DeltaNet() as delta:
+            parts.self_attention = ModuleSpec(DeltaAttention, params={"delta": delta})
+    if layer.mlp == NO_MLP:
+        parts.pre_mlp_layernorm = parts.mlp = IdentityOp
+        parts.mlp_bda = IdentityFuncOp
+    elif layer.mixture and layer.mixture.linear_bias:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
 
 
 def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:

@@ -157,13 +157,6 @@ class DeltaAttention(torch.nn.Module):
         return torch.cat([torch.unflatten(x, 0, (self.num_keys, -1))[own] for x in parts], 1).flatten(0, 1)
 
 
-def keep_rates_in_float32(model: torch.nn.Module) -> None:
-    """Undo what Megatron's wrapper for bf16 does to `A_log`, before weights are loaded."""
-    for module in model.modules():
-        if isinstance(module, DeltaAttention):
-            module.A_log.data = module.A_log.data.float()
-
-
 class GatedNorm(torch.nn.Module):
     """RMSNorm of each head's output, multiplied by the SiLU of a gate."""
 

@@ -1,5 +1,5 @@
 """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060) over a packed row, in plain PyTorch, in the place of Megatron's
-self-attention; and the layers of hybrid models, which have one block each.
+self-attention.
 
 A head has a state S, a matrix of the sizes of B and of x. With the step size d, the rate A < 0 of the head, and B and C
 of its group, each token changes and reads it, and D x goes past it:
@@ -30,61 +30,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_rl.actor import linear_attention, platform
+from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedSequences
 from megatron_rl.actor.delta_net import DeltaPlan, causal_convolution
-from megatron_rl.actor.linear_attention import DeltaAttention
 from megatron_rl.models import Box, slices
-from megatron_rl.types import DeltaNet, Layer, ModelShape
-from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
-
-
-def settings(shape: ModelShape) -> dict[str, Any]:
-    """Megatron's names for the MLPs of a hybrid model, whose experts and dense layers are alike."""
-    squared = [mlp for mlp in shape.mlps if isinstance(mlp, SquaredReluMlp | SquaredReluMixture)]
-    widths = [mlp.size for mlp in squared if isinstance(mlp, SquaredReluMlp) and mlp.size]
-    of_mlp = {"ffn_hidden_size": max(widths)} if widths else {}
-    return {"gated_linear_unit": False, "activation_func": squared_relu, **of_mlp} if squared else {}
-
-
-def fit_blocks(spec: ModuleSpec, layer: Layer) -> None:
-    """Take the block that a layer does not have, and its norm, out of the spec, and give it its linear attention."""
-    parts = spec.submodules
-    if is_absent(layer.attention):
-        parts.input_layernorm = parts.self_attention = IdentityOp
-        parts.self_attn_bda = IdentityFuncOp
-    elif isinstance(layer.attention, Mamba2):
-        parts.self_attention = ModuleSpec(MambaMixer, params={"mamba": layer.attention})
-    elif isinstance(layer.attention, DeltaNet):
-        parts.self_attention = ModuleSpec(DeltaAttention, params={"delta": layer.attention})
-    if is_absent(layer.mlp):
-        parts.pre_mlp_layernorm = parts.mlp = IdentityOp
-        parts.mlp_bda = IdentityFuncOp
+from megatron_rl.types.mamba import Mamba2
 
 
 def write_negated_exp(log: Tensor, box: Box, out: Tensor) -> None:
     """Write -exp of a rectangle of a parameter, as vLLM computes it while it loads, into a tensor of its extents."""
     out.copy_(-torch.exp(log[slices(box)].float()))
-
-
-def keep_rates_in_float32(model: torch.nn.Module) -> None:
-    """Undo what Megatron's wrapper for bf16 does to `A_log` of all linear attention, before weights are loaded."""
-    linear_attention.keep_rates_in_float32(model)
-    for module in model.modules():
-        if isinstance(module, MambaMixer):
-            module.A_log.data = module.A_log.data.float()
 
 
 class MambaMixer(torch.nn.Module):

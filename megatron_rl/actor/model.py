@@ -30,30 +30,18 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.adapters import Adapting
-from megatron_rl.actor.attention import GatedSelfAttention, PackedAttention
-from megatron_rl.actor.block_settings import settings_of
+from megatron_rl.actor.block_settings import fit, settings_of
 from megatron_rl.actor.fp8_weights import linear_layers_in_fp8
-from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
+from megatron_rl.actor.latent import LatentSelfAttention
 from megatron_rl.actor.logprobs import OutputLayer
-from megatron_rl.actor.mamba import fit_blocks, keep_rates_in_float32
-from megatron_rl.actor.mamba import settings as settings_of_hybrids
 from megatron_rl.actor.megatron_settings import build
-from megatron_rl.actor.moe.experts import ExpertOutput
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32, prepare_routers
 from megatron_rl.actor.multi_token import add_head
-from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
+from megatron_rl.actor.norm import Norm, PostNormLayer
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.models import obstacle_to_fused_layers, padded_vocabulary
-from megatron_rl.types import (
-    Attention,
-    DeltaNet,
-    LatentAttention,
-    Layer,
-    Mesh,
-    ModelShape,
-    SoftmaxAttention,
-)
+from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
+from megatron_rl.types import LatentAttention, Layer, Mesh, ModelShape, SoftmaxAttention
 
 
 def uses_fused_layers(model: ModelConfig, shape: ModelShape, context: int) -> bool:
@@ -122,7 +110,6 @@ def transformer_config(
     )
     for block in (shape.attention, *shape.mlps):
         ours |= settings_of(block, shape, fused)
-    ours |= settings_of_hybrids(shape)
     if model.recompute == "full":
         ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     kind = MLATransformerConfig if "kv_lora_rank" in ours else TransformerConfig
@@ -205,8 +192,7 @@ def _build_chunk(
     for layer in block.layer_specs:
         _count_load(layer)
     rope = shape.attention.rope
-    # PackedAttention and LatentSelfAttention rotate by themselves.
-    megatron_rotates = fused and isinstance(shape.attention, SoftmaxAttention)
+    megatron_rotates = fused and shape.attention.is_rotated_by_megatron
     scaling = rope.scaling if megatron_rotates else None
     with (
         _without_apex() if fused else nullcontext(),
@@ -243,13 +229,20 @@ def _build_chunk(
         gpt.requires_grad_(False)
     wrapped = Float16Module(config, gpt) if config.bf16 or config.fp16 else gpt
     keep_biases_in_float32([gpt])
-    keep_rates_in_float32(gpt)
+    _keep_rates_in_float32(gpt, shape)
     is_split = parallel.data * parallel.context > 1
     ours = {"grad_reduce_in_fp32": policy.optimizer.gradients == "float32", "use_distributed_optimizer": is_split}
     # On CPUs, communication during the backward pass would take the cores from it.
     fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
     ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
     return DistributedDataParallel(config, ddp, wrapped)
+
+
+def _keep_rates_in_float32(gpt: GPTModel, shape: ModelShape) -> None:
+    """Undo what Megatron's wrapper for bf16 does to parameters whose rows are float32, before weights are loaded."""
+    for name, parameter in gpt.named_parameters():
+        if FAMILIES[shape.family].is_float32(name):
+            parameter.data = parameter.data.float()
 
 
 def _scaled(scale: float, embedding: torch.nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
@@ -265,8 +258,8 @@ def _fused_block(config: TransformerConfig, shape: ModelShape, number: int | Non
     return block
 
 
-def _fit_fused(spec: ModuleSpec, attention: Attention) -> None:
-    if isinstance(attention, LatentAttention):
+def _fit_fused(spec: ModuleSpec, attention: SoftmaxAttention | LatentAttention) -> None:
+    if not attention.is_rotated_by_megatron:
         spec.submodules.self_attention.module = LatentSelfAttention
 
 
@@ -283,7 +276,7 @@ def _head_layer(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
     if fused:
         _fit_fused(spec, shape.attention)
     else:
-        _fit_local(spec, shape.head_layer)
+        _fit_local(spec, shape.head_layers[0])
     _count_load(spec)
     return spec
 
@@ -313,24 +306,4 @@ def _fit_local(spec: ModuleSpec, layer: Layer) -> None:
     if layer.post_norm:
         spec.module = PostNormLayer
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
-    fit_blocks(spec, layer)
-    if layer.mixture and layer.mixture.linear_bias:
-        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
-    attention, own = spec.submodules.self_attention, layer.attention
-    match own:
-        case DeltaNet():
-            return
-        case LatentAttention():
-            attention.module = LatentSelfAttention
-            attention.submodules.core_attention = LatentCoreAttention
-            attention.submodules.q_layernorm = attention.submodules.kv_layernorm = Norm
-            return
-    parts = attention.submodules
-    parts.core_attention = PackedAttention
-    if own.norms == "head":
-        parts.q_layernorm = parts.k_layernorm = Norm
-    elif own.norms == "full":
-        parts.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": own.num_heads})
-        parts.k_layernorm = ModuleSpec(WideNorm, params={"num_heads": own.num_kv_heads})
-    if own.gated:
-        attention.module = GatedSelfAttention
+    fit(spec.submodules, layer)

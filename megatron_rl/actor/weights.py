@@ -31,9 +31,8 @@ from megatron_rl.convert.target import TargetTensor
 from megatron_rl.convert.tensor_files import Maps, rectangle
 from megatron_rl.convert.work import sync
 from megatron_rl.models import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
-from megatron_rl.models.adapters import A, B, is_adapter
+from megatron_rl.models.adapters import A, B, is_adapter, trains
 from megatron_rl.models.hub import INDEX
-from megatron_rl.models.rule import VALUE_HEAD
 from megatron_rl.models.view import View
 from megatron_rl.types import Mesh, ModelShape
 
@@ -70,7 +69,7 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
         for name, parameter in actor.parameters().items():
             if is_adapter(name):
                 continue
-            if name.endswith(VALUE_HEAD.megatron) and not source.shape.value_head:
+            if shards[name][0].hf_name not in source.regions:  # the value head of a critic that begins
                 parameter.zero_()
                 continue
             if isinstance(parameter, fp8_weights.Fp8Weight):
@@ -212,7 +211,7 @@ def gather_gradient(actor: MegatronTrainer) -> dict[str, Tensor]:
     tensors = {
         name: HubTensor(extents, torch.float32)
         for name, extents in family.hf_tensors(actor.spec.shape).items()
-        if (is_adapter(name) if actor.spec.shape.adapters else not family.is_router_bias(name))
+        if trains(actor.spec.shape, name) and not family.is_router_bias(name)
     }
     holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
     return gather(actor, state.local_gradients(actor.chunks), tensors, holders)

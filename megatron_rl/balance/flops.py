@@ -35,10 +35,9 @@ def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "n
     """
     passes = {"none": 3, "full": 4}[recompute]
     flops_S = passes * _layers(lengths_S, shape) + 3 * _output(lengths_S, shape)
-    if shape.multi_token:
-        flops_S += passes * _head_layer(lengths_S, shape) + 3 * (
-            _head_projection(lengths_S, shape) + _output(lengths_S, shape)
-        )
+    for layer in shape.head_layers:
+        of_ends_S = _head_projection(lengths_S, shape) + _output(lengths_S, shape)
+        flops_S += passes * _head_layer(lengths_S, shape, layer) + 3 * of_ends_S
     if shape.adapters:
         flops_S -= _weights(lengths_S, shape) + _output(lengths_S, shape)
     return flops_S
@@ -85,8 +84,7 @@ def _weights(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
     return layer_flops_per_token(shape) * np.asarray(lengths_S, np.float64)
 
 
-def _head_layer(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
-    layer = shape.head_layer
+def _head_layer(lengths_S: np.ndarray, shape: ModelShape, layer: Layer) -> NDArray[np.float64]:
     per_token = 2.0 * _multiplications(layer, shape)
     return per_token * np.asarray(lengths_S, np.float64) + 2 * layer.attention.scores(lengths_S)
 

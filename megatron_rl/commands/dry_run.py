@@ -19,7 +19,7 @@ from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.config.teachers import TeacherConfig, teacher_on_ranks
 from megatron_rl.models import FAMILIES
-from megatron_rl.planning.activations import attention_of, has_fused_layers, linear_attention_of, trains_fused
+from megatron_rl.planning.activations import has_fused_layers, kernels_of, trains_fused
 from megatron_rl.planning.engine import step_tokens
 from megatron_rl.planning.estimates import largest_work, most_microbatches, planned_microbatches
 from megatron_rl.planning.gpu import PHASES
@@ -48,7 +48,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     split += ", in the node's memory" if optimizer.is_offloaded else ""
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     trainer = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
-    if shape.mixture and (mesh.expert > 1 or mesh.expert_tensor is not None):
+    if mesh.expert > 1 or mesh.expert_tensor is not None:
         trainer += f"; experts: EP{mesh.expert} x ETP{mesh.expert_ways} x expert-DP{expert_data_ways(mesh)}"
 
     count = count_parameters(shape)
@@ -100,7 +100,7 @@ def _describe_critic(config: GrpoRunConfig, table: Table) -> None:
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     layout = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {model.dtype}"
     table.add_row("critic", f"{shape.family}, {layout}")
-    if shape.adapters:
+    if held.frozen:
         count = count_parameters(shape)
         table.add_row("  trained, frozen", f"{count.trained:,}, {count.frozen:,}")
     needed = held.bytes(mesh, model.dtype, critic.optimizer)
@@ -192,9 +192,8 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     more = Table(show_header=False)
     more.add_row("layers", "Transformer Engine's" if memory.fused else "Megatron's local layers")
     kinds = {"fused": memory.fused, "on_gpus": memory.on_gpus}
-    more.add_row("attention", attention_of(shape, config.model.dtype, **kinds))
-    if shape.has_linear_attention:
-        more.add_row("linear attention", linear_attention_of(shape, on_gpus=memory.on_gpus))
+    for kind, computed_by in kernels_of(shape, config.model.dtype, **kinds).items():
+        more.add_row(kind, computed_by)
     modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))
     if isinstance(config, GrpoRunConfig) and memory.engine is not None:

@@ -103,15 +103,14 @@ class Family(Traits):
 
     def head_rules(self, shape: ModelShape) -> list[Rule]:
         """The rows of the multi-token head; none unless it is trained."""
-        if self.multi_token is None or not shape.multi_token:
-            return []
-        return self.multi_token.rules(self.layer_rules(shape.head_layer))
+        layers, head = shape.head_layers, self.multi_token
+        return [rule for layer in layers if head for rule in head.rules(self.layer_rules(layer))]
 
     def head_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of the multi-token head, by name; none unless it is trained."""
         prefix = self.multi_token.hf_prefix(shape) if self.multi_token else ""
-        known = shape.sizes(shape.head_layer)
-        return {prefix + name: extents for rule in self.head_rules(shape) for name, extents in rule.hf_names(known)}
+        pairs = [(rule, shape.sizes(layer)) for layer in shape.head_layers for rule in self.head_rules(shape)]
+        return {prefix + name: extents for rule, known in pairs for name, extents in rule.hf_names(known)}
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
@@ -221,7 +220,7 @@ class Family(Traits):
                     placed.append(Placed(place(self.embedding, name=self.output.megatron), "", prefix))
                 if (head := self.head_rules(shape)) and self.multi_token:
                     names = self.multi_token.hf_prefix(shape), prefix + HEAD_LAYER
-                    placed += [Placed(place(rule, shape.head_layer), *names) for rule in head]
+                    placed += [Placed(place(rule, layer), *names) for layer in shape.head_layers for rule in head]
                     if not first:
                         placed.append(Placed(place(self.embedding, name=HEAD_EMBEDDING), "", prefix))
         return placed

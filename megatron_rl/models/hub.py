@@ -81,10 +81,8 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
     """
     check_startable(folder)
     FAMILIES[shape.family].check_mesh(shape, mesh)
-    ignored = scan(folder, shape.served).ignored
-    if shape.multi_token and (head := FAMILIES[shape.family].multi_token):
-        ignored = {name: reason for name, reason in ignored.items() if reason != head.reason}
-    for reason, count in Counter(ignored.values()).items():
+    ignored, needed = scan(folder, shape.served).ignored, FAMILIES[shape.family].file_tensors(shape)
+    for reason, count in Counter(reason for name, reason in ignored.items() if name not in needed).items():
         log.warning("%s: %d tensors are ignored: %s", folder, count, reason)
 
 

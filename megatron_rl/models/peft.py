@@ -208,17 +208,23 @@ def base_of(folder: Path) -> str:
 
 
 def require_fitting(folder: Path, shape: ModelShape, model: Path) -> None:
-    """Check that a folder has the tensors of a model's adapters, as far as its header tells.
+    """Check that a folder has a model's adapters, as far as its configuration and its header tell.
 
     Args:
         shape: the model's, with the adapters.
         model: what the error calls the model.
 
     Raises:
-        ValueError: a tensor is missing, has other extents or no floating-point numbers, or belongs to no layer with
-            adapters.
+        ValueError: they have another rank or scale, a tensor is missing, has other extents or no floating-point
+            numbers, or belongs to no layer with adapters.
     """
-    path = folder / TENSORS
+    found, mine, path = read_adapters(folder), shape.adapters, folder / TENSORS
+    assert mine is not None, "a model without adapters has no such file"
+    if (found.rank, found.scale) != (mine.rank, mine.scale):
+        raise ValueError(
+            f"the adapters in {folder} have the rank {found.rank} and the scale {found.scale}, and policy.lora has "
+            f"{mine.rank} and {mine.scale}"
+        )
     if not path.is_file():
         raise ValueError(f"{folder} has no {TENSORS}; copy the folder again, or let PEFT save it with safetensors")
     header = read_header(path)

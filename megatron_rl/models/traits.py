@@ -21,9 +21,9 @@ class Traits:
     dense: tuple[Rule, ...]
     mixture: tuple[Rule, ...]
 
-    def is_float32(self, hf_name: str) -> bool:
-        """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
-        return any(rule.float32 for rule in self._rules_of(hf_name))
+    def is_float32(self, name: str) -> bool:
+        """Whether trainer and engine hold an HF tensor, or Megatron's parameter, in float32 for every model.dtype."""
+        return any(rule.float32 for rule in self._rules_of(name))
 
     def is_sent_as_float32(self, hf_name: str) -> bool:
         """Whether the engine holds an HF tensor in float32 for every dtype of the model."""
@@ -31,11 +31,10 @@ class Traits:
 
     def has_negated_exp(self, name: str) -> bool:
         """Whether the engine holds -exp(x) of a parameter of Megatron, or of an HF tensor."""
-        names = [(rule.megatron, rule.hf[0].name) for rule in self.rules if rule.negated_exp]
-        return any(name.endswith(f".{one}") for pair in names for one in pair)
+        return any(rule.negated_exp for rule in self._rules_of(name))
 
-    def _rules_of(self, hf_name: str) -> list[Rule]:
-        return [rule for rule in self.rules if any(hf_name.endswith(f".{tensor.name}") for tensor in rule.hf)]
+    def _rules_of(self, name: str) -> list[Rule]:
+        return [r for r in self.rules if name.endswith(tuple(f".{n}" for n in (r.megatron, *(t.name for t in r.hf))))]
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -48,9 +47,7 @@ class Traits:
         return any(hf_name.endswith(f".{name}") for name in names)
 
     def layer(self, attention: Attention, mlp: Mlp) -> Layer:
-        """A layer of these blocks, with what the table's rows say of them. A row is recognised by its parameter of
-        Megatron, which has one name in all families; the names of checkpoints differ. Where a row has a condition, the
-        block says it already."""
+        """A layer of these blocks, with what rows say of them. If a row has a condition, the block says it already."""
         dims = {rule.megatron: rule.hf[0].dims for rule in self.rules}
         chosen = {rule.megatron for rule in self.rules if rule.when is not None}
         of = "self_attention."

@@ -49,20 +49,18 @@ def trains_fused(config: BaseConfig, shape: ModelShape, context: int) -> bool:
     return config.cluster.gpus_per_trainer > 0 and has_fused_layers(shape, config.model, context)
 
 
-def attention_of(shape: ModelShape, dtype: str, *, fused: bool, on_gpus: bool) -> str:
-    """Who computes the attention of the layers."""
-    if fused:
-        return "Transformer Engine"
-    if on_gpus and dtype != "float32":
-        return "FlashAttention, one call for a row"
+def kernels_of(shape: ModelShape, dtype: str, *, fused: bool, on_gpus: bool) -> dict[str, str]:
+    """Who computes each kind of attention that the layers have."""
     masked = any(block.window or block.sinks for block in shape.attentions)
-    return f"torch's, padded, with{'' if masked else 'out'} masks"
-
-
-def linear_attention_of(shape: ModelShape, *, on_gpus: bool) -> str:
-    """Who computes linear attention."""
-    has_kernels = on_gpus and shape.has_delta_rule
-    return "flash-linear-attention's kernels" if has_kernels else "a loop over chunks in PyTorch"
+    softmax = f"torch's, padded, with{'' if masked else 'out'} masks"
+    if on_gpus and dtype != "float32":
+        softmax = "FlashAttention, one call for a row"
+    found = {"attention": "Transformer Engine" if fused else softmax}
+    if shape.has_linear_attention:
+        has_kernels = on_gpus and shape.has_delta_rule
+        linear = "flash-linear-attention's kernels" if has_kernels else "a loop over chunks in PyTorch"
+        found["linear attention"] = linear
+    return found
 
 
 def recomputed_modules(model: ModelConfig, megatron: MegatronConfig) -> frozenset[str]:
@@ -346,10 +344,10 @@ def activations(
         hidden = shape.hidden_size * num_own * width
         # The input of the last norm; hidden states of all tokens; two indices and four numbers of each token.
         kept += inputs + hidden + TOKEN_BYTES * num_own
-        if shape.multi_token:
+        for layer in shape.head_layers:
             # Its layer; the embedding in front of its norm, both normed inputs as one matrix, and the input of the last
             # norm; the model's hidden states, which its norm keeps, and its own. One micro-batch is in flight.
-            own = inputs if "full" in recomputed else size(shape.head_layer, recomputed)
+            own = inputs if "full" in recomputed else size(layer, recomputed)
             kept += own + 4 * inputs + 2 * hidden + TOKEN_BYTES * num_own
         if shape.value_head:  # the hidden states again in fp32
             output = hidden + 4 * shape.hidden_size * num_own

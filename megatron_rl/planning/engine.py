@@ -113,7 +113,7 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     rollout, width = config.rollout, BYTES[config.model.dtype]
     longest, stages = rollout.max_model_tokens, range(rollout.parallel.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.parallel.pipeline, stage) for stage in stages]
-    weights = _weight_bytes(config, shape, plan).reshape(rollout.parallel.pipeline, rollout.parallel.tensor).max(1)
+    weights = _weight_bytes(config, shape).reshape(rollout.parallel.pipeline, rollout.parallel.tensor).max(1)
     slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
     work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
     caches = np.maximum(0.0, vllm_bytes(config) - weights - slots - work)
@@ -141,14 +141,13 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     return EngineMemory(tuple(gpus), *numbers)
 
 
-def _weight_bytes(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan) -> np.ndarray:
+def _weight_bytes(config: GrpoRunConfig, shape: ModelShape) -> np.ndarray:
     """The bytes of the weights on each rank of an engine, float64 [world_size]. Online quantisation keeps the weights
     of linear layers in one byte; embedding, output layer, norms and routers stay as they are. The quantisations to four
     bits are counted as eight."""
     rollout, width = config.rollout, BYTES[config.model.dtype]
     if rollout.quantization is None:
-        whole = plan if shape.adapters is None else planned_transfer(config, shape.base, config.policy.parallel.mesh)
-        return whole.engine_bytes
+        return planned_transfer(config, shape.base, config.policy.parallel.mesh).engine_bytes
     sizes = np.zeros(rollout.engine_ranks)
     for rank in range(rollout.engine_ranks):
         placed = FAMILIES[shape.family].vllm_placed(

@@ -206,11 +206,9 @@ def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) ->
 
 
 def _expert_sizes(shape: ModelShape, tensor: int, stage_size: int) -> Iterator[dict[str, int]]:
-    """The ways to split the experts over the ranks of a stage."""
+    """The ways to split the experts over the ranks of a stage; a model without experts has one."""
     yield {}
-    if shape.mixture is None:
-        return
-    for expert in _divisors(stage_size)[1:]:
+    for expert in _divisors(shape.num_experts)[1:]:
         for split in sorted({1, tensor}):
             if stage_size % (expert * split) == 0:
                 yield {"expert": expert, "expert_tensor": split}

@@ -104,8 +104,7 @@ def trainer_memory(
             ),
             "two buffers of the bridge": MemoryPart(always(2 * push.bucket_bytes), "lower bridge.bucket_mib"),
             "the adapters as a push sends them": MemoryPart(
-                always(held.trained * width if shape.adapters and push.bucket_bytes and not push.merges else 0.0),
-                "lower policy.lora.rank",
+                always(held.trained * width if push.copies else 0.0), "lower policy.lora.rank"
             ),
             "rows that a push merges (fp32)": MemoryPart(
                 (0.0, MERGED_BYTES if push.merges and on_gpus else 0.0, 0.0), "set rollout.lora to served"

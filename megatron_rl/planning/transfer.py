@@ -31,12 +31,15 @@ class TrainersPush(NamedTuple):
     """The memory of the bridge's NCCL communicators."""
     merges: bool = False
     """Whether it merges adapters into the weights that it sends (`rollout.lora`)."""
+    copies: bool = False
+    """Whether it sends copies of adapters."""
 
     @classmethod
     def of(cls, config: BaseConfig, communicator_bytes: float) -> TrainersPush:
         if not isinstance(config, GrpoRunConfig):
             return cls()
-        return cls(config.bridge.bucket_mib * 2**20, communicator_bytes, config.rollout.lora == "merged")
+        merges, copies = config.rollout.lora == "merged", config.served_adapters is not None
+        return cls(config.bridge.bucket_mib * 2**20, communicator_bytes, merges, copies)
 
 
 NO_PUSH = TrainersPush()

@@ -15,7 +15,7 @@ from megatron_rl.models.adapters import OUTPUT, linear_names
 from megatron_rl.models.hub import MANIFEST
 from megatron_rl.models.peft import TENSORS, base_form, base_of, read_adapters, require_base, require_fitting
 from megatron_rl.planning.adapters import SLOT_RANKS
-from megatron_rl.types import DeltaNet, LatentAttention, Mixture, ModelShape
+from megatron_rl.types import LatentAttention, ModelShape
 
 
 def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
@@ -127,27 +127,27 @@ def _faults_of_output(policy: PolicyConfig, lora: LoraConfig, shape: ModelShape)
 def unserved(config: GrpoRunConfig, lora: LoraConfig, shape: ModelShape) -> Iterator[str]:
     """Adapters that vLLM cannot serve, or has not been tried with."""
     targets, family = lora.adapters.targets or linear_layers(shape), FAMILIES[shape.family]
-    kinds = {type(block) for layer in shape.layers for block in (layer.attention, layer.mlp)}
     if OUTPUT in targets:
         yield f"policy.lora.targets has {OUTPUT}, and engines serve no adapter of the output layer; leave it out"
-    if DeltaNet in kinds:
+    if shape.has_linear_attention:
         yield f"policy.lora: vLLM's adapters have not been tried in a model with linear attention, {shape.family}"
-    if LatentAttention in kinds:
+    if isinstance(shape.attention, LatentAttention):
         yield (
             f"policy.lora: vLLM decodes latent attention with matrices that it makes of kv_b_proj, and adds no adapter "
             f"to them; train the adapters of {shape.family} with `megatron-rl sft`"
         )
-    attention = linear_names(family.block_rules(shape.attention))
-    if Mixture in kinds and (left := [n for n in targets if n in linear_layers(shape) and n not in attention]):
-        yield (
-            f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
-            f"{', '.join(attention)}"
-        )
-    if Mixture in kinds and not config.cluster.gpus_per_engine_rank:
-        yield (
-            'policy.lora: vLLM computes a mixture with adapters by a kernel for GPUs alone (it ends with "module '
-            "'triton.language' has no attribute 'float32'\"), and the engines of this run are on CPUs; leave it out"
-        )
+    if shape.mixture:
+        attention = linear_names(family.block_rules(shape.attention))
+        if left := [name for name in targets if name in linear_layers(shape) and name not in attention]:
+            yield (
+                f"policy.lora.targets means {', '.join(left)}, too: engines serve no adapters of experts; choose "
+                f"{', '.join(attention)}"
+            )
+        if not config.cluster.gpus_per_engine_rank:
+            yield (
+                'policy.lora: vLLM computes a mixture with adapters by a kernel for GPUs alone (it ends with "module '
+                "'triton.language' has no attribute 'float32'\"), and the engines of this run are on CPUs; leave it out"
+            )
     if lora.base == "fp8":
         yield (
             "policy.lora.base is fp8, and engines that serve adapters compute with weights that are not rounded to "

@@ -64,7 +64,7 @@ def make_engine(spec: EngineSpec, progress: Progress | None) -> LLMEngine:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    defaults = {} if on_gpu else _cpu_defaults(rollout, isinstance(shape.attention, LatentAttention))
+    defaults = {} if on_gpu else _cpu_defaults(rollout, shape)
     ours = _own_arguments(spec, shape, on_gpu)
     arguments = EngineArgs(**{**defaults, **rollout.vllm, **ours})
     look_at_classes_here()
@@ -185,19 +185,15 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
     return ours
 
 
-def _cpu_defaults(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
+def _cpu_defaults(rollout: RolloutConfig, shape: ModelShape) -> dict[str, Any]:
     """What vLLM's arguments are on a CPU if `rollout.vllm` does not give them. Prompts of up to 8192 tokens together
-    fit into one step, which saves passes of the scheduler's Python loop.
-
-    Args:
-        latent: whether the model has latent attention. vLLM's faster kernel for it computes in bf16 alone, and drops a
-            weight that a push needs.
-    """
+    fit into one step, which saves passes of the scheduler's Python loop."""
     defaults: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_batched_tokens": max(8192, rollout.max_engine_tokens),
     }
-    if latent:
+    # vLLM's faster kernel for latent attention computes in bf16 alone, and drops a weight that a push needs.
+    if isinstance(shape.attention, LatentAttention):
         defaults["attention_backend"] = "CPU_MLA"
     else:  # the prefix cache holds whole blocks; vLLM's default for CPUs, 128, is longer than many prompts
         defaults["block_size"] = 32

@@ -1,7 +1,7 @@
 """The blocks of a layer. Each one says what its rows are called by, what a mesh divides, and what it costs.
 
 A layer (`model.Layer`) has a block of attention and an MLP. A new kind of block is also a case of models/fused.py,
-planning/activations.py, actor/block_settings.py and actor/model.py, and rows of a family. Nothing here imports torch.
+planning/activations.py and actor/block_settings.py, and rows of a family. Nothing here imports torch.
 Invariant (tests/unit/balance): the multiplications agree within 2 % with what torch's FlopCounterMode counts.
 """
 
@@ -44,6 +44,8 @@ class SoftmaxAttention:
     """The factor of the scores; None means 1 / sqrt(head_dim)."""
 
     is_linear: ClassVar[bool] = False
+    is_rotated_by_megatron: ClassVar[bool] = True
+    """Whether Megatron rotates q and k where layers are Transformer Engine's. Our modules rotate by themselves."""
 
     def without_window(self) -> SoftmaxAttention:
         return replace(self, window=None)
@@ -114,6 +116,7 @@ class LatentAttention:
     rope: Rope
 
     is_linear: ClassVar[bool] = False
+    is_rotated_by_megatron: ClassVar[bool] = False
     window: ClassVar[None] = None
     norms: ClassVar[Literal["none"]] = "none"
     """Norms of compressed q and k are always there."""

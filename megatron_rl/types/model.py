@@ -72,7 +72,7 @@ class ModelShape:
     """The factor of the embedding's output, which is rounded to the model's dtype."""
     multi_token: bool = False
     """Whether the head that predicts the token after the next one is a part of the model, and is trained. Its layer is
-    `head_layer`."""
+    in `head_layers`."""
 
     def __repr__(self) -> str:
         """Equal layers that follow each other are named once: 3 x Layer(...)."""
@@ -140,8 +140,9 @@ class ModelShape:
 
     @property
     def mlps(self) -> list[Mlp]:
-        """The kinds of MLPs, the last layer's first."""
-        return [*dict.fromkeys(layer.mlp for layer in reversed(self.layers))]
+        """The kinds of MLPs: mixtures first, and each sort as the last layers have it first."""
+        kinds = dict.fromkeys(layer.mlp for layer in reversed(self.layers))
+        return sorted(kinds, key=lambda mlp: not isinstance(mlp, Mixture))
 
     @property
     def num_experts(self) -> int:
@@ -154,6 +155,6 @@ class ModelShape:
         return sum(layer.mixture is not None for layer in self.layers)
 
     @property
-    def head_layer(self) -> Layer:
-        """The layer of a multi-token head: like the last one, with attention to all earlier tokens."""
-        return replace(self.layers[-1], attention=self.attention)
+    def head_layers(self) -> tuple[Layer, ...]:
+        """The layers of a multi-token head: one like the last layer, with attention to all earlier tokens, or none."""
+        return (replace(self.layers[-1], attention=self.attention),) if self.multi_token else ()

@@ -553,6 +553,15 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     return live, pushed, mismatch
 
 
+def push_into_files(rank, world_size, url, *, folder, layout, setup):
+    """Push what a run pushes, into files that any engine may read."""
+    actor = build(rank, world_size, url, folder, layout)
+    sender = BridgeSender(setup, rank, actor.sent(setup.shape), actor.made(setup.shape))
+    sender.push(0)
+    sender.close()
+    actor.close()
+
+
 def push_adapters(rank, world_size, url, *, folder, layout, setup, version, lora, export):
     """Push the adapters, or the model that they are merged into if the setup's shape has none, score the engines'
     samples, which arrive over the store, and export the merged model and the adapters.

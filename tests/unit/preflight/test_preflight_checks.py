@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from numbered import SHAPES
 from rich.console import Console
 from small_models import changed
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -281,6 +282,13 @@ def test_what_vllm_cannot_serve_can_be_merged(name):
     assert len(served) == len(given["served"])
     assert all(part in fault for part, fault in zip(given["served"], served, strict=True)), served
     assert found("merged") == []
+
+
+def test_blocks_of_hybrid_models_are_served_no_adapters_either():
+    """Mamba-2 is linear attention, and experts with a squared ReLU are experts."""
+    found = faults_of_adapters(grpo(policy={"lora": {}}, rollout__lora="served"), SHAPES["nemotron_h"])
+    parts = ["linear attention", "adapters of experts", "for GPUs alone"]
+    assert len(found) == 3 and all(part in fault for part, fault in zip(parts, found, strict=True))
 
 
 def test_a_layer_that_is_not_there_has_one_fault():
