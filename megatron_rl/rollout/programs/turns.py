@@ -249,7 +249,7 @@ class Turns:
             talk.text = rendered(question, True)
         try:
             text = rendered([*question, *played.history], True)
-        except TemplateError as error:
+        except (TemplateError, LookupError, TypeError, AttributeError, ValueError) as error:
             log.warning("an answer ends because the chat template cannot render it: %s", said(error))
             return False
         transcript = talk.transcript
