@@ -93,7 +93,7 @@ HOSTILE = {
         'import os\nfor _ in range(3000):\n try: os.mkdir("d"); os.chdir("d")\n except OSError: break'
     ),
     "a file in the root": "echo x > /x; echo x > /usr/x; echo x > /etc/x; mkdir /new; echo x > /dev/x",
-    "a symbolic link out": "ln -s / out; cat out/root/.bashrc out/etc/shadow out/proc/1/environ >/dev/null; rm out",
+    "a symbolic link out": "ln -s / out; cat out/home/*/.bashrc out/etc/shadow out/proc/1/environ >/dev/null; rm out",
     "a device": "mknod disk b 8 0; cat /dev/sda /dev/mem /dev/kmsg",
     "a fifo that nobody writes": "mkfifo pipe; cat pipe",
     # output
@@ -130,7 +130,7 @@ HOSTILE = {
     "no rights on the tree": "chmod 000 /work; ls /work",
     "a name with a line feed": "touch \"$(printf 'a\\nb')\"; ls; rm -f a*",
     # what belongs to others
-    "the machine's files": f"cat {SECRET} /etc/passwd /etc/shadow /root/.ssh/id_rsa; ls /root /home /var /srv /mnt",
+    "the machine's files": f"cat {SECRET} /etc/passwd /etc/shadow ~root/.ssh/id_rsa; ls ~root /home /var /srv /mnt",
     "the machine's processes": "ls /proc | grep -c '^[0-9]'",
     "the machine's environment": "env; cat /proc/1/environ",
     "python of the machine": python("import torch"),
