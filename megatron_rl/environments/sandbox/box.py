@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-FOLDER = "/work"
+FOLDER = "/tree"
 START_S = 60.0
 """How long a sandbox may take to be ready; it needs about 0.1 s on an idle machine."""
 LATE_S = 30.0

@@ -25,7 +25,7 @@ import time
 from typing import IO, Any
 
 POLL_S = 0.05
-MOUNTED = ("/work", "/tmp", "/logs", "/tests")
+MOUNTED = ("/tree", "/tmp", "/logs", "/tests")
 PR_SET_DUMPABLE = 4
 
 
@@ -175,4 +175,5 @@ def main() -> None:
         print(json.dumps(answer), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
