@@ -271,8 +271,8 @@ class GrpoProcessAdvantage(Method):
 
 
 class TwoStageAdvantage(Method):
-    """For two-stage answers as in OpenOneRec (arXiv:2512.24762). Thoughts are compared within their group. The items
-    that beam search found for a thought are compared with each other."""
+    """The estimator for two-stage answers as in OpenOneRec (arXiv:2512.24762). Thoughts are compared within their
+    group. The items that beam search found for a thought are compared with each other."""
 
     formula: ClassVar[str] = (
         "at an item: (r - mean) / (std + 1e-6) over the items of its thought; at a thought: the same of R over the "
@@ -298,7 +298,7 @@ class FunctionAdvantage(Method):
 
     kind: Literal["function"] = "function"
     path: FunctionPath
-    """Where the function is: `package.module:function`, or `folder/file.py:function`. The advantage of a sample
+    """The place of the function: `package.module:function`, or `folder/file.py:function`. The advantage of a sample
     whose reward is NaN is not used."""
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OBSERVED, TOOL = "observation", "some_tool"
 CALL_ID = "call00000"
-"""Of a call that the model has given no name. Mistral's template wants nine characters."""
+"""The id of a call to which the model has given none. Mistral's template wants nine characters."""
 NUM_ROUNDS = 6
 """A thought may be dropped only when a second observation follows, or a later one."""
 SHOWN = 40

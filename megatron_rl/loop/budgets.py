@@ -23,7 +23,7 @@ class ThoughtBudgets:
         self._config = config
         self._tokens = config.rollout.thinking.thought_tokens if config.rollout.thinking else None
         self._lengths: list[list[int]] = []
-        """For each of the last steps, the lengths of its whole thoughts that led to right answers, in tokens."""
+        """The lengths, for each of the last steps, of its whole thoughts that led to right answers, in tokens."""
 
     def give(self, prompt: Prompt, number: int, step: int) -> Prompt:
         """The prompt with the budgets of its answers. If all budgets equal `ThinkingBudget.of_row`, none are set.

@@ -1,15 +1,15 @@
 """A sandbox of one answer: a tree of files in memory, and commands that run in it.
 
-bubblewrap makes it from the kernel's namespaces: no network, no process and no file of the machine but its programs,
-which are read-only, an own user without rights, and a file system in memory. A process in it (`inside.py`) carries out
-commands until the sandbox is closed, or until this process ends.
+bubblewrap makes it from namespaces of the kernel: no network, no process and no file of the machine but its programs,
+which are read-only, and a user without rights. A process in it (`inside.py`) carries out commands until it is closed.
 
     with Box({"main.py": "print(6 * 7)"}) as box:
         box.run("python3 main.py")      # Ran(output='42\\n', status=0, why='')
         box.run("sleep 9", 0.1)         # Ran(output='', status=None, why='timed out')
 
 What remains possible: a program uses a CPU until its time is over, sees which programs the machine has, and notices how
-busy it is. A fault of the kernel is not contained.
+busy it is. It can also disable its own sandbox, by limits for the first process; then the answer is a failure without a
+reward. A fault of the kernel is not contained.
 
 Invariants (tests/unit/environments): a command that hangs, floods, forks or fills its disk ends within its time and its
 limits, and the next one works; nothing of a sandbox is left when it is closed, or when its owner is killed.
@@ -52,12 +52,12 @@ class BoxLimits:
     """What the commands of a sandbox may use."""
 
     timeout_s: float = 30.0
-    """Of one command. Then it gets SIGTERM, and after `grace_s` SIGKILL."""
+    """The longest time of a command. Then it gets SIGTERM, and after `grace_s` SIGKILL."""
     grace_s: float = 1.0
     memory_bytes: int = 1 << 30
-    """Of all processes together, and of the address space of each."""
+    """The memory of all processes together, and the address space of each."""
     files_bytes: int = 256 << 20
-    """Of the tree, which is in memory, and the same for `/tmp`."""
+    """The size of the tree, which is in memory, and of `/tmp`."""
     output_bytes: int = 64 << 10
     num_processes: int = 64
 
@@ -69,7 +69,7 @@ class Ran:
     output: str
     """Standard output and errors, up to the limit."""
     status: int | None
-    """Its exit status; minus the number of the signal that ended it. None: a limit ended it."""
+    """The exit status of the command; minus the number of the signal that ended it. None: a limit ended it."""
     why: str = ""
     """`timed out` or `out of memory`, if a limit ended it: an exit status of 124 or 137 is the program's own."""
     num_more: int = 0
@@ -98,8 +98,8 @@ class Box:
         except OSError as error:
             raise BoxError(f"a sandbox could not be started: {error}") from error
         self._unread = b""
-        self._answer(START_S)
         try:
+            self._answer(START_S)
             for path, content in self.files.items():
                 self.write(path, content)
         except BaseException:

@@ -25,7 +25,7 @@ SHOWN_LINES = 400
 class Workspace:
     limits = BoxLimits()
     test_timeout_s = 60.0
-    """Of `setup`, and of `test`."""
+    """The longest time of `setup`, and of `test`."""
 
     def reset(
         self,

@@ -3,9 +3,9 @@
 An agent sends a whole conversation in each call: it repeats the turns before it. The tokens that the model sampled in
 these turns are known, and are not tokenised again. If a call begins with the conversation and the answer of an earlier
 call, it continues that call, and only the text after it is tokenised. Calls with a common beginning that then differ
-are branches: other tools, a shortened history, or another agent. So are calls whose earlier turns the chat template
-renders in another way than before. If an agent asks the same call once more, and goes on from the later
-answer only, the earlier one had no effect on anything, and is left out.
+are branches: with other tools, with a shortened history, or of another agent. A call whose earlier turns the chat
+template now renders in another way is a branch, too. If an agent asks the same call again and goes on from the later
+answer only, the earlier answer had no effect, and is left out.
 
 Invariants (tests/unit/rollout): the tokens of a call are the tokens of the previous call, followed by the text that the
 chat template adds; they are the text that it renders for the whole conversation, if the answers are read as they were

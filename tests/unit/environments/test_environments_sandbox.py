@@ -81,7 +81,7 @@ HOSTILE = {
     "a large list": python("x = [0] * (1 << 30)"),
     "memory bit by bit": python("x = []\nwhile 1: x.append(bytearray(1 << 20))"),
     "memory of many processes": "for i in $(seq 20); do "
-    + python("x = bytearray(60 << 20)\nimport time\ntime.sleep(9)").replace("\n", "\n")
+    + python("x = bytearray(60 << 20)\nimport time\ntime.sleep(9)")
     + " & done; wait",
     "a full disk": "dd if=/dev/zero of=big bs=1M count=100 2>/dev/null; rm -f big",
     "a full /tmp": "dd if=/dev/zero of=/tmp/big bs=1M count=100 2>/dev/null; rm -f /tmp/big",
@@ -143,7 +143,7 @@ def test_a_hostile_program_is_contained(box, name):
     start = time.monotonic()
     ran = box.run(HOSTILE[name], 1.0)
     assert time.monotonic() - start < deadline(10)
-    assert len(ran.output) <= LIMITS.output_bytes * 2 and str(SECRET.name) not in ran.output.replace(str(SECRET), "")
+    assert len(ran.output) <= LIMITS.output_bytes and "def test_a_hostile_program" not in ran.output
     box.run("chmod 755 /tree; rm -rf /tree/* /tmp/* 2>/dev/null")
     after = box.run("echo ok; ls -A /tree /x /new /usr/x 2>/dev/null; ls /proc | grep -c '^[0-9]'")
     assert after.output.splitlines()[0] == "ok" and int(after.output.splitlines()[-1]) <= 5
@@ -272,6 +272,7 @@ def test_a_setup_that_fails_is_a_fault():
         finally:
             await session.end()
 
+    before = len(processes_of("--tmpfs"))
     with pytest.raises(EnvironmentFault, match="the row's setup 'echo no compiler; exit 2' exit status 2: no compiler"):
         asyncio.run(begin())
-    assert gone("inside a sandbox that never was")
+    assert len(processes_of("--tmpfs")) == before, "its sandbox was closed"
