@@ -17,6 +17,7 @@ import pytest
 from safetensors import safe_open
 
 
+@pytest.mark.deep
 def test_supervised_training_learns_though_nobody_reads_its_output_any_more(recipe, run_here, task):
     """As with `| head` and a lost connection: the reader of the output goes, and the terminal hangs up."""
     lines = (task / "demonstrations.jsonl").read_text().splitlines()

@@ -203,6 +203,7 @@ def test_costly():
 BOUNDS = [(["-n0"], 0), (["-n2", "--bound=1000"], 0), (["-n2", "--bound=0.1"], 1)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("options", "status"), cover.essential(BOUNDS, BOUNDS[-1]))
 def test_seconds_decide_the_exit_status_only_for_who_gives_a_bound(tmp_path, options, status):
     (tmp_path / "test_costly.py").write_text(COSTLY)
@@ -240,6 +241,7 @@ print(used, own.group is not None, own.group and own.group.exists())
 """
 
 
+@pytest.mark.deep
 def test_what_was_killed_is_counted():
     done = subprocess.run(
         [sys.executable, "-c", KILLED],

@@ -50,6 +50,7 @@ def test_a_resumed_run_uses_its_own_learning_rate_betas_and_decay(trainers, mode
         assert {decay for *_, decay in settings} <= {0.3, 0.0}, "norms are not decayed"
 
 
+@pytest.mark.deep
 def test_a_run_killed_while_saving_resumes_in_fresh_processes(trainers, model_folder, samples, tmp_path):
     layout = Layout(Mesh(pipeline=2), num_microbatches=2)
     arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / "last")

@@ -438,7 +438,7 @@ BALANCED = {
 }
 
 
-@pytest.mark.parametrize("layout_name", cover.essential(BALANCED, "cp2_ep2", "tp2"))
+@pytest.mark.parametrize("layout_name", cover.essential(BALANCED, "tp2"))
 def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, grouped_samples, layout_name):
     """Padding, passes for log-probs, recomputation and a refused update add no tokens."""
     layout = BALANCED[layout_name]

@@ -77,8 +77,7 @@ CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layou
 ESSENTIAL = [
     *(("qwen3", layout) for layout in ("tp2-pp2", "pp2-vpp2-cp2")),
     *(("qwen3_moe", "tp2-dp2-ep2"), ("deepseek_v3", "pp2-vpp2"), ("qwen3_next", "tp2-cp2")),
-    *(("nemotron_h", "tp2-cp2"), ("nemotron_h_experts", "tp2-cp2")),
-    *(("glm4_moe", "tp2-dp2-ep2-etp1"), ("gpt_oss", "tp2-cp2"), ("qwen2_windows", "cp2"), ("olmo2", "tp2")),
+    *(("nemotron_h", "tp2-cp2"), ("glm4_moe", "tp2-dp2-ep2-etp1"), ("gpt_oss", "tp2-cp2")),
 ]
 RECOMPUTED = [
     ("llama", "tp2"),

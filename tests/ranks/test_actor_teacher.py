@@ -24,7 +24,7 @@ FORMS = {
 }
 CHOSEN = ("tp4_two_kv_heads", "tp2_pp2_vpp2", "cp2_dp2_empty_microbatch", "tp2_cp2", "pp2_dp2_empty_microbatch")
 CASES = [(form, layout) for form in FORMS for layout in CHOSEN]
-ESSENTIAL = [("reverse", "tp2_cp2"), ("forward", "tp2_pp2_vpp2"), ("sampled", "cp2_dp2_empty_microbatch")]
+ESSENTIAL = [("reverse", "tp2_cp2"), ("sampled", "cp2_dp2_empty_microbatch")]
 
 
 def algorithm_of(form: str) -> AlgorithmConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+import cover
 import numpy as np
 import pytest
 import torch
@@ -110,7 +111,7 @@ def draws_by_element(shape, mesh: Mesh, fused: bool) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "qwen3_adapted"])
+@pytest.mark.parametrize("name", cover.essential([*SHAPES, "qwen3_adapted"], "qwen3_moe", "gpt_oss", "qwen3_adapted"))
 def test_every_layout_has_the_same_draws(name):
     shape = SHAPES.get(name) or replace(SHAPES["qwen3"], adapters=Adapters(3, 6.0))
     expected = draws_by_element(shape, Mesh(), False)

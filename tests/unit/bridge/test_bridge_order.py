@@ -228,7 +228,7 @@ def test_a_first_push_would_not_end_if_it_connected_the_pairs():
 
 
 @given(st.data())
-@settings(max_examples=200)
+@settings(max_examples=cover.examples(200))
 def test_the_push_of_any_layout_ends(data):
     engines = data.draw(any_engines())
     shape = enlarged(data.draw(served(engines)))

@@ -67,6 +67,7 @@ def test_a_module_is_held_until_all_ranks_of_the_engine_have_it():
         assert most_incomplete_bytes(plan, 4) == most
 
 
+@pytest.mark.deep
 def test_the_order_for_engines_that_repack_leaves_few_layers_incomplete():
     shape, mesh = read_shape(MODELS / "Qwen3-30B-A3B.json"), Mesh(2, 2, 2, expert=4, expert_tensor=1)
     plans = [plan_weights(shape, mesh, Engines(2, 8, 1, True), repacked=repacked) for repacked in (False, True)]

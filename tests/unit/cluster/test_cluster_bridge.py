@@ -111,6 +111,7 @@ class Group:
             self.processes = [self._new()]
 
 
+@pytest.mark.deep
 def test_an_engine_that_is_lost_in_a_joining_is_replaced_and_all_join_once_more(tmp_path):
     """The joining at the start has the number 0. A trainer rank that is lost when the engines take its memory is lost
     in the push: later the loop would wait for groups that nobody was asked for."""

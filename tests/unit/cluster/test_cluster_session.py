@@ -182,6 +182,7 @@ def test_a_death_is_reported_with_the_last_error_of_its_log_and_without_rays_lon
     assert "raylet" not in str(e.value) and not e.value.silent
 
 
+@pytest.mark.deep
 def test_a_deadline_names_who_is_silent_and_what_it_is_doing(ranks):
     busy, stopped = processes = ranks(2)
     locate_all(processes, 600, "nothing")
@@ -263,6 +264,7 @@ with ray_session(ClusterConfig(), num_trainers=1, logs=pathlib.Path(sys.argv[1])
 """
 
 
+@pytest.mark.deep
 def test_a_driver_that_waits_ends_with_status_1_when_its_ray_is_lost(tmp_path):
     """Nothing of its Ray is left either."""
     driver = subprocess.Popen([sys.executable, "-c", WAITS_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)

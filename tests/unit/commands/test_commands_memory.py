@@ -42,6 +42,7 @@ def test_a_run_that_does_not_fit_is_refused():
         check_memory(run_memory(run, planned_shape(run)))
 
 
+@pytest.mark.deep
 def test_the_command_prints_tables_or_json(capsys):
     assert size_run.main([RECIPE]) == 0
     shown = capsys.readouterr().out

@@ -72,6 +72,7 @@ print("the end", file=sys.stderr)
 """
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "reader", cover.essential(["stopped", "away", "stopped pipe", "hung up"], "stopped", "hung up")
 )

@@ -195,6 +195,7 @@ def test_an_update_of_muon_needs_room_for_its_largest_matrix():
     assert shared.parts[row][0] == work + 2 * 4 * held.matrices / 4
 
 
+@pytest.mark.deep
 def test_layouts_of_muon_are_never_offloaded():
     policy = {"parallel": {"tensor": 4, "pipeline": 4, "data": 2}, "optimizer": {"kind": "muon"}}
     layouts = fitting_layouts(config(policy=policy), SHAPE)
@@ -444,6 +445,7 @@ def test_layouts_that_fit_come_fastest_first():
         assert run_memory(changed, SHAPE).trainer == layout.memory and max(layout.memory.totals) <= 80e9
 
 
+@pytest.mark.deep
 def test_layouts_on_shared_gpus_fit_beside_the_engine_and_into_the_nodes():
     """A sleeping engine leaves room in training, so the push and the generation decide, and what is lent and offloaded
     is in the nodes' memory."""
@@ -463,6 +465,7 @@ def test_layouts_on_shared_gpus_fit_beside_the_engine_and_into_the_nodes():
             assert run_memory(changed, SHAPE).problems == [], one.label
 
 
+@pytest.mark.deep
 def test_the_overrides_of_a_layout_make_it_of_any_configuration():
     """Also of one whose sizes the layout leaves at their defaults."""
     given = ["policy.parallel={tensor: 2, context: 2, pipeline: 4, data: 2, layers: [17, 16, 16, 15]}"]

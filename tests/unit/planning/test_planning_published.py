@@ -227,6 +227,7 @@ def test_a_step_of_deepseek_v3_on_96_gpus(shape_of):
     assert 0.4 <= step.generation / VERL.generation <= 1 and 0.4 <= step.total / VERL.seconds <= 1
 
 
+@pytest.mark.deep
 def test_pushes_over_nccl_from_shard_to_shard(shape_of):
     """XFER is fitted, the other page judges. One push is faster than the links that are counted here, because the four
     engines of a node share what has arrived there."""

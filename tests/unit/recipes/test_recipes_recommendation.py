@@ -68,6 +68,7 @@ def test_half_of_the_demonstrations_are_about_the_wrong_series():
     assert hits / right == pytest.approx(0.9 + 0.1 / 8, abs=0.02)
 
 
+@pytest.mark.deep
 def test_the_task_fits_the_recipe_and_its_users_are_disjoint(tmp_path):
     write_task(tmp_path / "task")
     rows = {

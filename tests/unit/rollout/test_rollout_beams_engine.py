@@ -127,12 +127,14 @@ def test_the_beams_are_those_of_transformers(stage, folders, references):
     )
 
 
+@pytest.mark.deep
 def test_greedy_thoughts_have_beams_at_the_sampling_temperature(stage, folders, references):
     stage.push(folders[0], 1)
     [group] = stage.run(stage.generate(prompts(1), 1, 1, seed=4, purpose="baseline"))
     check_thought(group, [references[0]] * 3)
 
 
+@pytest.mark.deep
 def test_a_push_between_two_tokens_of_the_items(stage, folders, references, monkeypatch):
     """The tokens before the push keep their log-probs and their version, and the new weights give the others. The push
     begins as soon as the first thought's beams have one token each."""

@@ -219,6 +219,7 @@ def test_a_call_that_begins_in_a_push_waits_for_it(stage, folders):
     assert all(set(actions(tokens)[1]) == {3} for _, tokens in flat(first))
 
 
+@pytest.mark.deep
 def test_a_push_that_fails_ends_what_runs_and_a_whole_one_heals(stage, folders):
     stage.push(folders[0], 10)
     expected = stage.run(stage.generate(prompts(16, 5), 4, 10, seed=7))

@@ -104,6 +104,7 @@ def test_what_is_scored_may_lie_in_the_cache(stage, models):
     assert [num_requests(num) for num in (5, 5, 2, 3)] == [1, 2, 1, 2]
 
 
+@pytest.mark.deep
 def test_texts_that_do_not_fit_into_one_step_are_scored_in_parts(stage, models):
     """A step has at most 8192 tokens, so some text of these 12,000 is computed in two of them."""
     texts = [([5 + (i * i + i * k) % 13 for i in range(200)], 1 + k % 7) for k in range(60)]
@@ -126,6 +127,7 @@ def test_answers_that_are_not_trained_on_have_no_rewards(stage):
     assert all(not sample.token_rewards for sample, _ in stage.run(answers()))
 
 
+@pytest.mark.deep
 def test_answers_that_go_on_alone_have_values_too(stage, models, folders):
     """The values are those of the weights that the engine holds when an answer is complete."""
 
@@ -174,6 +176,7 @@ def check_branches(model, prompt: Prompt, group, rollouts: int) -> int:
     return len(branches)
 
 
+@pytest.mark.deep
 def test_other_answers_go_on_from_each_passage(stage, folders, models, branching):
     stage.push(folders[1], 1)
     asked = prompts(3, None)

@@ -90,6 +90,7 @@ def test_damage_to_quantised_layers_is_named(stage, pair, rank, how, named):
     assert re.search(named, error), error
 
 
+@pytest.mark.deep
 def test_an_engine_waits_between_taking_and_committing(stage, pair):
     """It samples nothing in between, and nothing at all with weights that are disputed."""
     stage.push(pair[0], 0)

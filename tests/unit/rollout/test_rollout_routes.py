@@ -117,6 +117,7 @@ def test_after_a_push_the_experts_are_those_of_the_new_weights(stage, mixtures, 
     assert share_of_others(answers, choices) < TIES
 
 
+@pytest.mark.deep
 def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage, mixtures, choices):
     """The record has no experts, so the engine computes those of the tokens that were sampled before."""
     path = stage.engine.sampler._progress.path
@@ -155,6 +156,7 @@ def test_experts_of_answers_that_were_preempted(stage, mixtures, choices, monkey
     assert share_of_others(tokens_of(groups), choices) < TIES
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "how"),
     [

@@ -327,6 +327,7 @@ def test_each_task_of_an_array_has_its_own_seed_and_name(job):
     assert refused.returncode == 64 and "no argument contains %a" in refused.stderr
 
 
+@pytest.mark.deep
 def test_a_lost_node_is_worth_another_start_ten_times_if_the_nodes_have_ever_been_ready(job):
     record = job.logs / "7_lost_nodes"
     assert job.run("a.yaml", script="train.sbatch", BROKEN="a2").returncode == 69

@@ -190,6 +190,7 @@ def planned(calibration: Path) -> Rates:
     return Rates.of(load_config(GrpoRunConfig, [str(path), f"cluster.calibration={calibration}"]))
 
 
+@pytest.mark.deep
 def test_a_part_that_hangs_ends_at_its_deadline_with_what_it_has_started(tmp_path):
     """The pipe ends when no process holds its other end any more."""
     pipe = tmp_path / "pipe"

@@ -14,6 +14,7 @@ def reached(path: str) -> dict[str, list[str]]:
     return {str(test): [str(p) for p in chain] for test, chain in touched.tests_of([Path(path)]).items()}
 
 
+@pytest.mark.deep
 def test_the_nearest_tests_come_first_with_their_chains_of_imports():
     found = reached("megatron_rl/balance/karmarkar_karp.py")
     first, *_ = found

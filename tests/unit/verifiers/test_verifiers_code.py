@@ -423,6 +423,7 @@ def test_all_tests_share_the_time_of_the_answer(cases):
     assert monotonic() - start < deadline(20)
 
 
+@pytest.mark.deep
 def test_a_case_that_takes_all_the_time_leaves_what_passed_before():
     program = "import time\ndef f(n): return 1 if n == 1 else time.sleep(1000)"
     cases = ["assert f(1) == 1", "assert f(2) == 2", "assert f(1) == 1"]

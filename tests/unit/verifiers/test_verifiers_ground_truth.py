@@ -92,6 +92,7 @@ def test_a_row_that_cannot_be_compared_fails_for_all_its_answers(cfg, truth, rea
     assert fault is not None and reason in fault
 
 
+@pytest.mark.deep
 def test_a_program_that_sleeps_scores_0_within_the_time_of_its_answer():
     """It is no abstention: a model could hide an answer in one."""
     cfg = CodeReward(score="share", answer_timeout_s=min(deadline(5), 40))  # the sandbox ends one process after 60 s
