@@ -9,11 +9,12 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from html import unescape
 from pathlib import Path
 
 import pytest
 import yaml
-from pages import ROOT
+from pages import ROOT, blocks
 
 from megatron_rl.__main__ import COMMANDS
 from megatron_rl.config.reference import parts
@@ -36,6 +37,7 @@ SEARCHES = {
     "train_batch_size": "verl_keys/",
 }
 """What people look for, and the page that they must find first."""
+NOT_RUN = "The tests do not run this:"
 BOOSTS = {"tags": 1e6, "title": 1e3, "text": 1.0}
 """The weights of the site's own search for the fields of its index."""
 
@@ -64,6 +66,15 @@ def test_the_site_has_its_pages(site):
         assert all(path.name in page for path in folder.glob("*.yaml"))
     for source in tutorials.sources():
         assert (site / "tutorials" / source.stem / "index.html").exists()
+
+
+def test_a_reader_sees_the_name_of_a_file_and_what_is_not_tested(site):
+    for page in (ROOT / "docs").glob("*.md"):
+        built = site / ("" if page.stem == "index" else page.stem) / "index.html"
+        titles = re.findall(r'<span class="filename">(.*?)</span>', built.read_text())
+        marks = [block.mark.replace("not run:", NOT_RUN) for block in blocks(page)]
+        told = [mark.removeprefix("file: ") for mark in marks if mark.startswith(("file: ", NOT_RUN))]
+        assert [unescape(title) for title in titles] == told, page
 
 
 def test_nothing_is_loaded_from_elsewhere(site):

@@ -25,6 +25,8 @@ from megatron_rl.tools.docs.numbers import differences
 
 ROOT = Path(__file__).resolve().parents[2]
 ALIASES = Path(__file__).with_name("aliases.yaml")
+MARK = re.compile(r"(?m)^( *)<!-- (?:file: (?P<file>\S+)|not run: (?P<reason>.+)) -->\n\1(?P<fence>```\w+)$")
+"""What is said of a code block in the line before it, which no browser shows."""
 
 
 def made_pages() -> Iterator[tuple[str, str, str]]:
@@ -69,7 +71,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if words:
         page.meta["tags"] = words
     links: SiteLinks = config.extra["links"]
-    return links.rewritten(markdown, page.file.src_uri)
+    return titled(links.rewritten(markdown, page.file.src_uri))
+
+
+def titled(markdown: str) -> str:
+    """The page with the names of files, and the reasons why the tests do not run a block, as titles of the blocks."""
+
+    def title(found: re.Match[str]) -> str:
+        return f'{found[1]}{found["fence"]} title="{found["file"] or "The tests do not run this: " + found["reason"]}"'
+
+    return MARK.sub(title, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
