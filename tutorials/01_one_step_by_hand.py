@@ -61,7 +61,7 @@ def sample(model: PreTrainedModel, prompt: Sequence[int], eos: int, version: int
     return answers
 
 
-# 2. Rewards. A verdict has a score, or None where a reward abstains. In a run, verifiers score answers in processes of
+# 2. Rewards. A verdict has a score, or None where it has no reward. In a run, verifiers score answers in processes of
 # their own, while others are still being generated.
 def verdict(text: str) -> Verdict:
     score = sum(character.isdigit() for character in text) / max(len(text), 1)

@@ -2,7 +2,7 @@
 
     python tutorials/02_own_reward.py
 
-You will learn how rows, their columns and reward functions fit together, what an abstention and an error do to an
+You will learn how rows, their columns and reward functions fit together, what a missing reward and an error do to an
 answer, and where a run shows each reward by its name. You need two CPU cores, no GPU and no download. The script takes
 about half a minute, most of it for the start of Ray, Megatron-Core and vLLM. Its three steps are too few to learn much.
 """
@@ -34,7 +34,7 @@ def wanted_digit(completions, digit, log_extra, **others):
     digits = [[letter for letter in text if letter.isdigit()] for text in completions]
     # What `log_extra` gets is written next to the answers, so that you can see later what the function saw.
     log_extra("digits", ["".join(found) for found in digits])
-    # None is an abstention: "I cannot judge this answer". It is not the score 0, which would teach the model to avoid
+    # None is no reward: "I cannot judge this answer". It is not the score 0, which would teach the model to avoid
     # such answers. Here we do not judge answers with fewer than three digits.
     pairs = zip(digits, digit, strict=True)
     return [found.count(wanted) / len(found) if len(found) >= 3 else None for found, wanted in pairs]
@@ -52,7 +52,7 @@ def brevity(completion_ids, trainer_state, **others):
 
 # 5. A reward is a plain function, so try it by hand before you spend a run on it.
 by_hand = wanted_digit(["4414", "12=", "777"], digit=["4", "4", "4"], log_extra=lambda name, values: None)
-print("by hand:", by_hand, flush=True)  # 3 of 4 digits; too few digits, so an abstention; none of 3 digits
+print("by hand:", by_hand, flush=True)  # 3 of 4 digits; too few digits, so no reward; none of 3 digits
 
 # 6. Train. The reward of an answer is the weighted sum of the scores that it got. `wanted_digit` has the weight 1, and
 # `brevity` has 0.2. The functions of this script are sent to the processes that score; with the command instead of

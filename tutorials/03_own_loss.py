@@ -65,7 +65,7 @@ for advantage in (1.0, -1.0):
         print(f"A = {advantage:+.0f}  {name:<15}" + "".join(f"{g:8.2f}" for g in gradients(loss, advantage).tolist()))
 
 # 3. An estimator of advantages. It is called once in a step, on the driver, with the answers of the whole step: the
-# reward of each answer, NaN where all rewards abstained, and the group that it belongs to. It returns one number for
+# reward of each answer, NaN without a reward, and the group that it belongs to. It returns one number for
 # each answer. (The batch has more; see `megatron_rl.types.StepBatch`.) GRPO's mean and deviation are moved by one
 # extreme reward, and a median is not.
 

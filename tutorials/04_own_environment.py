@@ -75,7 +75,7 @@ taught = sft(MODEL, conversations, steps=20, sft={"rows_per_step": 32, "max_toke
 # 5. Two steps with the environment. The rows must be chats. `max_turns` bounds the turns, and all tokens of an answer,
 # observations included, share `max_response_tokens`. Observations are read and not trained on. The reward
 # `environment` is the sum of the rewards of the turns. This model does not think, so there is no text that ends a
-# thought: the delimiter is empty.
+# reasoning: the delimiter is empty.
 rows = [{"messages": [{"role": "user", "content": "0-9"}], "secret": str(number % 10)} for number in range(40)]
 run = grpo(
     taught.model,

@@ -20,7 +20,7 @@ FILES = ["configs/model/qwen3_32b.yaml", "configs/cluster/h100_8n8g.yaml", "conf
 first = plan(files=FILES)
 
 # 2. print(first) gives all tables of `megatron-rl grpo ... --dry-run`. Here we read the values. A GPU is as full as in
-# its fullest phase: `training` has the activations, `pushing` is the transfer of new weights to the engines, and
+# its fullest phase: `training` has the activations, `weight sync` is the transfer of new weights to the engines, and
 # `generating` has the KV cache of the engines. Trainers and engines have GPUs of their own in this run.
 print(f"{first.trainer_ranks} GPUs train and {first.engine_ranks} GPUs answer.\n")
 print(f"{'GB on the fullest GPU':<42}" + "".join(f"{phase:>12}" for phase in PHASES))
@@ -29,7 +29,7 @@ for gpu in first.memory.gpus:
     for part, sizes in sorted(gpu.parts.items(), key=lambda item: -max(item[1])):
         if max(sizes) > 1e9:
             print(f"  {part:<40}" + "".join(f"{size / 1e9:12.1f}" for size in sizes))
-print(f"\nA push brings {first.pushed_bytes / 1e9:.1f} GB into each rank of an engine.")
+print(f"\nA weight sync brings {first.pushed_bytes / 1e9:.1f} GB into each rank of an engine.")
 print(f"The KV cache of an engine has room for {first.memory.engine.longest} answers of the largest length at a time.")
 
 # 3. Other layouts of the same 32 trainer GPUs. `tensor` splits every matrix, `pipeline` splits the layers into stages,

@@ -21,7 +21,7 @@ from megatron_rl.recipes.tiny.task import write_model
 
 
 def digits(completions, **others):
-    """The share of digits. It abstains on answers of less than four characters, so that there are reasons to read."""
+    """The share of digits. Answers of less than four characters get none, so that there are reasons to read."""
     return [sum(map(str.isdigit, text)) / len(text) if len(text) >= 4 else None for text in completions]
 
 

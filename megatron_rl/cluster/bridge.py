@@ -78,7 +78,7 @@ class RayBridge:
         engines.bring_weights = self.recover
 
     def _join(self) -> None:
-        self._policy.before("pushing")
+        self._policy.before("weight sync")
         rollout, bridge, shape = self._config.rollout, self._config.bridge, self._config.pushed(self._spec.shape)
         if not self._recorded:  # engines are equal, so the first one tells for all
             process, timeout_s = self._engines.processes[0], self._config.cluster.start_timeout_s
@@ -221,7 +221,7 @@ class RayBridge:
     def _attempt(self, version: int) -> dict[str, Any]:
         """The result or the error of each process, by its name. Engines go on with the version if all that live hold
         it and agree; otherwise they stay paused until the next attempt."""
-        self._policy.before("pushing")
+        self._policy.before("weight sync")
         engines = self._engines.engines
         ready = [engine.ready.remote() for engine in engines]
         verify = self._config.bridge.verify

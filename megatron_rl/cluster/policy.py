@@ -110,7 +110,7 @@ class TrainerRank(ProfiledRank, MegatronRank):
         self.sender = BridgeSender(setup, self.rank, self.actor.sent(self.pushed), self.actor.made(self.pushed))
 
     def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
-        self.actor.require("pushing")
+        self.actor.require("weight sync")
         assert self.sender is not None, "`connect` comes first"
         self.actor.sent(self.pushed)
         with spans.span("push", version):

@@ -207,7 +207,7 @@ def _with_delimiter(config: Grpo, tell: Callable[[str], None]) -> Grpo:
         return config
     tell(
         f"rollout.delimiter is empty, because neither the chat template nor the vocabulary of {folder} has "
-        f"{rollout.delimiter}: whole answers are judged. If the model thinks, give the text that ends its thought"
+        f"{rollout.delimiter}: whole answers are judged. If the model thinks, give the text that ends its reasoning"
     )
     return config.model_copy(update={"rollout": rollout.model_copy(update={"delimiter": ""})})
 

@@ -127,7 +127,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     table.add_row("engines", f"{rollout.num_engines} x {layout}")
     if rollout.vllm:
         table.add_row("  vLLM's arguments", json.dumps(rollout.vllm))
-    beams = f" thoughts x {rollout.beams.width} beams" if rollout.beams else ""
+    beams = f" reasoning traces x {rollout.beams.width} beams" if rollout.beams else ""
     each = f"{rollout.samples_per_prompt}{beams}"
     for number, teacher in enumerate(config.teachers):
         table.add_row(f"teacher {number}", _described(config, number, teacher))
@@ -263,8 +263,8 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     if teachers:
         row("teachers' engines, meanwhile", lambda step: f"{step.teaching:,.0f} s")
     row("passes and updates" + ", meanwhile" * bool(rollout.max_lag), lambda step: f"{step.training:,.0f} s")
-    row("push: the fullest link alone", lambda _: f"{push.least:,.1f} s")
-    row("push: as other systems over NCCL, counted", lambda _: f"{push.most:,.1f} s")
+    row("weight sync: the fullest link alone", lambda _: f"{push.least:,.1f} s")
+    row("weight sync: as other systems over NCCL, counted", lambda _: f"{push.most:,.1f} s")
     if any(step.other for step in steps.values()):
         row("data, rewards and the change of turns", lambda step: f"{step.other:,.0f} s")
     row("a step", lambda step: f"{step.total:,.0f} s")

@@ -23,9 +23,9 @@ Lambda = Annotated[float, Field(ge=0, le=1)]
 Need = Literal["group", "greedy_reward", "pass_rate", "reward_parts", "values", "token_rewards", "thoughts", "energy"]
 """What an estimator needs. group: several samples of each prompt. greedy_reward: the reward of the prompt's greedy
 answer. pass_rate: the row's column of this name. reward_parts: the separate scores of the reward functions. values: the
-values of a critic. token_rewards: rewards at single tokens. thoughts: several items of each thought (`rollout.beams`).
-energy: the squared norm of each log-prob's gradient with respect to the logits. With one of the last four it gives each
-token its own advantage."""
+values of a critic. token_rewards: rewards at single tokens. thoughts: several items after the same reasoning
+(`rollout.beams`). energy: the squared norm of each log-prob's gradient with respect to the logits. With one of the last
+four it gives each token its own advantage."""
 
 
 class GrpoAdvantage(Method):
@@ -271,19 +271,19 @@ class GrpoProcessAdvantage(Method):
 
 
 class TwoStageAdvantage(Method):
-    """The estimator for two-stage answers as in OpenOneRec (arXiv:2512.24762). Thoughts are compared within their
-    group. The items that beam search found for a thought are compared with each other."""
+    """The estimator for two-stage answers as in OpenOneRec (arXiv:2512.24762). Reasoning traces are
+    compared within their group. The items that beam search found after one of them are compared with each other."""
 
     formula: ClassVar[str] = (
-        "at an item: (r - mean) / (std + 1e-6) over the items of its thought; at a thought: the same of R over the "
-        "thoughts of the group, with R the mean or the max of its items' r; std none: not divided"
+        "at an item: (r - mean) / (std + 1e-6) after the same reasoning; in reasoning: the same of R over the "
+        "reasoning traces of the group, with R the mean or the max of its items' r; std none: not divided"
     )
     source: ClassVar[str] = "for answers as in OpenOneRec, arXiv:2512.24762; the formula is this package's"
     needs: ClassVar[frozenset[Need]] = frozenset({"thoughts"})
 
     kind: Literal["two_stage"] = "two_stage"
     thought: Literal["mean", "max"] = "mean"
-    """The reward of a thought: the mean or the maximum of its items' rewards."""
+    """The reward of a reasoning trace: the mean or the maximum of its items' rewards."""
     std: Literal["group", "none"] = "group"
     """group: advantages are divided by the standard deviation of the rewards that are compared. none: they are not
     divided."""

@@ -295,13 +295,13 @@ class AlgorithmConfig(Section):
         if "token_rewards" in estimator.needs and not gives_rewards:
             yield (
                 f"algorithm.adv_estimator {estimator.kind} needs rewards at single tokens, which "
-                "rollout.prefix_values gives for passages of a thought, and rollout.environment of kind class for "
+                "rollout.prefix_values gives for passages of reasoning, and rollout.environment of kind class for "
                 "turns; set one of them, or choose another estimator"
             )
         if "thoughts" in estimator.needs and rollout.beams is None:
             yield (
-                f"algorithm.adv_estimator {estimator.kind} compares the items of a thought, and without rollout.beams "
-                "there are none; set rollout.beams, or choose another estimator"
+                f"algorithm.adv_estimator {estimator.kind} compares the items after the same reasoning, and without "
+                "rollout.beams there are none; set it, or choose another estimator"
             )
         for shaping in self.shaping:
             if isinstance(shaping, SoftOverlongShaping) and shaping.first_penalised > rollout.max_response_tokens:

@@ -1,4 +1,4 @@
-"""Beam search for items after the thought."""
+"""Beam search for items after the reasoning."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Beams(Section):
-    """Answers in two stages, as in OpenOneRec (arXiv:2512.24762): the policy samples a thought, then beam search finds
+    """Answers in two stages, as in OpenOneRec (arXiv:2512.24762): the policy samples reasoning, then beam search finds
     the most probable items of a catalogue. An item is a fixed number of tokens (a semantic id). Each beam is one
     sample."""
 
     width: PositiveInt
-    """The number of beams, which is also the number of items that each thought gives."""
+    """The number of beams, which is also the number of items after each reasoning trace."""
     prefix: tuple[str, ...] = ()
     """The texts forced between the delimiter and the item, such as `["<item>"]`; each must be one token."""
     catalogue: Path
@@ -44,8 +44,8 @@ class Beams(Section):
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         thinking, sampling = run.rollout.thinking, run.rollout.sampling
         if thinking is None or thinking.mode != "two_call":
-            yield "rollout.beams needs a thought with a budget of its own: set rollout.thinking with mode two_call"
+            yield "rollout.beams needs reasoning with a budget of its own: set rollout.thinking with mode two_call"
         elif thinking.thought_tokens.smallest == 0:
-            yield "rollout.beams needs a thought, but rollout.thinking.thought_tokens may be 0; begin at 1"
+            yield "rollout.beams needs reasoning, but rollout.thinking.thought_tokens may be 0; begin at 1"
         if sampling.top_p < 1 or sampling.top_k > 0:
             yield ("rollout.beams needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k to 0")

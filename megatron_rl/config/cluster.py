@@ -31,10 +31,10 @@ class BridgeConfig(Section):
     each engine sends to the next one, so the trainers send this number of copies for any number of engines. null: the
     trainers send to every engine."""
     verify: bool = False
-    """true: after each push the engines read back all that they wrote and compare it with the trainers' checksums.
-    false: they do so after the first push, and after each later one with 1 of 32 modules in turn."""
+    """true: after each weight sync the engines read back all that they wrote and compare it with the trainers'
+    checksums. false: they do so after the first weight sync, and after each later one with 1 of 32 modules in turn."""
     timeout_s: Annotated[float, Field(gt=0)] = 300
-    """The longest time, in seconds, that a push may take."""
+    """The longest time, in seconds, that a weight sync may take."""
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         engines = run.rollout.num_engines

@@ -15,7 +15,7 @@ from megatron_rl.config.section import Method, Section, default_kind
 
 Level = Literal["token", "segment", "sequence"]
 """The unit that has one weight, or that is kept or rejected as a whole. A segment is a run of actions between forced
-tokens (a turn, a thought, an answer). A sequence is a sample."""
+tokens (a turn, the reasoning, the answer). A sequence is a sample."""
 
 
 class _Weight(Method):

@@ -51,7 +51,7 @@ REFUSED = {
     ),
     **dict.fromkeys(
         ("enable_eplb", "enable_elastic_ep", "cpu_offload_gb", "offload_group_size"),
-        "a push writes each weight to the place on the GPU that it had when the engine started",
+        "the weight sync writes each weight to the place on the GPU that it had when the engine started",
     ),
     **dict.fromkeys(
         ("kv_transfer_config", "kv_offloading_size"),

@@ -39,7 +39,7 @@ MEANINGS: Mapping[HealthRule, str] = {
     "entropy": "the entropy has fallen to a tenth within the last 50 steps, and the reward has not risen meanwhile",
     "evaluation": "the 95 % interval of the held-out accuracy is below the one of an earlier step",
     "length": "more than half of the answers end at the length limit in three steps in a row",
-    "thoughts": "the budget ends more than half of the thoughts in three steps in a row",
+    "thoughts": "the budget ends the reasoning of more than half of the answers in three steps in a row",
     "duplicates": "more than a quarter of the answers of 64 tokens or more equal another answer to their prompt",
     "no_calls": "no answer has called a tool in five steps in a row of a run with tools",
     "failed_environments": "environments of answers failed, also when they began again",

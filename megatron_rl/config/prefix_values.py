@@ -1,4 +1,4 @@
-"""Rewards for parts of a thought, without a reward model: how much each makes the right answer more probable."""
+"""Rewards for parts of the reasoning, without a reward model: how much each makes the right answer more probable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to
 
 
 class PrefixValues(Section):
-    """The value of a thought's prefix is the policy's mean log-prob of the tokens of the right answer after this
+    """The value of a prefix of the reasoning is the policy's mean log-prob of the tokens of the right answer after this
     prefix. The reward of a passage is the amount that it adds to this value. It is at the last token of the passage
     (`Rollout.token_rewards`, kind `utility`), for `adv_estimator: {kind: grpo_process}`."""
 
@@ -31,7 +31,7 @@ class PrefixValues(Section):
     separate forward pass, with the weights that are trained, also if the engine is quantised. `trainer` needs a
     synchronous run, without `rollout.max_lag`."""
     force: str = "\n</think>\n\nThe answer is "
-    """The text between a prefix of the thought and the answer. It closes the thought."""
+    """The text between a prefix of the reasoning and the answer. It closes the reasoning."""
     column: str = "ground_truth"
     """The column with the right answer, as text or number, or with a list of right answers. A row without a right
     answer gets no passage rewards."""
@@ -44,7 +44,7 @@ class PrefixValues(Section):
     """The smallest value, in nats a token."""
     scale: Literal["logp", "probability"] = "logp"
     """`logp`: the value is the mean log-prob of a token of the right answer. `probability`: it is the probability of
-    the whole right answer, which equals the probability of the outcome reward 1 if the thought ended there."""
+    the whole right answer, which equals the probability of the outcome reward 1 if the reasoning ended there."""
     markers: tuple[str, ...] = MARKERS
     """The texts that start a new passage, after white space."""
     min_tokens: PositiveInt = 16
@@ -109,13 +109,13 @@ class PrefixValues(Section):
                 "rollout.max_lag the answers are of older weights; set it to engine"
             )
         if rollout.beams:
-            yield "rollout.prefix_values reward one thought and its answer, and rollout.beams has several answers"
+            yield "rollout.prefix_values reward one reasoning and its answer, and rollout.beams has several answers"
         if rollout.environment and rollout.environment.kind == "agent":
-            yield "rollout.prefix_values reward turns or a thought, and an agent's calls may be neither"
+            yield "rollout.prefix_values reward turns or reasoning, and an agent's calls may be neither"
         if self.rollouts and rollout.environment:
             yield (
                 "rollout.prefix_values.rollouts begin in the middle of an answer, where no environment can begin; "
                 "remove one of the two"
             )
         if not (rollout.delimiter or rollout.environment):
-            yield "rollout.prefix_values reward thoughts, and with an empty rollout.delimiter there are none"
+            yield "rollout.prefix_values reward reasoning, and with an empty rollout.delimiter there is none"

@@ -21,8 +21,8 @@ class Reward(Section):
     weight: float = 1.0
     """The factor of this reward's score in the sum of all rewards."""
     datasets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
-    """The rows that this reward scores, by their column `dataset`; null means all rows. It abstains on other rows. If a
-    row has lists of equal length in `dataset` and `ground_truth`, the reward takes its own ground truths."""
+    """The rows that this reward scores, by their column `dataset`; null means all rows. Others have no reward of it. If
+    a row has lists of equal length in `dataset` and `ground_truth`, the reward takes its own ground truths."""
     on_error: Literal["abstain", "stop"] = "abstain"
     """What happens when this reward cannot score an answer (an exception, a NaN, a wrong form, a time-out). `abstain`:
     the answer's sum lacks it, the failure is counted, and `logs/rewards.log` has the row and the error. `stop` ends the

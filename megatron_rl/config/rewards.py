@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class GroundTruthReward(Reward):
-    """A reward that compares the text after the thought with the row's `ground_truth`."""
+    """A reward that compares the text after the reasoning with the row's `ground_truth`."""
 
     require_stop: bool = True
     """true: an answer that a token budget cut scores 0. false: it is compared like any other answer."""
 
 
 class ExactAnswerReward(GroundTruthReward):
-    """The score is 1 if the text after the thought equals the row's `ground_truth`, else 0."""
+    """The score is 1 if the text after the reasoning equals the row's `ground_truth`, else 0."""
 
     kind: Literal["exact_answer"] = "exact_answer"
     answer: Literal["all", "last_number"] = "all"
@@ -52,7 +52,7 @@ class JudgedReward(GroundTruthReward):
 
 
 class TextReward(JudgedReward):
-    """The text after the thought, without white space at its ends, is compared with the row's `ground_truth`. If that
+    """The text after the reasoning, without white space at its ends, is compared with the row's `ground_truth`. If that
     is a list, the best of its entries counts."""
 
     kind: Literal["text"] = "text"
@@ -104,14 +104,14 @@ class InstructionsReward(JudgedReward):
 class ReasoningGymReward(JudgedReward):
     """The row is one of a task of the library reasoning-gym, as `megatron-rl reasoning-gym-rows` writes it, and the
     score is what the task's own scorer gives, from 0 to 1. It judges the content of the last `<answer>...</answer>` in
-    the text after the thought, or else the whole text. It needs the library: `pip install
+    the text after the reasoning, or else the whole text. It needs the library: `pip install
     'megatron-rl[reasoning-gym]'`."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
 
 
 class FormatReward(Reward):
-    """The score is 1 if the answer is a thought, the delimiter (`rollout.delimiter`) and a text, else 0. Thought and
+    """The score is 1 if the answer is reasoning, the delimiter (`rollout.delimiter`) and a text, else 0. Reasoning and
     text must not be empty, there must be exactly one delimiter, and no token budget may have cut the answer. If the
     delimiter is a closing tag such as `</think>`, its opening tag may stand at the beginning and nowhere else. A
     delimiter that `rollout.thinking` has forced counts like one of the model's own."""
@@ -124,7 +124,7 @@ class FormatReward(Reward):
 
 
 class LengthReward(Reward):
-    """The score of an answer with n tokens, the thought included, is max(0, 1 - |n - target| / target)."""
+    """The score of an answer with n tokens, the reasoning included, is max(0, 1 - |n - target| / target)."""
 
     kind: Literal["length"] = "length"
     target: PositiveInt | str = "ground_truth"
@@ -139,7 +139,7 @@ class LengthReward(Reward):
 
 class EnvironmentReward(Reward):
     """The score is the sum of the rewards that the answer's environment (`rollout.environment`) gave for its turns. The
-    reward abstains if it gave none."""
+    answer has no reward if it gave none."""
 
     kind: Literal["environment"] = "environment"
 
@@ -295,7 +295,7 @@ def _free(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 class JudgeReward(ServiceReward):
-    """A language model judges the text after the thought. It sees the question, the text and, if the row has one, the
+    """A language model judges the text after the reasoning. It sees the question, the text and, if the row has one, the
     `ground_truth` as a reference. It gives each criterion an integer score; the reward is the weighted mean of
     (score - 1) / (scale - 1). An answer that a token budget cut, or that has no delimiter, scores 0."""
 
@@ -339,7 +339,7 @@ _OF_SERVERS = ServiceReward.model_fields.keys() - Reward.model_fields.keys() - {
 
 
 class RewardModelReward(ServiceReward):
-    """A reward model, which is a classifier with one class, scores the question and the text after the thought: in a
+    """A reward model, which is a classifier with one class, scores the question and the text after the reasoning: in a
     process of the run (`path`), or in vLLM's server (`url`), which renders both with the model's own chat template
     (`POST /classify` with `messages`) and gets plain text as a turn of the user."""
 

@@ -126,7 +126,7 @@ class RolloutConfig(Section):
     """The largest length of a prompt, in tokens. `data.on_bad_row` decides what happens to a longer one.
     The default is at most half of the model's positions."""
     max_response_tokens: PositiveInt = 4096
-    """The largest number of tokens after the prompt, thought and answer together. The default is at most what the
+    """The largest number of tokens after the prompt, reasoning and answer together. The default is at most what the
     prompt leaves of the model's positions."""
     expected_tokens: ExpectedTokens | None = None
     """The lengths of answers for a second estimate of the dry run, next to the one where every answer has the
@@ -150,16 +150,16 @@ class RolloutConfig(Section):
     answers are judged. If the key is not given, it is also empty if neither chat template nor vocabulary has
     `</think>`, and no `thinking`, `prefix_values` or reward of kind `format` needs it."""
     thinking: ThinkingBudget | None = None
-    """Separate budgets for thought and answer; null means that there is no budget for the thought, and both share
+    """Separate budgets for reasoning and answer; null means that there is no budget for reasoning, and both share
     `max_response_tokens`."""
     environment: EnvironmentConfig | None = None
     """The environment or tools that respond to the model's turns, so that an answer has several turns; null means that
     an answer is one turn."""
     beams: Beams | None = None
-    """The beam search for items of a catalogue after each thought; null means that the model samples the answer. With
-    it, `samples_per_prompt` is the number of thoughts, and a group has `width` samples for each thought."""
+    """The beam search for items of a catalogue after the reasoning; null means that the model samples the answer. With
+    it, `samples_per_prompt` is the number of reasoning traces, and a group has `width` samples for each of them."""
     prefix_values: PrefixValues | None = None
-    """The rewards for the passages of a thought, by the probability of the right answer after each prefix; null means
+    """The rewards for passages of the reasoning, by the probability of the right answer after each prefix; null means
     none. With `environment` the passages are the turns before the last one, each with its observation."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
@@ -171,11 +171,11 @@ class RolloutConfig(Section):
     """The folder with the rollouts that another run has written (`dump`). The run trains on them and starts no engine
     and no verifier, so it evaluates nothing. null means that engines generate."""
     prefix_cache: Literal["cleared", "salted"] = "cleared"
-    """What a push of new weights does to the KV cache of older weights. `cleared` drops the whole cache, and running
+    """What a weight sync does to the KV cache of older weights. `cleared` drops the whole cache, and running
     requests are recomputed with the new weights. `salted` lets running requests keep their cache, and hides it from
     later requests."""
     quantization: Quantization | None = None
-    """One of vLLM's online quantisations, which the engine applies to the weights of each push; null means none. The
+    """One of vLLM's online quantisations, which the engine applies to all weights that it gets; null means none. The
     engine's policy then differs from the trainer's by more than rounding: see `algorithm.correction` and
     `algorithm.max_mismatch`."""
     lora: Literal["served", "merged"] = "served"

@@ -1,4 +1,4 @@
-"""The thinking budget: the number of tokens that a thought may have, and what happens when it is used up."""
+"""The thinking budget: the number of tokens that reasoning may have, and what happens when it is used up."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class FixedBudget(Section):
-    """Every thought has the same budget."""
+    """All reasoning has the same budget."""
 
     kind: Literal["fixed"] = "fixed"
     tokens: NonNegativeInt
-    """The largest number of tokens in a thought. 0: the thought is closed before it begins."""
+    """The largest number of tokens of the reasoning. 0: the reasoning is closed before it begins."""
 
     @property
     def smallest(self) -> int:
@@ -116,21 +116,21 @@ class ScheduledBudget(Section):
 
 
 class QuantileBudget(Section):
-    """The budget is a quantile of the lengths of thoughts that led to right answers (see `eval.verifier`) and that no
-    budget cut. Such thoughts are never longer than their budgets, so the budget cannot rise above the budgets of these
+    """The budget is a quantile of the lengths of reasoning that led to right answers (see `eval.verifier`) and that no
+    budget cut. Such reasoning is never longer than its budget, so the budget cannot rise above the budgets of these
     steps; `low` bounds its fall."""
 
     kind: Literal["quantile"] = "quantile"
     quantile: Annotated[float, Field(gt=0, le=1)]
-    """The share of these thoughts that fit into the budget."""
+    """The share of this reasoning that fits into the budget."""
     low: NonNegativeInt
     """The smallest budget in tokens."""
     high: NonNegativeInt
     """The largest budget in tokens."""
     start: NonNegativeInt
-    """The budget in tokens until there is such a thought."""
+    """The budget in tokens until there is such reasoning."""
     num_steps: PositiveInt = 8
-    """The number of last steps whose thoughts are used."""
+    """The number of last steps whose reasoning is used."""
 
     @property
     def smallest(self) -> int:
@@ -157,10 +157,10 @@ ThoughtTokens = Annotated[
 
 
 class ThinkingBudget(Section):
-    """Separate token budgets for the thought and for the answer.
+    """Separate token budgets for the reasoning and for the answer.
 
-    The thought is the text sampled before the delimiter (`rollout.delimiter`). Tokens that are appended to close a
-    thought are no actions. A prompt that already closes the thought has no budget."""
+    The reasoning is the text sampled before the delimiter (`rollout.delimiter`). Tokens that are appended to close
+    it are no actions. A prompt that already closes the reasoning has no budget."""
 
     mode: Literal["two_call", "truncate", "native"] = "two_call"
     """What happens to reasoning that reaches `thought_tokens` without a delimiter. `two_call`: `closing` is appended,
@@ -174,10 +174,10 @@ class ThinkingBudget(Section):
     response_tokens: PositiveInt
     """The largest number of answer tokens, counted after the delimiter."""
     closing: str | None = None
-    """The text that closes a thought, such as `Considering the limited time, I answer now. </think>`. It ends with
+    """The text that closes the reasoning, such as `Considering the limited time, I answer now. </think>`. It ends with
     `rollout.delimiter`. null means the delimiter alone."""
     opening: str = "<think>"
-    """The token that opens the thought in the chat template. Only `native` needs it: vLLM counts from there, and a
+    """The token that opens the reasoning in the chat template. Only `native` needs it: vLLM counts from there, and a
     prompt without it is refused."""
 
     def of_row(self, columns: Mapping[str, Any]) -> int:
@@ -202,7 +202,7 @@ class ThinkingBudget(Section):
                 "thought_tokens may be 0, but with mode truncate such an answer would have no token; begin at 1"
             )
         if self.mode == "truncate" and self.closing is not None:
-            raise ValueError("closing closes a thought, and with mode truncate the sample ends there; remove it")
+            raise ValueError("closing closes the reasoning, and with mode truncate the sample ends there; remove it")
         return self
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
@@ -219,11 +219,11 @@ class ThinkingBudget(Section):
                 "a reaction of rollout.environment; choose two_call or native"
             )
         if not delimiter:
-            yield "rollout.thinking needs rollout.delimiter, the text that ends the thought; set it"
+            yield "rollout.thinking needs rollout.delimiter, the text that ends the reasoning; set it"
         elif self.closing is not None and not self.closing.endswith(delimiter):
             yield (
                 f"rollout.thinking.closing {self.closing!r} must end with rollout.delimiter {delimiter!r}, or the "
-                "thought would go on"
+                "reasoning would go on"
             )
         longest, needs_delimiter = self.thought_tokens.largest, self.mode != "truncate"
         needed = longest + self.response_tokens + needs_delimiter
@@ -236,6 +236,6 @@ class ThinkingBudget(Section):
             )
         if isinstance(self.thought_tokens, QuantileBudget) and not run.deciding_rewards:
             yield (
-                "rollout.thinking.thought_tokens of kind quantile follows the thoughts of right answers, but no reward "
-                "says which answers are right; name one in eval.verifier"
+                "rollout.thinking.thought_tokens of kind quantile follows the reasoning of right answers, but no "
+                "reward says which answers are right; name one in eval.verifier"
             )

@@ -179,14 +179,14 @@ class _Chat:
         tags = list(TAG.finditer(prompt))
         if tags and not tags[-1][1] and not has_thought(self.turns[i]):
             raise BadRow(
-                f"turn {i + 1} has no thought, but the model answers after the generation prompt {prompt!r}, which "
-                f"opens one; {self._remedy(i)}"
+                f"turn {i + 1} has no reasoning, but the model answers after the generation prompt {prompt!r}, which "
+                f"opens it; {self._remedy(i)}"
             )
         if tags and tags[-1][1] and has_thought(self.turns[i]):
             hint = self._switched(i, True) or "use a chat_template.jinja whose prompt does not"
             raise BadRow(
-                f"turn {i + 1} has a thought, but the model answers after the generation prompt {prompt!r}, which ends "
-                f"thoughts; {hint}, or remove the thought"
+                f"turn {i + 1} has reasoning, but the model answers after the generation prompt {prompt!r}, which ends "
+                f"it; {hint}, or remove the reasoning"
             )
         if not rest.isspace():
             raise BadRow(
@@ -231,12 +231,12 @@ class _Chat:
         before = self._written(self.turns[:i], True)
         for key in THOUGHTS[:4]:
             if self._fits(before, [*self.turns[:i], {**turn, key: "x"}], {}):
-                found.append(f"give it a thought in `{key}`")
+                found.append(f"give it reasoning in `{key}`")
                 break
         if not found and self._fits(
             before, [*self.turns[:i], {**turn, "content": f"<think>\nx\n</think>\n\n{turn['content']}"}], {}
         ):
-            found.append("begin its `content` with the thought, from <think> to </think>")
+            found.append("begin its `content` with the reasoning, from <think> to </think>")
         if switched := self._switched(i, False):
             found.append(switched)
         return ", or ".join(found) or "use a chat_template.jinja whose generation prompt opens none"
@@ -264,5 +264,5 @@ class _Chat:
     def _rewritten(self, i: int) -> _Rewritten:
         return _Rewritten(
             f"the chat template writes turn {i + 1} differently once later turns follow, as templates do that leave "
-            "out earlier thoughts; give the earlier turns in `prompt`, or use a chat_template.jinja that does not"
+            "out earlier reasoning; give the earlier turns in `prompt`, or use a chat_template.jinja that does not"
         )

@@ -126,7 +126,7 @@ def require_answer(turn: Turn, number: int, completion: str, write: Callable[[Tu
     pieces = pieces_of(turn)
     if not pieces and not any(turn.get(key) for key in CALLS):
         raise BadRow(
-            f"{place} is blank, so nothing would be trained; give it a text, a thought or a call, or remove it"
+            f"{place} is blank, so nothing would be trained; give it a text, reasoning or a call, or remove it"
         )
     lost = missing(pieces, completion)
     if lost is not None:
@@ -148,14 +148,14 @@ def remedy(turn: Turn, lost: WrittenText, write: Callable[[Turn], str] | None) -
                 return hint
     if lost.key in THOUGHTS:
         return (
-            f"it writes no thought under any of the keys {', '.join(THOUGHTS[:4])}: give the model's folder a "
-            "chat_template.jinja that does, or remove the thought"
+            f"it writes no reasoning under any of the keys {', '.join(THOUGHTS[:4])}: give the model's folder a "
+            "chat_template.jinja that does, or remove the reasoning"
         )
     if lost.key == "content" and any(turn.get(key) for key in CALLS):
         return "it writes no text next to calls: remove the text, or correct the template"
     if lost.key == "content":
         return (
-            "it may cut thoughts out of the text: give the model's folder a chat_template.jinja that writes all of it"
+            "it may cut reasoning out of the text: give the model's folder a chat_template.jinja that writes all of it"
         )
     return "use a model or a chat_template.jinja that writes it, or remove it"
 

@@ -261,5 +261,5 @@ def _require_beginning(expected: str, text: str) -> None:
         f"the chat template writes earlier turns differently once another one follows: from character {place} of the "
         f"conversation on, {expected[place : place + SHOWN]!r} becomes {text[place : place + SHOWN]!r}. The tokens "
         "that the model has sampled would change; use a chat_template.jinja that keeps earlier turns, with their "
-        "thoughts, as they are"
+        "reasoning, as they are"
     )

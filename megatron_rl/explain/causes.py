@@ -95,7 +95,7 @@ def _other_weights(step: ExplainedStep) -> Iterator[str]:
             f"an engine with other weights: in {len(odd)} of {len(trained)} answers trainer and engine differ at "
             f"{spread:.0%} of the tokens, by {means[cut:].mean():.2g} nats ({_names(odd)}); the others agree within "
             f"{means[:cut].max():.1g}{tried}{_engines(odd, near)}. bridge.verify: true compares all weights at each "
-            "push; if it finds no difference, they change later: suspect the memory of the engine's machine"
+            "sync; if it finds no difference, they change later: suspect the memory of the engine's machine"
         )
 
 

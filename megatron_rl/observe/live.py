@@ -43,7 +43,7 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
         "held-out loss": ("eval/loss", "{:.4f}"),
         "reward": ("reward/mean", "{:.3f}"),
         label: (heldout_name, "{:.3f}"),
-        "thought": ("length/thought_mean", "{:,.1f} tokens"),
+        "reasoning": ("length/thought_mean", "{:,.1f} tokens"),
         "answer": ("length/answer_mean", "{:,.1f} tokens"),
         "speed": ("rollout/tokens_per_s", "{:,.0f} tokens/s"),
         "engines idle": ("rollout/idle", "{:.0%}"),
@@ -61,7 +61,7 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
         abstained = record.get(f"reward/{name}/abstained", 0.0)
         if len(names) > 1 or abstained:
             mean = f"{record[f'reward/{name}/mean']:.3f}" if f"reward/{name}/mean" in record else "no score"
-            told[name] = f"{mean}, {abstained:.1%} abstained" if abstained else mean
+            told[name] = f"{mean}, {abstained:.1%} no reward" if abstained else mean
     return told
 
 

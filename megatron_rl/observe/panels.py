@@ -182,7 +182,7 @@ def _reward_panels(metrics: Records) -> list[Panel]:
         panels.append(_shares("Each reward alone", each))
     abstained = [_line(metrics, f"reward/{name}/abstained", colour, name) for name, colour in colours.items()]
     abstained = [line for line in abstained if any(line.values)]
-    return [*panels, Panel("Abstentions, share of samples", abstained, low=0)]
+    return [*panels, Panel("No reward, share of samples", abstained, low=0)]
 
 
 def _time_layers(metrics: Records) -> list[Curve]:

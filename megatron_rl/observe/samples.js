@@ -137,7 +137,7 @@ function sampleView(root, tip, announce) {
 
   function facts(sample) {
     const told = [["Step", sample.step], ["Finish", sample.finish === "length" ? "length: cut by the length budget" : sample.finish],
-      ["Response, tokens", sample.num_tokens], ["Thought, tokens", sample.num_thought_tokens], ["Prompt, tokens", sample.num_prompt_tokens],
+      ["Response, tokens", sample.num_tokens], ["Reasoning, tokens", sample.num_thought_tokens], ["Prompt, tokens", sample.num_prompt_tokens],
       ["Data set", (sample.datasets || []).join(", ") || undefined], ["Advantage", sample.advantage],
       ["Reward after shaping", sample.shaped]];
     (sample.parts || []).forEach((part, i) => told.push([rewards[i] || `reward ${i + 1}`, part === null ? "no score" : part]));
@@ -152,7 +152,7 @@ function sampleView(root, tip, announce) {
 
 function legend(sample) {
   const keys = html("div", {class: "keys"}, html("span", {class: "sampled"}, "answer"));
-  if (sample.thought) keys.append(html("span", {class: "thought"}, "thought"));
+  if (sample.thought) keys.append(html("span", {class: "thought"}, "reasoning"));
   if (sample.tokens && sample.tokens.actions.length > 1) keys.append(html("span", {class: "masked"}, "forced or from outside, not trained"));
   return keys;
 }

@@ -129,8 +129,8 @@ def _phases(step: _Step) -> Iterator[Resource]:
 KNOWN = {
     "rollout/tokens_per_s": ("engines", "tokens/s"),
     "rollout/idle": ("engines idle", "share"),
-    "sync/paused_s": ("push: pause of the engines", "s"),
-    "sync/transfer_s": ("push: transfer of the weights", "s"),
+    "sync/paused_s": ("weight sync: pause of the engines", "s"),
+    "sync/transfer_s": ("weight sync: transfer", "s"),
     "perf/tokens_per_s": ("trainer", "tokens/s"),
     "slowest_rank/ratio": ("slowest trainer rank by the median", "times"),
     "balance/bubble": ("trainer's pipeline idle, as planned", "share"),

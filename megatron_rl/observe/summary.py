@@ -48,9 +48,9 @@ def print_summary(run_folder: Path, console: Console) -> None:
         (*heldout(metrics), "{:.3f}"),
         ("reward", "reward/mean", "{:.3f}"),
         *((f"  {name}", f"reward/{name}/mean", "{:.3f}") for name in (names if len(names) > 1 else [])),
-        *((f"  {name}, abstained", f"reward/{name}/abstained", "{:.1%}") for name in abstaining),
+        *((f"  {name}, no reward", f"reward/{name}/abstained", "{:.1%}") for name in abstaining),
         ("response, tokens", "length/response_mean", "{:,.1f}"),
-        ("thought, tokens", "length/thought_mean", "{:,.1f}"),
+        ("reasoning, tokens", "length/thought_mean", "{:,.1f}"),
         ("loss", "loss", "{:.4f}"),
     ):
         found, values = series(metrics, name)

@@ -211,7 +211,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             is_in = "is in" if forms[form] == 1 else "are in"
             tell(f"data.train: {forms[form]:,} of the rows that were checked {is_in} {DESCRIPTIONS[form]}")
         if unscored:
-            tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
+            tell(f"data.train: {len(unscored)} of the rows will have no reward; the first reason is: {unscored[0]}")
         asked = {name for reward in config.rewards for name in reward.datasets or ()}
         if unseen := sorted(asked - named):
             tell(f"rewards: no row that was checked has the `dataset` {unseen[0]!r}, which a reward's `datasets` names")

@@ -128,7 +128,7 @@ class EngineWeights(BackendWeights):
         """
 
         def join_bridge() -> None:
-            self.require("pushing")
+            self.require("weight sync")
             try:
                 self._thread.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
             except Exception as error:  # an error of a worker in another process has another type here
@@ -192,7 +192,7 @@ class EngineWeights(BackendWeights):
         return await self._call(partial(self._take, version, verify))
 
     def _take(self, version: int, verify: bool) -> list[dict[str, str]]:
-        self.require("pushing")
+        self.require("weight sync")
         start, engine = time.perf_counter(), self._thread.engine
         running = engine.has_unfinished_requests()
         held = "no whole set of weights" if self.version is None else f"version {self.version}"

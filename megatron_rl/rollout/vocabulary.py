@@ -97,7 +97,7 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
             faults.append(f"{token!r} ends answers (eos_token_id), so every answer would use up its budget: remove it")
         elif known[token] in delimiter:
             faults.append(
-                f"{token!r} is a token of rollout.delimiter {rollout.delimiter!r}, so that no thought would end by "
+                f"{token!r} is a token of rollout.delimiter {rollout.delimiter!r}, so that no reasoning would end by "
                 "itself: remove it"
             )
     if faults:
@@ -145,7 +145,7 @@ def thinking_faults(tokenizer: Tokenizer, delimiter: str, closing: str | None, o
     elif any(ids[-i:] == whole[:i] for i in range(1, size)):
         faults.append(
             f"rollout.thinking.closing {closing!r} begins with tokens with which rollout.delimiter ends ({whole} and "
-            f"{ids}): together with the end of a thought they could be a delimiter; begin it with another text"
+            f"{ids}): together with the end of the reasoning they could be a delimiter; begin it with another text"
         )
     return faults
 

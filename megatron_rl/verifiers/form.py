@@ -40,7 +40,7 @@ class FormatVerifier:
             if self._opening in thought or self._opening in (text or ""):
                 return f"{self._opening} inside the answer"
         if not is_closed and not thought.strip():
-            return "an empty thought"
+            return "no reasoning"
         return None if text and text.strip() else "an empty text"
 
 

@@ -156,14 +156,14 @@ class ImportedFunction:
             which: is added to the reason of a failed verdict.
         """
         if score is None:
-            return Verdict(None, f"{self.path} abstained")
+            return Verdict(None, f"{self.path} returned None")
         found = f"{self.path} returned {shown(score)}{which}"
         try:
             number = as_number(score)
         except BaseException as error:  # a value's own methods may raise anything
             return Verdict(None, f"{found}, which raised {said(error)}", failed=True)
         if number is None or not math.isfinite(number):
-            return Verdict(None, f"{found}, but it must return a finite number, or None to abstain", failed=True)
+            return Verdict(None, f"{found}, but it must return a finite number, or None for no reward", failed=True)
         if abs(number) > LARGEST_SCORE:
             return Verdict(None, f"{found}, but no score may be above {LARGEST_SCORE:g}", failed=True)
         return Verdict(number)

@@ -116,7 +116,7 @@ def lend(rank, world_size, url, *, folder, samples, layout, target, enters):
         "load": lambda: critic.load(target / "refused"),
         "snapshot": critic.snapshot,
     }
-    for phase in ("pushing", "generating") if enters else ():
+    for phase in ("weight sync", "generating") if enters else ():
         critic.enter(phase)
         sizes[phase] = held_bytes(critic)
         for name, call in calls.items():

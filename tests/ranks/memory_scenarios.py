@@ -94,10 +94,10 @@ def lend(rank, world_size, url, *, folder, samples, layout, target, enters, lora
 
     def go_round():
         before = {name: p.clone() for name, p in actor.parameters().items()}
-        for phase in ("pushing", "training", "pushing", "generating", "pushing", "training", "generating"):
+        for phase in ("weight sync", "training", "weight sync", "generating", "weight sync", "training", "generating"):
             actor.enter(phase)
             sizes.setdefault(phase, held_bytes(actor))
-            if phase == "pushing":
+            if phase == "weight sync":
                 assert all(torch.equal(p, before[name]) for name, p in actor.parameters().items())
         calls = {
             "begin": lambda: begin(actor, samples, layout, 1),

@@ -63,7 +63,7 @@ def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint
     begin(actor, samples, layout, 1)
     actor.update(0, {})
     actor.restore(mirror)
-    for phase in ("pushing", "generating", "training"):
+    for phase in ("weight sync", "generating", "training"):
         actor.enter(phase)
     return _two_more(actor, samples, layout)
 

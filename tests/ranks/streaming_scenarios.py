@@ -76,7 +76,7 @@ def _disturb(actor, samples, layout) -> None:
     begin(actor, samples, layout, 1)
     actor.update(0, COEFFICIENTS)
     actor.restore(mirror)
-    for phase in ("pushing", "generating"):
+    for phase in ("weight sync", "generating"):
         actor.enter(phase)
     assert held_bytes(actor) == 0
     actor.enter("training")

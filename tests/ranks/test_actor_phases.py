@@ -30,7 +30,7 @@ def check(trainers, tmp_path, folder, samples, layout: Layout, lora: LoraConfig 
         runs[name] = trainers.run("memory_scenarios.lend", layout.mesh.world_size, **arguments, enters=name == "lends")
     for (metrics, _, _), (metrics2, sizes, refusals) in zip(*runs.values(), strict=True):
         assert metrics2 == metrics
-        assert sizes["generating"] == 0 < sizes["pushing"] < sizes["training"] < sizes["after an update"]
+        assert sizes["generating"] == 0 < sizes["weight sync"] < sizes["training"] < sizes["after an update"]
         assert [name for name, _ in refusals] == ["begin", "update", "save", "load", "snapshot"] * 3
         for _, message in refusals:
             assert "the trainer is in the phase generating, in which the engines have the memory" in message
@@ -53,7 +53,7 @@ def test_a_critic_refuses_by_name_what_its_phase_does_not_hold(trainers, model_f
     for (metrics, values, _, _), (metrics2, values2, sizes, refusals) in zip(apart, lent, strict=True):
         assert metrics2 == metrics and values2.keys() == values.keys() != set()
         assert all(np.array_equal(values2[k], values[k]) for k in values)
-        assert sizes == {"training": sizes["training"], "pushing": 0, "generating": 0} and sizes["training"] > 0
+        assert sizes == {"training": sizes["training"], "weight sync": 0, "generating": 0} and sizes["training"] > 0
         asked = ["values", "set_targets", "update", "save", "load", "snapshot"]
         assert [name for _, name, _ in refusals] == asked * 2
         for phase, _, message in refusals:

@@ -82,7 +82,7 @@ class SilentRewards:
             self._silent_steps[i] += 1
             self._failed_steps[i] = self._failed_steps[i] + 1 if failed else 0
             seen = f"reward {reward.label} scored none of {len(own)} answers"
-            why = "logs/rewards.log says why" if failed else "it abstained from all of them"
+            why = "logs/rewards.log says why" if failed else "it gave no reward to any of them"
             for key, bound, steps in (
                 ("max_silent_steps", reward.max_silent_steps, self._silent_steps[i]),
                 ("max_failed_steps", reward.max_failed_steps, self._failed_steps[i]),
@@ -183,8 +183,8 @@ class UnsplitThoughts:
         single = metrics.get("passages/single", 0.0)
         if self._is_first and single > MANY_UNSPLIT:
             sink.warn(
-                f"{single:.0%} of the answers have at most one passage of a thought, so that rollout.prefix_values "
-                "rewards little more than the answer: do its markers occur in thoughts, is min_tokens too large, or do "
+                f"{single:.0%} of the answers have at most one passage of reasoning, so that rollout.prefix_values "
+                "rewards little more than the answer: do its markers occur in it, is min_tokens too large, or do "
                 "rows lack its column?"
             )
         self._is_first = False

@@ -161,8 +161,8 @@ def thoughts(history: History) -> str:
     if not (share := lasting(history, "length/thought_cut", 0.5, 3)):
         return ""
     return (
-        f"the thinking budget ends {share:.0%} of the thoughts: raise rollout.thinking.thought_tokens, or reward "
-        "shorter thoughts; thought/cut_reward_mean and thought/whole_reward_mean tell what the cut costs"
+        f"the thinking budget ends {share:.0%} of the reasoning: raise rollout.thinking.thought_tokens, or reward "
+        "shorter reasoning; thought/cut_reward_mean and thought/whole_reward_mean tell what the cut costs"
     )
 
 
@@ -197,7 +197,7 @@ def no_calls(history: History) -> str:
     return (
         f"no answer of the last {SETTLED} steps has called a tool: is the model trained to call tools, and does its "
         "chat template ask for the form <tool_call>{...}</tool_call>? Look at some answers in samples.jsonl, and at "
-        "length/response_cut: a thought that is cut never comes to a call"
+        "length/response_cut: reasoning that is cut never comes to a call"
     )
 
 
@@ -211,7 +211,7 @@ def mismatch(history: History) -> str:
     times = f", {now / before:.0f} times as much as {len(values) - 1} steps ago" if before else ""
     return (
         f"trainer and engine differ by {now:.1e} nats for a token{times}: log-probs of rare tokens may round more as "
-        "the policy sharpens, or an engine has other weights (bridge.verify: true compares all of them after each push)"
+        "the policy sharpens, or an engine has other weights (bridge.verify: true compares all of them after each sync)"
     )
 
 

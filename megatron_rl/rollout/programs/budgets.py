@@ -93,8 +93,8 @@ class Budgets:
         if self.has_closed(ids):
             if self.beams is not None:
                 raise ValueError(
-                    f"prompt {prompt.uid} has closed its thought already, but with rollout.beams each answer begins "
-                    "with one; change the chat template, or remove the row"
+                    f"prompt {prompt.uid} has closed its reasoning already, but with rollout.beams each answer begins "
+                    "with it; change the chat template, or remove the row"
                 )
             return OneCall(thinking.response_tokens)
         try:
@@ -103,7 +103,7 @@ class Budgets:
             raise ValueError(f"prompt {prompt.uid}: {error}") from None
         largest, most = thinking.thought_tokens.largest, thinking.response_tokens
         if not 0 <= budget <= largest:
-            raise ValueError(f"prompt {prompt.uid} has a budget of {budget} thought tokens, not one of 0 to {largest}")
+            raise ValueError(f"prompt {prompt.uid} has a reasoning budget of {budget} tokens, not of 0 to {largest}")
         budget = budget if left is None else min(budget, left)
         delimiter, closing = self.delimiter, self.closing
         assert delimiter is not None, "the configuration was validated"
@@ -116,8 +116,8 @@ class Budgets:
         before = next((size for size, token in enumerate(reversed(ids)) if token == self.opening), None)
         if before is None or _last(ids[len(ids) - before :], delimiter) is not None:
             raise ValueError(
-                f"prompt {prompt.uid} does not open a thought with {thinking.opening!r}, where vLLM begins to count; "
-                f"set rollout.thinking.opening to the token that does, or rollout.thinking.mode to two_call"
+                f"prompt {prompt.uid} does not open the reasoning with {thinking.opening!r}, where vLLM begins to "
+                f"count; set rollout.thinking.opening to the token that does, or rollout.thinking.mode to two_call"
             )
         return NativeBudget(self.opening, delimiter, closing, budget, most, before)
 

@@ -237,6 +237,6 @@ def _require_beginning(expected: str, text: str) -> None:
     )
     raise Refused(
         f"the chat template rewrites earlier turns: from character {at} on it renders {text[at : at + SHOWN]!r}, but "
-        f"what the model has seen is {expected[at : at + SHOWN]!r}. Use a template that keeps all turns, thoughts "
+        f"what the model has seen is {expected[at : at + SHOWN]!r}. Use a template that keeps all turns, reasoning "
         "included, as they were"
     )

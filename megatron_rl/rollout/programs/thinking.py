@@ -128,7 +128,7 @@ class NativeBudget:
         found = tuple(ids[self.thought_tokens : self.thought_tokens + len(rest)])
         if found != rest:
             raise ValueError(
-                f"rollout.thinking: the engine was given a budget of {self.thought_tokens} thought tokens, and then "
+                f"rollout.thinking: the engine was given a budget of {self.thought_tokens} reasoning tokens, and then "
                 f"had to force {rest}, but the answer goes on with {found}: vLLM did not keep its thinking budget. Set "
                 "rollout.thinking.mode to two_call"
             )

@@ -16,9 +16,9 @@ from megatron_rl.cluster.process import Location, Process
 from megatron_rl.cluster.trainers import let_segments_grow
 from megatron_rl.types import Mesh
 
-TRAINER = {"training": 3, "pushing": 1, "generating": 0}
-CRITIC = {"training": 3, "pushing": 0, "generating": 0}
-ENGINE = {"training": 0, "pushing": 1, "generating": 3}
+TRAINER = {"training": 3, "weight sync": 1, "generating": 0}
+CRITIC = {"training": 3, "weight sync": 0, "generating": 0}
+ENGINE = {"training": 0, "weight sync": 1, "generating": 3}
 """What each side holds, in parts of equal size."""
 
 
@@ -54,7 +54,7 @@ def test_memory_is_given_up_before_it_is_taken(phases):
 def test_a_critic_gives_up_its_memory_before_engines_take_theirs(phases):
     """A device of six parts holds everything of policy and critic, which train together, or everything of an engine."""
     room = [0]
-    engines = Side({"training": 0, "pushing": 1, "generating": 6}, "generating", room)
+    engines = Side({"training": 0, "weight sync": 1, "generating": 6}, "generating", room)
     policy, critic = Side(TRAINER, "generating", room), Side(CRITIC, "generating", room)
     Colocation(policy, engines, [critic])
     for trainers in (policy, critic):  # they start one after the other
@@ -70,9 +70,9 @@ def test_each_change_of_phase_is_made_once():
     entered = []
     sides = [SimpleNamespace(enter=lambda phase, name=name: entered.append((name, phase))) for name in "pe"]
     colocation = Colocation(*sides)
-    for phase in itertools.chain(["generating"] * 2, ["pushing"] * 2, ["training"]):
+    for phase in itertools.chain(["generating"] * 2, ["weight sync"] * 2, ["training"]):
         colocation.enter(phase)
-    assert entered == [("e", "pushing"), ("p", "pushing"), ("e", "training"), ("p", "training")]
+    assert entered == [("e", "weight sync"), ("p", "weight sync"), ("e", "training"), ("p", "training")]
 
 
 def test_the_plan_of_transfers_knows_who_shares_a_node():

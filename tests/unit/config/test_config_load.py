@@ -133,7 +133,7 @@ def thinks(tokens, **others) -> dict:
         (
             thinks({"kind": "quantile", "quantile": 0.5, "low": 2, "high": 4, "start": 4})
             | {"rewards": [{"kind": "function", "path": "mine:f"}]},
-            "follows the thoughts of right answers, but no reward says",
+            "follows the reasoning of right answers, but no reward says",
         ),
         ({"rollout": {"samples_per_prompt": 1}}, "every grpo advantage would be 0"),
         (thinks(4, mode="truncate", closing="</think>"), "with mode truncate the sample ends there; remove it"),

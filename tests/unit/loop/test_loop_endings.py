@@ -204,7 +204,7 @@ def test_a_reward_that_scores_nothing_is_told_and_then_stops_the_run(tmp_path):
     with pytest.raises(ValueError, match="reward judge .* 8 answers in 3 steps"):
         run(world, tmp_path / "c", cfg)
     once = "reward exact_answer could not score 50% of the answers; logs/rewards.log says why"
-    assert world.warnings == [once, *["reward judge scored none of 8 answers; it abstained from all of them"] * 2]
+    assert world.warnings == [once, *["reward judge scored none of 8 answers; it gave no reward to any of them"] * 2]
     metrics = world.logged[0][1]
     assert metrics["reward/judge/abstained"] == 1.0 and "reward/judge/mean" not in metrics
     assert metrics["reward/exact_answer/mean"] == 0.5 and metrics["reward/exact_answer/seconds"] == 0.5

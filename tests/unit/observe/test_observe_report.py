@@ -198,7 +198,7 @@ def test_rewards_beyond_a_share_have_their_own_panel(tmp_path):
         "Reward",
         "Held-out accuracy",
         "Each reward alone",
-        "Abstentions, share of samples",
+        "No reward, share of samples",
     ]
     shown = {line.get_label(): list(line.get_ydata()) for line in reward.lines}
     assert shown["reward"] == [-2.0, -0.5, 1.0] and shown["held-out reward"] == [-2.0, 1.0, 4.0]
@@ -224,7 +224,7 @@ def test_each_reward_and_its_abstentions_are_told(tmp_path):
     screen = io.StringIO()
     print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
     text = " ".join(screen.getvalue().split())
-    assert "judge:kind -1.000 -1.000" in text and "judge:kind, abstained 0.0% 25.0%" in text
+    assert "judge:kind -1.000 -1.000" in text and "judge:kind, no reward 0.0% 25.0%" in text
 
 
 def test_a_last_step_without_a_score_has_none_in_the_summary(tmp_path):
@@ -238,7 +238,7 @@ def test_a_last_step_without_a_score_has_none_in_the_summary(tmp_path):
     write_run(tmp_path, first, push)
     screen = io.StringIO()
     print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
-    assert "reward 0.500 0.500" in " ".join(screen.getvalue().split()), "the last record has only the last push"
+    assert "reward 0.500 0.500" in " ".join(screen.getvalue().split()), "the last record has only the last weight sync"
 
 
 def test_without_a_verifier_of_record_the_evaluation_is_a_reward(tmp_path):

@@ -219,7 +219,7 @@ def test_figures():
         "length/answer_mean": 5.5, "grad_norm": 0.25, "rollout/tokens_per_s": 12345.6, "mismatch/mean_abs": 2e-6,
     }  # fmt: skip
     assert figures(record) == {
-        "reward": "0.500", "thought": "24.5 tokens", "answer": "5.5 tokens", "speed": "12,346 tokens/s",
+        "reward": "0.500", "reasoning": "24.5 tokens", "answer": "5.5 tokens", "speed": "12,346 tokens/s",
         "grad norm": "0.25", "mismatch": "2.0e-06",
     }  # fmt: skip
 
@@ -231,8 +231,8 @@ def test_figures_of_several_rewards():
         "reward/judge/mean": -2.0, "reward/judge/abstained": 0.125, "reward/away/abstained": 1.0,
     }  # fmt: skip
     assert figures(record) == {
-        "reward": "-1.500", "held-out reward": "2.500", "exact_answer": "0.500", "judge": "-2.000, 12.5% abstained",
-        "away": "no score, 100.0% abstained",
+        "reward": "-1.500", "held-out reward": "2.500", "exact_answer": "0.500", "judge": "-2.000, 12.5% no reward",
+        "away": "no score, 100.0% no reward",
     }  # fmt: skip
     idle = {"lag/mean": 0.0, "rollout/idle": 0.03, "stream/running": 0.0, "stream/ready": 0.0}
     assert list(figures(idle)) == ["engines idle"], "active sampling without a lag"
@@ -241,7 +241,9 @@ def test_figures_of_several_rewards():
     assert figures({"loss": 0.0, "critic/loss": 0.1234}) == {"loss": "0.0000", "critic loss": "0.1234"}
     assert figures({"eval/loss": 0.5}) == {"held-out loss": "0.5000"}
     assert "exact_answer" not in figures({"reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0})
-    assert figures({"reward/judge/mean": 0.5, "reward/judge/abstained": 0.25}) == {"judge": "0.500, 25.0% abstained"}
+    assert figures({"reward/judge/mean": 0.5, "reward/judge/abstained": 0.25}) == {
+        "judge": "0.500, 25.0% no reward"
+    }
 
 
 def test_sparkline():

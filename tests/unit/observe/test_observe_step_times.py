@@ -44,8 +44,8 @@ def test_the_table_has_each_resource():
     )
     rows = {one.name: (one.value, one.unit, one.share) for one in found.resources}
     assert rows["engines idle"] == (0.25, "share", None)
-    assert rows["push: pause of the engines"] == (0.5, "s", approx(0.05))
-    assert rows["push: transfer of the weights"] == (0.2, "s", approx(0.02))
+    assert rows["weight sync: pause of the engines"] == (0.5, "s", approx(0.05))
+    assert rows["weight sync: transfer"] == (0.2, "s", approx(0.02))
     assert rows["CPU cores idle"] == (0.4, "share", None)
     assert rows["reward x, all processes"] == (2.0, "s", None)
 

@@ -475,7 +475,7 @@ def test_a_row_that_cannot_be_scored_is_an_abstention_or_a_fault(home, truth, me
     reward = {"kind": "exact_answer", "answer": "last_number"}
     notes = []
     assert preflight(grpo(rewards=[reward]), notes.append) == []
-    assert len(notes) == 1 and "will abstain on 1 of the rows" in notes[0] and message in notes[0]
+    assert len(notes) == 1 and "1 of the rows will have no reward" in notes[0] and message in notes[0]
     assert f"train.jsonl:2: {message}" in faults(grpo(rewards=[{**reward, "on_error": "stop"}]))[0]
 
 
@@ -739,7 +739,7 @@ def test_rows_whose_tests_pass_for_a_program_that_does_nothing_are_told(home):
     rows("train.jsonl", right, weak, empty)
     notes: list[str] = []
     assert preflight(grpo(rewards=[{"kind": "code"}], data={"train": "train.jsonl"}), notes.append) == []
-    assert "rewards will abstain on 1 of the rows" in notes[0] and "every `output` is empty" in notes[0]
+    assert "1 of the rows will have no reward" in notes[0] and "every `output` is empty" in notes[0]
     [note] = [note for note in notes if "functions return the same" in note]
     assert "the tests of 1 of the 2 rows that were tried" in note and "[], as in 'assert all(" in note
 
@@ -750,7 +750,7 @@ def test_rows_that_compute_score_could_not_score_are_told(home):
     reward, notes = {"kind": "compute_score", "path": "mine:f"}, []
     data = {"train": "train.jsonl"}
     assert preflight(grpo(rewards=[reward], data=data), notes.append) == []
-    assert "rewards will abstain on 1 of the rows" in notes[0] and "neither `ground_truth` nor `rewar" in notes[0]
+    assert "1 of the rows will have no reward" in notes[0] and "neither `ground_truth` nor `rewar" in notes[0]
     [found] = faults(grpo(rewards=[{**reward, "on_error": "stop"}], data=data))
     assert "train.jsonl:1: the row has neither `ground_truth`" in found
 

@@ -216,7 +216,7 @@ def test_answers_end_when_memory_is_lent_and_the_base_model_stays(long_answers, 
     before = answers(8)
     with pytest.raises(RuntimeError, match="the answer ended, because the engine entered the phase training"):
         stage.run(lent())
-    stage.run(stage.engine.weights.enter("pushing"))
+    stage.run(stage.engine.weights.enter("weight sync"))
     stage.push(pushed[0], 9)
     stage.run(stage.engine.weights.enter("generating"))
     assert answers(9) == before

@@ -55,7 +55,7 @@ def test_memory_is_given_up_and_a_push_brings_the_same_answers(stage, folders):
     for _ in range(2):
         enter(stage, "training")
         assert sizes(stage) == [(0, 0)] * len(whole)
-        enter(stage, "pushing")
+        enter(stage, "weight sync")
         assert sizes(stage) == [(weights, 0) for weights, _ in whole]
         stage.push(folders[0], 0)
         enter(stage, "generating")
@@ -66,7 +66,7 @@ def test_memory_is_given_up_and_a_push_brings_the_same_answers(stage, folders):
 def test_a_phase_can_be_left_early_and_the_bridge_joined_in_the_next(stage, folders):
     stage.push(folders[0], 0)
     before = answers(stage, 0)
-    for phase in ("pushing", "training", "training", "pushing"):  # as after a stop or a failed push
+    for phase in ("weight sync", "training", "training", "weight sync"):  # as after a stop or a failed push
         enter(stage, phase)
     stage.rejoin()
     stage.push(folders[0], 0)
@@ -81,7 +81,7 @@ def test_what_a_phase_does_not_allow_is_refused_by_name(stage, folders):
         stage.run(stage.engine.weights.receive(1))
     with pytest.raises(RuntimeError, match="kv_cache and weights.*generating"):
         answers(stage, 0)
-    enter(stage, "pushing")
+    enter(stage, "weight sync")
     with pytest.raises(RuntimeError, match="memory of its kv_cache; .*generating"):
         answers(stage, 0)
     enter(stage, "generating")
@@ -110,7 +110,7 @@ def test_answers_that_are_under_way_end_when_the_trainers_take_the_memory(stage,
     assert sizes(stage) == [(0, 0)] * len(whole)
     with pytest.raises(RuntimeError, match="must enter the phase generating"):  # an agent may not know it yet
         stage.run(stage.engine.sampler.sample(Request((7, 8, 9), Call(max_tokens=4), seed=0)))
-    enter(stage, "pushing")
+    enter(stage, "weight sync")
     stage.push(folders[0], 0)
     enter(stage, "generating")
     assert answers(stage, 0) == before

@@ -157,7 +157,7 @@ def test_memory_is_given_up_and_a_push_brings_the_same_answers(stage, folders, s
     assert {str(error) for error in stage.run(both())} == {
         "the answer ended, because the engine entered the phase training"
     }
-    stage.run(stage.engine.weights.enter("pushing"))
+    stage.run(stage.engine.weights.enter("weight sync"))
     stage.push(folders[0], 51)
     stage.run(stage.engine.weights.enter("generating"))
     after = stage.run(stage.generate(prompts(4, 5), 4, 51, seed=5))

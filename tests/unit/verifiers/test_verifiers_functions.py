@@ -249,7 +249,7 @@ def test_one_bad_number_costs_its_own_answer_alone(monkeypatch):
 def test_an_abstention_is_no_failure(monkeypatch):
     monkeypatch.setitem(globals(), "answers", lambda completions, **kwargs: [None, 0.0])
     path = f"{__name__}:answers"
-    assert scored(trl("answers")).verdicts == [Verdict(None, f"{path} abstained"), Verdict(0.0)]
+    assert scored(trl("answers")).verdicts == [Verdict(None, f"{path} returned None"), Verdict(0.0)]
 
 
 class WithoutText(BaseException):

@@ -59,7 +59,7 @@ def test_weighted_sum_leaves_out_who_abstains():
     path = f"{__name__}:half_is_b"
     # The third answer is in the form of a chat, so it is no text, and the function compares it with `b` in vain.
     assert verdicts == [
-        Verdict(1.0, f"{path} abstained", (1.0, None), details={"exact_answer/final_answer": "b"}),
+        Verdict(1.0, f"{path} returned None", (1.0, None), details={"exact_answer/final_answer": "b"}),
         Verdict(5.0, "other answer", (0.0, 10.0), details={"exact_answer/final_answer": "aa"}),
         Verdict(5.0, "other answer", (0.0, 10.0), details={"exact_answer/final_answer": "b"}),
     ]
