@@ -39,6 +39,34 @@ def open_text(path: Path, mode: str = "w") -> TextIO:
     return path.open(mode, encoding="utf-8", errors="backslashreplace")  # type: ignore[return-value]  # it is no binary
 
 
+def read_text(path: Path) -> str:
+    """The text of a file that a user has named.
+
+    Raises:
+        ValueError: it cannot be read, or it is no text in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(message_of(error)) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}); give another file") from error
+
+
+def message_of(error: Exception) -> str:
+    """What a user is told of it, which names the file."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return str(error)
+    is_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+    return f"{error.filename}: {error.strerror}" + "; give another path" * is_path
+
+
+def failed(error: Exception) -> int:
+    """Print an error on the error stream; returns the exit status."""
+    print(f"error: {message_of(error)}", file=sys.stderr)
+    return 1
+
+
 def piped(command: Callable[[], int]) -> int:
     """The exit status of a command whose output may be read in part, as `head` does. Then it ends without a word, and
     with the status of a program that SIGPIPE has ended."""

@@ -16,7 +16,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from megatron_rl.commands.defaults import read_config
 from megatron_rl.commands.interrupt import Interrupt
 from megatron_rl.commands.launch import note
-from megatron_rl.commands.screen import console, waiting
+from megatron_rl.commands.screen import console, tell_error, waiting
 from megatron_rl.config.function import ImportPath, source_file
 from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig
@@ -304,8 +304,7 @@ def run_tool(interrupt: Interrupt, work: Callable[[], None], stopped: Callable[[
         console.print(f"Stopped. {stopped()}; the same command goes on.", markup=False, soft_wrap=True)
         return 128 + (interrupt.signal or signal.SIGINT)
     except (ValueError, OSError, RuntimeError) as error:
-        console.print("[bold red]error:[/]", end=" ")
-        console.print(str(error), markup=False, soft_wrap=True)
+        tell_error(error)
         return 1
 
 

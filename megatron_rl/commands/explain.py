@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_rl.commands.interrupt import Interrupt
 from megatron_rl.commands.launch import log_to_file, quiet_environment
-from megatron_rl.commands.screen import console
+from megatron_rl.commands.screen import console, tell_error
 from megatron_rl.processes import piped
 
 quiet_environment()
@@ -294,8 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StopRequested, KeyboardInterrupt):
         return 128 + (interrupt.signal or signal.SIGINT)
     except (ValueError, OSError, RuntimeError) as error:
-        console.print("[bold red]error:[/]", end=" ")
-        console.print(str(error), markup=False, soft_wrap=True)
+        tell_error(error)
         return 1
 
 

@@ -36,7 +36,7 @@ from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.checks import check_before_start
-from megatron_rl.processes import STACKS, log_to, open_text
+from megatron_rl.processes import STACKS, log_to, message_of, open_text
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -234,7 +234,7 @@ def full(folders: Sequence[Path]) -> list[Path]:
 def _tell(error: Exception, config: BaseConfig | None) -> None:
     """Print the message of the error, and write the traceback to a file."""
     known = isinstance(error, ValueError | OSError | RuntimeError)
-    text = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+    text = message_of(error) if known and str(error) else f"{type(error).__name__}: {error}"
     if os.strerror(errno.ENOSPC) in text:  # of a write, or of another process: it has no path
         folders = [Path.cwd() if config is None else config.run_folder, Path(gettempdir()), Path("/dev/shm")]
         text += f" (full: {', '.join(map(str, full(folders))) or 'none of these any more'}; looked at: "

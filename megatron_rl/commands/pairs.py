@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from megatron_rl.commands.screen import console
+from megatron_rl.commands.screen import console, tell_error
 from megatron_rl.data.rows import counted
 from megatron_rl.data.saved_rollouts import path_of, read_step
 from megatron_rl.observe.records import CONFIG
@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_pairs += 1
         os.replace(unfinished, options.out)
     except (ValueError, OSError) as error:
-        console.print("[bold red]error:[/]", end=" ")
-        console.print(str(error), markup=False, soft_wrap=True)
+        tell_error(error)
         return 1
     console.print(f"{options.out}: {counted(num_pairs, 'pair')}", markup=False, soft_wrap=True)
     for reason, number in left_out.most_common():

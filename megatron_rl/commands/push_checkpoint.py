@@ -53,7 +53,7 @@ from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.target import TargetTensor, blocks
 from megatron_rl.convert.tensor_files import Maps
 from megatron_rl.layout import Engines
-from megatron_rl.processes import piped
+from megatron_rl.processes import failed, piped
 from megatron_rl.types import Mesh, Metrics
 
 START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "megatron_rl"}\''
@@ -332,8 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
         report = push(servers, source, given.version, given.host or address_towards(servers), given.timeout_s)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     if given.json:
         print(json.dumps(report))
     else:

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.processes import open_text, piped
+from megatron_rl.processes import message_of, open_text, piped, read_text
 from megatron_rl.verifiers.reasoning_gym import REFUSED, library, missing_package
 
 HASH_SEED = "0"
@@ -69,7 +69,7 @@ def configurations(settings: Sequence[str], tasks: Sequence[str]) -> dict[str, d
         name, equals, value = setting.partition("=")
         task, dot, key = name.partition(".")
         try:
-            given = {task: {key: yaml.safe_load(value)}} if equals else yaml.safe_load(Path(setting).read_text())
+            given = {task: {key: yaml.safe_load(value)}} if equals else yaml.safe_load(read_text(Path(setting)))
         except yaml.YAMLError as error:
             raise ValueError(f"--config {setting}: the value is not YAML: {error}") from error
         if equals and not (dot and key):
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = (row for task in tasks for row in rows_of(task, configs[task], options.size, options.seed))
         num = write_rows(options.out, rows)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(message_of(error))
     print(f"{options.out}: {num} rows of {len(tasks)} tasks")
     return 0
 

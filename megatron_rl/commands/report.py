@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.observe import write_comparison, write_report
-from megatron_rl.processes import piped
+from megatron_rl.processes import failed, piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             print(write_comparison(options.runs, options.out or Path("comparison")))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     return 0
 
 

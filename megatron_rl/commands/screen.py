@@ -17,6 +17,8 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console
 
+from megatron_rl.processes import message_of
+
 log = logging.getLogger("megatron_rl.driver")
 
 PATIENCE_S = 2.0
@@ -152,3 +154,9 @@ def screen() -> Console:
 
 CLOSED = open_closed()
 console = screen()
+
+
+def tell_error(error: Exception) -> None:
+    """Print what went wrong, with the notes of the error."""
+    console.print("[bold red]error:[/]", end=" ")
+    console.print("\n".join([message_of(error), *getattr(error, "__notes__", [])]), markup=False, soft_wrap=True)

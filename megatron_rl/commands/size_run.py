@@ -30,7 +30,7 @@ from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.parameters import ParameterCount, count_parameters
 from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.processes import piped
+from megatron_rl.processes import failed, piped
 
 
 def read(arguments: Sequence[str]) -> BaseConfig:
@@ -100,8 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = planned_shape(config)
         memory = run_memory(config, shape)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     layouts = fitting_layouts(config, shape) if memory.on_gpus else []
     if options.json:
         print(json.dumps(as_dict(memory, layouts, count_parameters(shape))))

@@ -19,7 +19,7 @@ from rich.table import Table
 from megatron_rl.observe.records import METRICS, read_metrics, traces_of
 from megatron_rl.observe.step_times import Resource, Where, where
 from megatron_rl.observe.trace_path import PhaseWork, work_of_phases
-from megatron_rl.processes import piped
+from megatron_rl.processes import failed, piped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"{given.run} has no {METRICS}; give the folder of a run")
         found = where(read_metrics(given.run))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return failed(error)
     traces = [str(path) for path in traces_of(given.run)]
     work = work_of_phases(json.loads(Path(traces[-1]).read_text(encoding="utf-8"))) if traces else []
     if given.json:

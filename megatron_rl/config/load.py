@@ -20,6 +20,7 @@ from megatron_rl.config import key_hints
 from megatron_rl.config.machine import count_gpus, with_data_types, with_device
 from megatron_rl.config.package_files import find_shipped
 from megatron_rl.config.schema import BaseConfig
+from megatron_rl.processes import read_text
 
 Config = TypeVar("Config", bound=BaseConfig)
 DEMANDS = {
@@ -70,7 +71,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"{path}: no such file; an argument must be a YAML file or an override like policy.optimizer.lr=1e-6"
         )
     try:
-        content = yaml.load(path.read_text(), Loader=_Loader)
+        content = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if content is None:

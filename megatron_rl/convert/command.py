@@ -18,6 +18,7 @@ from rich.table import Table
 from megatron_rl.convert.conversion import Conversion, Options
 from megatron_rl.convert.hub import MAX_FILE_BYTES
 from megatron_rl.convert.work import carry_out, require_new
+from megatron_rl.processes import failed
 
 
 def num_cores() -> int:
@@ -144,11 +145,7 @@ def run(work: Callable[[Sequence[str] | None], None], arguments: Sequence[str] |
     try:
         work(arguments)
     except (ValueError, OSError) as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.filename is not None:
-            text = f"{error.filename}: {error.strerror}"
-        print(f"error: {text}", file=sys.stderr)
-        return 1
+        return failed(error)
     except KeyboardInterrupt:
         print(
             "interrupted; finished files stay in the .partial folder, and the same command continues from there",

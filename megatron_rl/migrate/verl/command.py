@@ -44,6 +44,7 @@ from megatron_rl.migrate.verl.layout import converted
 from megatron_rl.migrate.verl.lexer import ScriptError
 from megatron_rl.migrate.verl.settings import NoSuchEngine, Settings
 from megatron_rl.migrate.verl.shell import read_script
+from megatron_rl.processes import failed, read_text
 
 FROM_SHELL = ("HOME", "PWD", "USER")
 """The variables of this shell that a script may use; others are given with --set."""
@@ -58,7 +59,7 @@ def read(given: argparse.Namespace) -> VerlCall:
 
     Raises:
         ScriptError: neither can be read.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read.
     """
     script, *words = given.words
     if "=" in script and not Path(script).is_file():
@@ -69,7 +70,7 @@ def read(given: argparse.Namespace) -> VerlCall:
         if not equals:
             raise ScriptError(f"--set {pair}: write it as --set NAME=VALUE")
     try:
-        call = read_script(Path(script).read_text(), variables)
+        call = read_script(read_text(Path(script)), variables)
     except UnsetVariables as error:
         exported = [f'--set {name}="${name}"' for name in error.names if name in os.environ]
         hint = f"\nThis shell has a value: {' '.join(exported)}" if exported else ""
@@ -158,9 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_types(settings)
         settings.rows = count_rows(settings) if given.rows is None else given.rows
         found, notes = converted(settings)
-    except (ScriptError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1 if isinstance(error, NoSuchEngine) else 2
+    except (ValueError, OSError) as error:
+        return failed(error) if isinstance(error, NoSuchEngine) else 1 + failed(error)
     recipe = "ppo" if settings.has_critic else "grpo"
     command = f"megatron-rl {recipe} {given.out or 'run.yaml'} --dry-run"
     source = Path(given.words[0]).name if settings.call.line else "overrides"

@@ -84,7 +84,7 @@ def test_a_healthy_run_is_told_nothing():
     ("rule", "changes", "num_steps", "said"),
     [
         ("length", {"length/response_cut": 0.62}, 3, "62% of the answers end at rollout.max_response_tokens"),
-        ("thoughts", {"length/thought_cut": 0.7}, 3, "the thinking budget ends 70% of the thoughts"),
+        ("thoughts", {"length/thought_cut": 0.7}, 3, "the thinking budget ends 70% of the reasoning"),
         ("duplicates", {"length/duplicates": 0.4}, 1, "40% of the answers of 64 tokens or more equal another"),
         ("mismatch", {"mismatch/mean_abs": 3e-3}, 1, "trainer and engine differ by 3.0e-03 nats"),
         ("ratio", {"on_policy/ratio_error": 0.2}, 1, "the ratio of the policy to itself differs from 1 by 0.2"),

@@ -241,9 +241,7 @@ def test_figures_of_several_rewards():
     assert figures({"loss": 0.0, "critic/loss": 0.1234}) == {"loss": "0.0000", "critic loss": "0.1234"}
     assert figures({"eval/loss": 0.5}) == {"held-out loss": "0.5000"}
     assert "exact_answer" not in figures({"reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0})
-    assert figures({"reward/judge/mean": 0.5, "reward/judge/abstained": 0.25}) == {
-        "judge": "0.500, 25.0% no reward"
-    }
+    assert figures({"reward/judge/mean": 0.5, "reward/judge/abstained": 0.25}) == {"judge": "0.500, 25.0% no reward"}
 
 
 def test_sparkline():

@@ -29,7 +29,7 @@ from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.models.composite import COMPOSITES
 from megatron_rl.models.hub import read_header, weight_files
-from megatron_rl.processes import piped
+from megatron_rl.processes import message_of, piped, read_text
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
 from megatron_rl.tools.bench.family.proposal import Proposal, propose
 from megatron_rl.types import Mesh
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         proposal = propose(config, tensors)
     except (OSError, ValueError) as error:
-        print(f"error: {given.folder}: {error}", file=sys.stderr)
+        print(f"error: {given.folder}: {message_of(error)}", file=sys.stderr)
         return 1
     checks = check(proposal, config)
     if given.json:
@@ -82,10 +82,9 @@ def read(folder: Path) -> dict[str, Any]:
     """config.json, which names its class: if it does not, the one that transformers has for its `model_type`.
 
     Raises:
-        OSError: there is no config.json.
-        ValueError: it is no model's, or of a composite, or names no class that is known.
+        ValueError: there is no config.json, it is no model's, or of a composite, or names no class that is known.
     """
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads(read_text(folder / "config.json"))
     if not isinstance(config, dict) or not isinstance(kind := config.get("model_type"), str):
         raise ValueError('config.json is no mapping with a model_type, such as "llama"; is it the one of a model?')
     if kind in COMPOSITES:
