@@ -304,8 +304,7 @@ def run_tool(interrupt: Interrupt, work: Callable[[], None], stopped: Callable[[
         console.print(f"Stopped. {stopped()}; the same command goes on.", markup=False, soft_wrap=True)
         return 128 + (interrupt.signal or signal.SIGINT)
     except (ValueError, OSError, RuntimeError) as error:
-        tell_error(error)
-        return 1
+        return tell_error(error)
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:

@@ -294,8 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (StopRequested, KeyboardInterrupt):
         return 128 + (interrupt.signal or signal.SIGINT)
     except (ValueError, OSError, RuntimeError) as error:
-        tell_error(error)
-        return 1
+        return tell_error(error)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def launch(
             goes_on = "auto" if options.slurm else resume  # a job continues from the newest checkpoint, if there is one
             if options.dry_run:
                 describe(config, console)
-                check_before_start(config, console, resume=goes_on, planning=True)
+                check_before_start(config, console, resume=goes_on, planning=True, in_job=options.slurm)
                 if options.slurm:
                     console.print(render(job), markup=False, soft_wrap=True)
                 return 0

@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_pairs += 1
         os.replace(unfinished, options.out)
     except (ValueError, OSError) as error:
-        tell_error(error)
-        return 1
+        return tell_error(error)
     console.print(f"{options.out}: {counted(num_pairs, 'pair')}", markup=False, soft_wrap=True)
     for reason, number in left_out.most_common():
         console.print(f"  {reason}: {number:,}", markup=False, soft_wrap=True)

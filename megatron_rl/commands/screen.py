@@ -156,7 +156,8 @@ CLOSED = open_closed()
 console = screen()
 
 
-def tell_error(error: Exception) -> None:
-    """Print what went wrong, with the notes of the error."""
+def tell_error(error: Exception) -> int:
+    """Print what went wrong, with the notes of the error; returns the exit status."""
     console.print("[bold red]error:[/]", end=" ")
     console.print("\n".join([message_of(error), *getattr(error, "__notes__", [])]), markup=False, soft_wrap=True)
+    return 1

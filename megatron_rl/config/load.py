@@ -74,8 +74,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         content = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
-    if content is None:
-        return {}
+    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{path}: the top level must be a mapping of sections, not a {type(content).__name__}")
     return content

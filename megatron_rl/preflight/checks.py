@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,8 @@ def check_before_start(
     Raises:
         ValueError: the run would stop in its first minutes. The message has all faults.
     """
-    faults = preflight(
-        config,
-        lambda note: console.print(note, style="yellow", markup=False, soft_wrap=True),
-        resume=resume,
-        planning=planning,
-        in_job=in_job,
-    )
+    tell = partial(console.print, style="yellow", markup=False, soft_wrap=True)
+    faults = preflight(config, tell, resume=resume, planning=planning, in_job=in_job)
     if len(faults) == 1:
         raise ValueError(faults[0])
     if faults:
@@ -89,8 +85,11 @@ def preflight(
     """
     faults: list[str] = []
     job = config.slurm if in_job else None
-    if not (planning or (job and (job.container or job.environment))):
+    has_own = not (job and (job.container or job.environment))
+    if has_own and not planning:
         faults += faults_of_device(config) + faults_of_hub(config)
+    elif has_own and in_job and (unfit := faults_of_device(config)):
+        tell(f"this Python cannot submit the job: {unfit[0]}")
 
     def attempt(check: Callable[[], Any]) -> Any:
         """The result of the check. If it raises, the message is added to the faults, and the result is None."""

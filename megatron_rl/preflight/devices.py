@@ -30,8 +30,8 @@ def faults_of_device(config: BaseConfig) -> list[str]:
         return []
     return [
         f"the run uses GPUs ({', '.join(numbers)}), but torch in {sys.prefix} is a build for CPUs; `make gpu-env` "
-        "installs the GPU packages, and .venv-gpu/bin/python then starts the run. To run on CPUs, set cluster.device "
-        "to cpu"
+        "installs the GPU packages, and .venv-gpu/bin/megatron-rl then starts or submits the run. To run on CPUs, set "
+        "cluster.device to cpu"
     ]
 
 
@@ -71,10 +71,9 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
     heads = {block.head_dim for block in shape.attentions if isinstance(block, SoftmaxAttention)} - {*CPU_HEAD_DIMS}
     if not heads:
         return []
-    known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [
-        f"{config.model.path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows {known}; take a "
-        "model with one of these, or run the engines on GPUs"
+        f"{config.model.path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows "
+        f"{', '.join(map(str, CPU_HEAD_DIMS))}; take a model with one of these, or run the engines on GPUs"
     ]
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 
 import cover
+import psutil
 import pytest
 from answering import answered
+from pages import ROOT, blocks
 
 from megatron_rl.commands.grpo import read_prompts
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.observe.records import METRICS, read_lines
+from megatron_rl.processes import descendants
 from megatron_rl.recipes.tiny.gsm8k import write_model
 from megatron_rl.verifiers import RewardSet, TrainerState
 
@@ -148,3 +152,19 @@ def test_each_domain_of_a_mixture_has_its_verifier(run_of):
             assert record[f"dataset/{dataset}/groups"] == 2
             assert record[f"reward/{reward}/abstained"] == 0
         assert record["dataset/general-quality_ref/groups"] == 2 and record["reward/words/abstained"] == 0
+
+
+@pytest.mark.deep
+def test_the_readmes_program_ends_with_its_run_when_it_is_told_to(recipe):
+    """SIGTERM comes to the program alone, as from a scheduler. It is passed on, and the run ends with a checkpoint."""
+    [program] = [block for block in blocks(ROOT / "README.md") if block.mark == "run" and block.language == "python"]
+    (recipe.folder / "readme.py").write_text(program.text)
+    run = recipe.start(str(recipe.folder / "readme.py"))
+    recipe.wait_until(run, lambda: any(recipe.folder.glob("runs/*/metrics.jsonl")))
+    started = descendants(psutil.Process(run.pid))
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(recipe.deadline_s) == 128 + signal.SIGTERM
+    assert [process for process in started if process.is_running()] == []
+    said = (recipe.folder / "out.txt").read_text()
+    assert "SIGTERM: stopping" in said and re.search(r"Stopped after \d+ of 10 steps", said), said
+    assert any(recipe.folder.glob("runs/*/checkpoints/step_*"))

@@ -253,7 +253,7 @@ def test_a_run_that_shares_its_memory_has_the_same_numbers_also_after_deaths(rec
     driver = (folder / "logs" / "driver.log").read_text()
     assert "the trainer was restarted" in (folder / "logs" / "warnings.log").read_text()
     assert "is replaced" in driver
-    order = [line.rpartition(" ")[2] for line in driver.splitlines() if ": phase " in line]
+    order = [line.partition(": phase ")[2] for line in driver.splitlines() if ": phase " in line]
     assert order[:4] == ["weight sync", "generating", "training", "weight sync"]
 
 

@@ -7,7 +7,6 @@ shown in test_actor_layouts.py.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import cover
@@ -20,14 +19,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.tools.bench import compare_layouts
 from megatron_rl.tools.bench.compare_layouts import (
     NUM_MICROBATCHES,
     ONE_PROCESS,
-    Difference,
+    compare,
     deal_rows,
     difference,
-    load_rows,
     parse_layout,
     random_rows,
     relative,
@@ -222,15 +219,10 @@ def test_over_30_layers_every_layout_is_as_near_to_float64_as_one_process(traine
 
 
 @pytest.mark.deep
-def test_the_command_compares_a_layout(model_folder, tmp_path, capsys):
-    """It starts its own processes."""
-    dump = tmp_path / "batch.npz"
-    arguments = [str(model_folder), "--dump", str(dump), "--rows", "6", "--layouts", "pp2@3,1", "--json"]
-    assert compare_layouts.main(arguments) == 0
-    one, found = json.loads(capsys.readouterr().out)
-    assert (one["layout"], found["layout"]) == (ONE_PROCESS, "pp2@3,1")
-    assert 1e-7 < one["gradient_difference"] < 1e-5 and too_far(Difference(**found), Difference(**one)) == []
-    assert len(load_rows(dump)) == 6
+def test_layouts_are_compared_in_processes_of_their_own(model_folder, rows):
+    one, found = compare(model_folder, ["pp2@3,1"], rows)
+    assert (one.layout, found.layout) == (ONE_PROCESS, "pp2@3,1")
+    assert 1e-7 < one.gradient_difference < 1e-5 and too_far(found, one) == []
 
 
 @pytest.mark.parametrize(
@@ -242,6 +234,6 @@ def test_the_command_compares_a_layout(model_folder, tmp_path, capsys):
         ("tp3", "4 attention heads, which policy.parallel.tensor=3"),
     ],
 )
-def test_a_wrong_layout_is_named(model_folder, capsys, layout, message):
-    assert compare_layouts.main([str(model_folder), "--layouts", layout]) == 1
-    assert message in capsys.readouterr().err
+def test_a_wrong_layout_is_named(model_folder, layout, message):
+    with pytest.raises(ValueError, match=message):
+        compare(model_folder, [layout], [])

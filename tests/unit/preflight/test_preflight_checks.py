@@ -1093,6 +1093,14 @@ def test_gpus_need_a_torch_that_can_use_them(home, monkeypatch):
     for other in ({"container": "image.sqsh"}, {"environment": "source venv/bin/activate"}):
         assert faults(grpo(**gpus, slurm=other), in_job=True) == []
         assert faults(grpo(**gpus, slurm=other)) == [fault]
+    told: dict[str, list[str]] = {"": [], "image.sqsh": []}
+    for container, notes in told.items():
+        assert (
+            preflight(grpo(**gpus, slurm={"container": container or None}), notes.append, planning=True, in_job=True)
+            == []
+        )
+    assert f"this Python cannot submit the job: {fault}" in told[""]
+    assert not any("cannot submit" in note for note in told["image.sqsh"])
     assert faults(grpo(**gpus), planning=True) == faults(grpo()) == []
     version.write_text("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n")
     assert faults(grpo(**gpus)) == []
