@@ -14,12 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from threading import current_thread, main_thread
 from typing import Any, NamedTuple
 
 import yaml
@@ -38,6 +37,7 @@ from megatron_rl.config.schema import (
     SftRunConfig,
 )
 from megatron_rl.observe.records import METRICS, read_metrics
+from megatron_rl.processes import ending_together
 
 Function = Callable[..., Any]
 Model = str | os.PathLike[str] | Mapping[str, Any]
@@ -346,7 +346,7 @@ def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:
         environment = kept | {"TTY_INTERACTIVE": "0"}
     sys.stdout.flush()  # what was printed before comes before the run's lines
     # Its own group: Ctrl-C comes to this process alone, which passes it on once.
-    with _ending_together(
+    with ending_together(
         command,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -378,27 +378,3 @@ def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:
         where = f", and {log} has more" if log.exists() else ""
         raise RuntimeError(f"the run ended with status {child.returncode}; its error is printed above{where}")
     return run
-
-
-@contextmanager
-def _ending_together(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """A process for which this one waits. SIGTERM, or an error in the block, ends the process too, and waits for it. A
-    program with its own handler for SIGTERM keeps it."""
-
-    def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a scheduler may send several
-        sys.exit(128 + number)
-
-    is_ours = current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    if is_ours:
-        signal.signal(signal.SIGTERM, end)
-    try:
-        with subprocess.Popen(command, **options) as child:
-            try:
-                yield child
-            except BaseException:
-                child.terminate()
-                raise
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)

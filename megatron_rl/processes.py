@@ -10,12 +10,14 @@ import os
 import re
 import select
 import signal
+import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from threading import current_thread, main_thread
+from typing import Any, TextIO
 
 import psutil
 
@@ -94,6 +96,30 @@ def _is_unread(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextmanager
+def ending_together(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process for which this one waits. SIGTERM, or an error in the block, ends the process too, and waits for it. A
+    program with its own handler for SIGTERM keeps it."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # a scheduler may send several
+        sys.exit(128 + number)
+
+    is_ours = current_thread() is main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if is_ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        with subprocess.Popen(command, **options) as child:
+            try:
+                yield child
+            except BaseException:
+                child.terminate()
+                raise
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager

@@ -85,11 +85,8 @@ def preflight(
     """
     faults: list[str] = []
     job = config.slurm if in_job else None
-    has_own = not (job and (job.container or job.environment))
-    if has_own and not planning:
-        faults += faults_of_device(config) + faults_of_hub(config)
-    elif has_own and in_job and (unfit := faults_of_device(config)):
-        tell(f"this Python cannot submit the job: {unfit[0]}")
+    if not (job and (job.container or job.environment)):
+        faults += _of_python(config, tell, planning, in_job)
 
     def attempt(check: Callable[[], Any]) -> Any:
         """The result of the check. If it raises, the message is added to the faults, and the result is None."""
@@ -153,6 +150,15 @@ def preflight(
         if usable and splits and not elsewhere and shape is not None:
             faults += _disk(config, shape) + faults_of_resumed_base(config, resume)
     return faults + missing_packages(config) + _packages(config, shape, planning)
+
+
+def _of_python(config: BaseConfig, tell: Tell, planning: bool, in_job: bool) -> list[str]:
+    """The faults of this Python environment. A plan only tells of a job that it could not submit."""
+    if not planning:
+        return faults_of_device(config) + faults_of_hub(config)
+    if in_job and (unfit := faults_of_device(config)):
+        tell(f"this Python cannot submit the job: {unfit[0]}")
+    return []
 
 
 def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
