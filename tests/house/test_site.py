@@ -33,6 +33,9 @@ SEARCHES = {
     "distillation": "algorithms/",
     "tool calling": "environments/",
     "throughput": "profiling/",
+    "FP8": "models/",
+    "staleness": "asynchronous/",
+    "weight sync": "weight_sync/",
     "macOS": "install/",
     "train_batch_size": "verl_keys/",
 }

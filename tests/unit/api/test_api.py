@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from patience import deadline
 
 from megatron_rl import Run, api, grpo, plan, sft
 from megatron_rl.config.function import short_path
@@ -261,3 +263,29 @@ def test_a_data_set_that_cannot_be_saved_is_written_row_by_row_and_several_are_r
     several = type("DatasetDict", (dict,), {"save_to_disk": None})(train=rows, test=rows)
     with pytest.raises(ValueError, match="DatasetDict of 'train', 'test'"):
         grpo("model", several, "text")
+
+
+WAITS = """
+import sys
+from megatron_rl.processes import ending_together
+child = "import signal, sys; signal.signal(15, lambda *_: sys.exit(print('saved'))); print('up', flush=True)"
+child += "; signal.pause()"
+with ending_together([sys.executable, "-c", child]) as run:
+    if sys.argv[1:]:
+        raise KeyError("of the program")
+    run.wait()
+"""
+
+
+def test_a_program_that_ends_takes_its_run_with_it():
+    """SIGTERM comes to the program alone; its run gets it, ends in its own way, and is waited for."""
+    program = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True)
+    assert program.stdout.readline() == "up\n"
+    program.terminate()
+    said, _ = program.communicate(timeout=deadline(60))
+    assert (said, program.returncode) == ("saved\n", 128 + signal.SIGTERM)
+
+
+def test_an_error_of_a_program_ends_its_run():
+    done = subprocess.run([sys.executable, "-c", WAITS, "fail"], capture_output=True, text=True, timeout=deadline(60))
+    assert done.returncode == 1 and "KeyError: 'of the program'" in done.stderr
