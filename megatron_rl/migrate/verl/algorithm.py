@@ -226,7 +226,7 @@ def filter_groups(settings: Settings, key: str, value: Any) -> Meaning:
     """The switch and its largest number of batches, after which groups without a signal fill a step up."""
     if not settings["algorithm.filter_groups.enable"]:
         return implied("groups are not replaced by default")
-    why = "engines generate while the trainer trains, so half of the GPUs are the engines' own"
+    why = "other prompts replace the groups whose rewards are all equal"
     most = settings["algorithm.filter_groups.max_num_gen_batches"]
     return mapped({"rollout.active_sampling": max(2, most) if most and most > 0 else True}, why)
 
