@@ -161,6 +161,10 @@ class AgentEnvironment(_Failures):
     begins another conversation, a sample with the history that the template writes. `refuse`: it gets an error."""
     timeout_s: PositiveFloat = 600
     """The longest time, in seconds, that one run of the agent may take."""
+    remote: bool = False
+    """Whether programs on other machines call the model, such as a harness in a container. The server then listens on
+    all network interfaces, and the `base_url` has the name of the engine's machine. The URL is the key: each answer has
+    its own, with 128 random bits."""
 
 
 TurnsEnvironment = ClassEnvironment | ToolsEnvironment
