@@ -85,7 +85,7 @@ def test_rollouts_of_static_and_continuous_batches():
 def test_agents_of_another_process_have_one_conversation_each():
     found = numbers("agents", "--agents", "50", "--calls", "3", "--answer-seconds", "0.1")
     assert (found["calls"], found["conversations"]) == (150, 50)
-    assert found["tokens"] > 150 * 200 and 0 < found["cpu_ms_per_call"]
+    assert found["tokens"] > 150 * 200 and found["cpu_ms_per_call"] > 0
 
 
 @pytest.mark.deep
