@@ -132,7 +132,8 @@ def shared_memory_is_own() -> bool:
 
 
 def shared_memory() -> set:
-    return {("shared memory", name) for name in os.listdir(SHARED_MEMORY)} if _is_own else set()
+    kept = {"libpod_lock"}  # Podman's, for all containers
+    return {("shared memory", name) for name in {*os.listdir(SHARED_MEMORY)} - kept} if _is_own else set()
 
 
 def surroundings() -> set:

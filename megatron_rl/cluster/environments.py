@@ -1,9 +1,9 @@
-"""Environments in separate processes, on the node of the engine whose answers they serve.
+"""Environments in separate processes, on the node of the engine whose answers they serve, or on all nodes.
 
-The engine's actor owns these actors: they run on its node, and end with it.
+The engine's actor owns these actors, so they end with it.
 
-Invariants (tests/unit/cluster): an environment stays in one process; if the process dies, or does not answer, only its
-own answers fail, and a new one takes its place.
+Invariants (tests/unit/cluster): an environment stays in one process; if the process dies, its node is lost, or it does
+not answer, only its own answers fail, and a new one takes its place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ MAX_CALLS = 2**20
 STUCK_S = 30.0
 """A process that does not answer within the time limits of its calls, and so much longer, is ended."""
 
+BEGINS = 3
+"""How many processes in turn may die before an episode has begun in one. Until Ray knows that a node is lost, it starts
+processes there that never run."""
+
 log = logging.getLogger(__name__)
+
+
+class _Died(EnvironmentFault):
+    """The process has died."""
 
 
 class EnvironmentRank:
@@ -75,6 +83,9 @@ class RemoteSessions:
         limit_s, index = 2 * self._cfg.step_timeout_s + STUCK_S, next(self._next)
         return _RemoteSession(self, index, self._actors[index], next(self._keys), limit_s)
 
+    def actor(self, index: int) -> Any:
+        return self._actors[index]
+
     def replace(self, index: int, actor: Any, why: str) -> None:
         """Restart a process, unless it was already restarted after `actor`."""
         if self._actors[index] is actor:
@@ -83,8 +94,9 @@ class RemoteSessions:
             self._actors[index] = self._started(self._names[index])
 
     def _started(self, name: str) -> Any:
-        node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "scheduling_strategy": node}
+        own_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        where = "SPREAD" if self._cfg.spread else own_node
+        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "scheduling_strategy": where}
         path = self._logs / f"{name.replace(' ', '_')}.log"
         made = ray.remote(EnvironmentRank).options(**options)
         return made.remote(self._cfg, self._delimiter, self._form, str(path), name)
@@ -103,6 +115,10 @@ class _RemoteSession:
         self._key, self._limit_s = key, limit_s
 
     async def begin(self, row: Mapping[str, Any]) -> str:
+        for _ in range(BEGINS - 1):
+            with suppress(_Died):  # nothing of the episode is lost yet
+                return str(await self._result(self._actor.begin.remote(self._key, row)))
+            self._actor = self._sessions.actor(self._index)
         return str(await self._result(self._actor.begin.remote(self._key, row)))
 
     async def react(self, text: str) -> Reaction:
@@ -125,7 +141,7 @@ class _RemoteSession:
             raise kind(str(getattr(fault, "cause", fault))) from None
         except RayActorError as error:
             self._sessions.replace(self._index, self._actor, "has died")
-            raise EnvironmentFault("the process of this environment has died") from error
+            raise _Died("the process of this environment has died") from error
         except TimeoutError:
             self._sessions.replace(self._index, self._actor, "does not answer")
             raise EnvironmentTimeout(f"the process of this environment did not answer in {self._limit_s:g} s") from None

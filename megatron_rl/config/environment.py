@@ -85,8 +85,13 @@ class _Turns(_Failures):
     """The number of extra processes per engine that run environments or tools. 0: they run in the engine's process, as
     coroutines and in threads. This suits environments that mostly wait; heavy Python computation would slow the engine
     down."""
+    spread: bool = False
+    """Whether these processes run on all nodes of Ray's cluster in turn, also on nodes without GPUs, and not on their
+    engine's."""
 
     def conflicts(self, run: Any) -> Iterator[str]:
+        if self.spread and not self.processes:
+            yield "rollout.environment.spread is for extra processes; set rollout.environment.processes"
         if self.thought_tokens is not None and run.rollout.thinking is None:
             yield (
                 "rollout.environment.thought_tokens is a budget for the reasoning of all turns, which rollout.thinking "
@@ -161,6 +166,10 @@ class AgentEnvironment(_Failures):
     begins another conversation, a sample with the history that the template writes. `refuse`: it gets an error."""
     timeout_s: PositiveFloat = 600
     """The longest time, in seconds, that one run of the agent may take."""
+    remote: bool = False
+    """Whether programs on other machines call the model, such as a harness in a container. The server then listens on
+    all network interfaces, and the `base_url` has the name of the engine's machine. The URL is the key: each answer has
+    its own, with 128 random bits."""
 
 
 TurnsEnvironment = ClassEnvironment | ToolsEnvironment

@@ -80,6 +80,13 @@ def test_rollouts_of_static_and_continuous_batches():
 
 
 @pytest.mark.deep
+def test_agents_of_another_process_have_one_conversation_each():
+    found = numbers("agents", "--agents", "50", "--calls", "3", "--answer-seconds", "0.1")
+    assert (found["calls"], found["conversations"]) == (150, 50)
+    assert found["tokens"] > 150 * 200 and found["cpu_ms_per_call"] > 0
+
+
+@pytest.mark.deep
 def test_a_stream_of_stubs_carries_a_step_of_32_gpus():
     """8 answers a GPU, whose tokens each data-parallel replica fetches once."""
     options = ["--modes", "rate", "step", "--rate", "100", "--seconds", "1", "--gpus", "32"]

@@ -1,7 +1,8 @@
 """A sandbox of one answer: a tree of files in memory, and commands that run in it.
 
 bubblewrap makes it from namespaces of the kernel: no network, no process and no file of the machine but its programs,
-which are read-only, and a user without rights. A process in it (`inside.py`) carries out commands until it is closed.
+which are read-only, and a user without rights. With an `image`, Podman, Docker or Apptainer makes it instead, and the
+tree is in the image's own files. A process in it (`inside.py`) carries out commands until it is closed.
 
     with Box({"main.py": "print(6 * 7)"}) as box:
         box.run("python3 main.py")      # Ran(output='42\\n', status=0, why='')
@@ -36,6 +37,10 @@ from typing import Any, Self
 FOLDER = "/tree"
 START_S = 60.0
 """How long a sandbox may take to be ready; it needs about 0.1 s on an idle machine."""
+PULL_S = 900.0
+"""The same for an image, which may have to be fetched first."""
+RUNTIMES = ("podman", "docker", "apptainer")
+"""The programs that run images, the first one on PATH."""
 LATE_S = 30.0
 """How much later than the limit of a command the answer may come before the sandbox counts as lost."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -75,6 +80,11 @@ class Ran:
     num_more: int = 0
     """The number of bytes of output that were left out."""
 
+    @property
+    def end(self) -> str:
+        """How the command ended, as a text."""
+        return self.why or f"exit status {self.status}"
+
 
 @dataclass
 class Box:
@@ -88,18 +98,26 @@ class Box:
 
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     limits: BoxLimits = BoxLimits()
+    folder: str = FOLDER
+    """The absolute path of the tree in the sandbox, and the working directory of its commands."""
+    image: str | None = None
+    """The name of an image with a `python3`."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        if self.image is None:
+            command = bubblewrap(self.limits, self.folder)
+        else:
+            command = container(self.image, self.limits, self.folder)
         try:
             self._process = subprocess.Popen(
-                command_of(self.limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         except OSError as error:
             raise BoxError(f"a sandbox could not be started: {error}") from error
         self._unread = b""
         try:
-            self._answer(START_S)
+            self._answer(START_S if self.image is None else PULL_S)
             for path, content in self.files.items():
                 self.write(path, content)
         except BaseException:
@@ -128,15 +146,20 @@ class Box:
         told = self._ask("run", asked, longest + self.limits.grace_s + LATE_S)
         return Ran(told["output"], told["status"], told["why"], told["num_more"])
 
-    def write(self, path: str, content: str | bytes) -> None:
-        """Write a file of the tree, in the place of what is there, and the folders above it.
+    def write(self, path: str, content: str | bytes, is_program: bool = False) -> None:
+        """Write a file, in the place of what is there, and the folders above it.
+
+        Args:
+            path: an absolute path, or one in the tree.
+            is_program: whether it may be executed.
 
         Raises:
             OSError: it cannot be written.
             BoxError: the sandbox is lost.
         """
         data = content.encode(errors="replace") if isinstance(content, str) else content
-        self._ask("write", {"path": path, "data": base64.b64encode(data).decode()}, LATE_S)
+        asked = {"path": path, "data": base64.b64encode(data).decode(), "mode": 0o755 if is_program else 0o644}
+        self._ask("write", asked, LATE_S)
 
     def read(self, path: str, most: int = 1 << 20) -> bytes:
         """The first bytes of a file.
@@ -169,7 +192,7 @@ class Box:
         with self._lock:
             assert self._process.stdin is not None
             try:
-                self._process.stdin.write(json.dumps({"do": do, "folder": FOLDER, **asked}).encode() + b"\n")
+                self._process.stdin.write(json.dumps({"do": do, "folder": self.folder, **asked}).encode() + b"\n")
                 self._process.stdin.flush()
             except OSError as error:
                 raise BoxError(f"the sandbox has ended: {self._last_words()}") from error
@@ -205,7 +228,7 @@ class Box:
         return words.strip()[-300:] or "it said nothing"
 
 
-def command_of(limits: BoxLimits) -> list[str]:
+def bubblewrap(limits: BoxLimits, folder: str) -> list[str]:
     """The command that makes a sandbox and its first process.
 
     Raises:
@@ -217,20 +240,48 @@ def command_of(limits: BoxLimits) -> list[str]:
             "sandboxes need bubblewrap, which is not installed on this machine: install the package bubblewrap (and "
             "allow unprivileged user namespaces)"
         )
-    python, text = os.path.realpath(sys.executable), Path(__file__).with_name("inside.py").read_text()
+    python = os.path.realpath(sys.executable)
     binds = [part for path in _visible() for part in ("--ro-bind", path, path)]
     return [
         *(bwrap, "--unshare-all", "--new-session", "--cap-drop", "ALL", "--as-pid-1"),
         *("--uid", "1000", "--gid", "1000", "--hostname", "sandbox", "--clearenv"),
         *("--setenv", "PATH", f"{os.path.dirname(python)}:/usr/local/bin:/usr/bin:/bin"),
-        *("--setenv", "HOME", FOLDER, "--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"),
+        *("--setenv", "HOME", folder, "--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"),
         *binds,
         *("--proc", "/proc", "--dev", "/dev", "--size", str(SMALL_BYTES), "--tmpfs", "/dev/shm"),
         *("--size", str(SMALL_BYTES), "--tmpfs", "/logs", "--size", str(SMALL_BYTES), "--tmpfs", "/tests"),
-        *("--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--size", str(limits.files_bytes), "--tmpfs", FOLDER),
-        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", FOLDER),
-        *(python, "-I", "-S", "-c", text),
+        *("--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--size", str(limits.files_bytes), "--tmpfs", folder),
+        *("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder),
+        *(python, *_first_process()),
     ]
+
+
+def container(image: str, limits: BoxLimits, folder: str) -> list[str]:
+    """The command that makes a sandbox from an image. Its user is the image's, with no rights beyond its own files.
+
+    Raises:
+        BoxError: nothing that runs images is installed.
+    """
+    runtime = next(filter(None, map(shutil.which, RUNTIMES)), None)
+    if runtime is None:
+        raise BoxError(f"the image {image} needs one of {', '.join(RUNTIMES)}, and none is installed on this machine")
+    settings = {"HOME": folder, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = [part for item in settings.items() for part in ("--env", "=".join(item))]
+    if runtime.endswith("apptainer"):
+        name = image if "://" in image or image.endswith(".sif") else f"docker://{image}"
+        alone = ("--containall", "--no-home", "--net", "--network", "none", "--writable-tmpfs", "--drop-caps", "all")
+        return [runtime, "exec", *alone, *variables, "--pwd", folder, name, "python3", *_first_process()]
+    small, size = f"size={SMALL_BYTES}", f"size={limits.files_bytes}"
+    return [
+        *(runtime, "run", "--rm", "--interactive", "--network", "none", "--cap-drop", "ALL"),
+        *("--security-opt", "no-new-privileges", "--pids-limit", str(limits.num_processes + 2)),
+        *("--tmpfs", f"/tmp:exec,mode=1777,{size}", "--tmpfs", f"/logs:{small}", "--tmpfs", f"/tests:exec,{small}"),
+        *(*variables, "--workdir", folder, "--entrypoint", "python3", image, *_first_process()),
+    ]
+
+
+def _first_process() -> tuple[str, ...]:
+    return "-I", "-S", "-c", Path(__file__).with_name("inside.py").read_text()
 
 
 @cache

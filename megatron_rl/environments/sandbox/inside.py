@@ -25,7 +25,7 @@ import time
 from typing import IO, Any
 
 POLL_S = 0.05
-MOUNTED = ("/tree", "/tmp", "/logs", "/tests")
+MOUNTED = ("/tmp", "/logs", "/tests")
 PR_SET_DUMPABLE = 4
 
 
@@ -128,7 +128,7 @@ def write(asked: dict[str, Any]) -> dict[str, Any]:
     at = "/" if asked["path"].startswith("/") else asked["folder"]
     for folder in folders:
         at = os.path.join(at, folder)
-        if at not in ("/", *MOUNTED):
+        if at not in ("/", asked["folder"], *MOUNTED):
             if os.path.islink(at) or not os.path.isdir(at):
                 remove(at)
                 os.mkdir(at)
@@ -137,6 +137,7 @@ def write(asked: dict[str, Any]) -> dict[str, Any]:
     remove(path)
     with open(path, "wb") as file:
         file.write(base64.b64decode(asked["data"]))
+    os.chmod(path, asked["mode"])
     return {}
 
 

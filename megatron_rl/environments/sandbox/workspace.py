@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from megatron_rl.environments.sandbox.box import Box, BoxError, BoxLimits, Ran
+from megatron_rl.environments.sandbox.box import Box, BoxError, BoxLimits
 
 SHOWN_LINES = 400
 
@@ -43,7 +43,7 @@ class Workspace:
         if setup is not None:
             ran = self._box.run(setup, self.test_timeout_s)
             if ran.status != 0:
-                raise BoxError(f"the row's setup {setup!r} {_end_of(ran)}: {ran.output[-300:]}")
+                raise BoxError(f"the row's setup {setup!r} {ran.end}: {ran.output[-300:]}")
 
     def run(self, command: str) -> str:
         """Run a command of a shell in the folder of the files, and return its output. Nothing that it starts goes on.
@@ -53,7 +53,7 @@ class Workspace:
         """
         ran = self._box.run(command)
         more = f"\n[{ran.num_more} more bytes]" if ran.num_more else ""
-        return f"{ran.output}{more}\n[{_end_of(ran)}]"
+        return f"{ran.output}{more}\n[{ran.end}]"
 
     def read_file(self, path: str, first_line: int = 1) -> str:
         """Return at most 400 lines of a file, each with its number.
@@ -107,7 +107,3 @@ class Workspace:
     def __exit__(self, *error: Any) -> None:
         if (box := getattr(self, "_box", None)) is not None:
             box.close()
-
-
-def _end_of(ran: Ran) -> str:
-    return ran.why or f"exit status {ran.status}"

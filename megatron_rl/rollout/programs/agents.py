@@ -1,4 +1,4 @@
-"""Answers of agents: a user's function calls the model freely, through an OpenAI-compatible URL.
+"""Answers of agents: a user's function calls the model freely, through a URL of its own (endpoint.py).
 
 Each answer is a run of the agent with an address of its own. When the agent has ended, every conversation that it had
 with the model is a sample (conversations.py), and all of them have the agent's reward. So a group can have more samples
@@ -31,7 +31,6 @@ from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Conversation, Episode, Prompt, TokenReward
 
 MAX_REASON = 500
-HOST = "127.0.0.1"
 
 
 class Agents:
@@ -63,7 +62,7 @@ class Agents:
         sampling = rollout.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         reading = TurnReading(FORMATS[form], rollout.delimiter, self._decode)
-        self._endpoint = Endpoint(HOST, reading, rollout.max_model_tokens, own)
+        self._endpoint = Endpoint(reading, rollout.max_model_tokens, own, cfg.remote)
         self._starting: asyncio.Task[None] | None = None
         self._plays = Plays()
 

@@ -59,6 +59,8 @@ class AnsweredCall:
     """The tokens after them, up to the end of this answer."""
     num_before: int
     """The number of the transcript's tokens before this answer."""
+    num_known: int
+    """The number of answers that were there when it was asked."""
     is_last: bool = True
     """Whether no call goes on from it."""
 
@@ -80,6 +82,8 @@ class Asked:
     """The call that it goes on from; None if it begins a conversation."""
     prompt: list[int]
     transcript: Transcript
+    num_known: int
+    """The number of answers that were there when it was asked."""
 
     @property
     def ids(self) -> list[int]:
@@ -117,12 +121,12 @@ class Conversations:
         if before is not None and not self.splits:
             _require_beginning(before.rendered or "", text)
         if before is None or before.rendered is None or not text.startswith(before.rendered):
-            return Asked(wanted, tools, text, None, self._ids(text), Transcript())
+            return Asked(wanted, tools, text, None, self._ids(text), Transcript(), len(self.nodes))
         transcript = before.transcript.copy()
         [end, *after] = self._ids(before.end + text[len(before.rendered) :])
         # An answer that a limit has cut has no end of its own.
         transcript.force(after if transcript.stopped else [end, *after])
-        return Asked(wanted, tools, text, before, before.prompt, transcript)
+        return Asked(wanted, tools, text, before, before.prompt, transcript, len(self.nodes))
 
     def answered(self, asked: Asked, completion: Completion, answer: Message) -> None:
         """Note what the model answered.
@@ -152,17 +156,20 @@ class Conversations:
         if asked.before is not None:
             asked.before.is_last = False
         key, own = json.dumps(asked.tools, sort_keys=True), (asked.before, asked.prompt, asked.transcript)
-        self.nodes.append(AnsweredCall(messages, key, text, end, *own, num_before))
+        self.nodes.append(AnsweredCall(messages, key, text, end, *own, num_before, asked.num_known))
 
     @property
     def retried(self) -> list[AnsweredCall]:
-        """The calls from which none goes on, although one goes on from the same call with a later answer."""
+        """The calls from which none goes on, although one goes on from the same call that was asked again when the
+        answer was there. Answers that were asked for together are alternatives, and none is a retry."""
         return [
             node
             for i, node in enumerate(self.nodes)
             if node.is_last
             and any(
-                not later.is_last and (later.tools, later.messages[:-1]) == (node.tools, node.messages[:-1])
+                not later.is_last
+                and later.num_known > i
+                and (later.tools, later.messages[:-1]) == (node.tools, node.messages[:-1])
                 for later in self.nodes[i + 1 :]
             )
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,14 +11,19 @@ import time
 
 import pytest
 import ray
+import waiting_environments
 from patience import deadline, patiently
 from ray.cluster_utils import Cluster
+from waiting_environments import Node
 
+from megatron_rl.cluster.environments import RemoteSessions
 from megatron_rl.cluster.nodes import RayPlacement, read_nodes
 from megatron_rl.cluster.placement import NoRoom
 from megatron_rl.cluster.process import Process, locate
+from megatron_rl.config.environment import ClassEnvironment
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.environments import EnvironmentFault
 
 PRINTS_GPUS = """
 import os, sys
@@ -175,3 +181,49 @@ def test_an_engine_wider_than_a_node_has_a_bundle_for_each_rank_in_the_order_of_
     process = Process("engine 0", None, engine)
     placement.start_again("engine", {0: process}, lambda i: start(placement, "engine", i), deadline(120))
     assert ray.get(process.actor.bundles.remote()) == dict(enumerate(planned)), "its bundles are still reserved"
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+def test_a_host_of_environments_dies_among_500_episodes_and_each_has_its_end(cluster, tmp_path):
+    """An episode whose host is gone begins again once, on another host."""
+    lost = cluster.add(0)
+    cluster.add(0)
+    path = f"{waiting_environments.__file__}:{Node.__name__}"
+    cfg = ClassEnvironment(path=path, processes=6, spread=True, step_timeout_s=deadline(60))
+
+    async def play() -> tuple[list[int], set[str]]:
+        sessions = RemoteSessions(cfg, "", "hermes", tmp_path, "engine 0")
+        nodes, ended, slots = set(), [], asyncio.Semaphore(64)
+
+        async def once() -> None:
+            session = sessions.new()
+            try:
+                await session.begin({})
+                for _ in range(3):
+                    reaction = await session.react("x")
+                    assert reaction.reward == 1.0
+                    nodes.add(reaction.messages[0]["content"])
+            finally:
+                await session.end()
+
+        async def episode(number: int) -> None:
+            async with slots:
+                for attempt in range(2):
+                    try:
+                        await once()
+                        ended.append(attempt)
+                        break
+                    except EnvironmentFault as fault:
+                        assert "has died" in str(fault) and attempt == 0, fault
+            if len(ended) == 100:
+                assert lost.node_id in nodes and len(nodes) == 3
+                nodes.clear()
+                cluster.cluster.remove_node(lost, allow_graceful=False)
+
+        await asyncio.gather(*map(episode, range(500)))
+        return ended, nodes
+
+    ended, nodes = asyncio.run(play())
+    assert len(ended) == 500 and 0 < sum(ended) <= 64
+    assert len(nodes - {lost.node_id}) == 2

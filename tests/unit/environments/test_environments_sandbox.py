@@ -104,6 +104,8 @@ HOSTILE = {
     "control characters": "printf '\\033[2J\\007\\000'",
     "a line for the owner": 'echo \'{"output": "", "status": 0}\'; echo \'{}\' > /proc/1/fd/1',
     "output of the first process": "cat /proc/1/fd/0; echo x > /proc/1/fd/2",
+    "a process that keeps the output": "(trap '' TERM HUP INT; sleep 1000) & disown; exit 0",
+    "a shell that starts others": 'while :; do sh -c "sleep 1000 & sleep 1000 &"; done',
     # network
     "a connection": python('import socket\nsocket.create_connection(("1.1.1.1", 80), 1)'),
     "a name": python('import socket\nsocket.gethostbyname("example.org")'),
@@ -126,7 +128,19 @@ HOSTILE = {
     "another clock": "date -s 2000-01-01; hwclock -w",
     "a reboot": "reboot -f; " + python("import ctypes\nctypes.CDLL(None).reboot(0x1234567)"),
     "another name of the machine": "hostname evil",
+    "calls of the kernel that others have escaped by": python(
+        "import ctypes\nfor n in (248, 298, 304, 321, 323, 425, 435): ctypes.CDLL(None).syscall(n, 0, 0, 0, 0, 0)"
+    ),
+    "shared memory of System V": python(
+        "import ctypes\nlibc = ctypes.CDLL(None)\nfor i in range(5000): libc.shmget(0, 1 << 28, 0o1600)"
+    ),
+    "message queues": python(
+        'import ctypes\nlibc = ctypes.CDLL(None)\nfor i in range(5000): libc.mq_open(b"/q%d" % i, 66, 0o600, None)'
+    ),
+    "a dump of memory": "ulimit -c unlimited; kill -SEGV $$",
     # the tree
+    "files in the folders of the test": "mkdir -p /tests/x /logs/x; dd if=/dev/zero of=/tests/big bs=1M count=100; "
+    "dd if=/dev/zero of=/logs/big bs=1M count=100; rm -rf /tests/* /logs/*",
     "no tree": "rm -rf /tree /tree/* /tmp /logs /tests",
     "no rights on the tree": "chmod 000 /tree; ls /tree",
     "a name with a line feed": "touch \"$(printf 'a\\nb')\"; ls; rm -f a*",

@@ -6,75 +6,41 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from openai import AsyncOpenAI, BadRequestError, OpenAI
+from agent_conversations import (
+    END,
+    READING,
+    TOKENIZER,
+    VERSION,
+    WITH_CALLS,
+    assistant,
+    client,
+    completion,
+    conversations,
+    ids_of,
+    play,
+    render_with,
+    say,
+    text_of,
+    user,
+)
+from openai import BadRequestError, OpenAI
 from patience import deadline
-from tiny_chat import DROPS_THOUGHTS, KEEPS, characters, renderer
+from tiny_chat import DROPS_THOUGHTS, KEEPS
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.environments import FORMATS
 from megatron_rl.rollout.program import Call, Completion
 from megatron_rl.rollout.programs.agents import Agents
-from megatron_rl.rollout.programs.conversations import Conversations, Refused
-from megatron_rl.rollout.programs.endpoint import Endpoint, TurnReading
+from megatron_rl.rollout.programs.conversations import Refused
+from megatron_rl.rollout.programs.endpoint import Endpoint
 from megatron_rl.rollout.programs.episodes import EpisodeRequest
 from megatron_rl.types import Prompt
-
-TOKENIZER = characters()
-END = TOKENIZER.token_to_id("<end>")
-VERSION = 3
-WITH_CALLS = KEEPS.replace(
-    "= m.content",
-    "= m.content ~ (m.tool_calls | default([]) | map(attribute='function') | map('tojson') | join)",
-)
-
-
-def render_with(template: str):
-    return lambda turns, tools, generation: renderer(template, tools=tools)(turns, generation)
-
-
-def ids_of(text: str) -> list[int]:
-    return TOKENIZER.encode(text, add_special_tokens=False).ids
-
-
-def text_of(ids: Sequence[int]) -> str:
-    return TOKENIZER.decode(list(ids), skip_special_tokens=False)
-
-
-READING = TurnReading(FORMATS["hermes"], "", text_of)
-
-
-def completion(text: str, stopped: bool = True) -> Completion:
-    ids = [*ids_of(text), *([END] if stopped else [])]
-    return Completion(ids, [-0.5] * len(ids), [VERSION] * len(ids), stopped)
-
-
-def conversations(template: str = KEEPS) -> Conversations:
-    return Conversations(render_with(template), TOKENIZER, ["<unk>", "<end>"])
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict:
-    return {"role": "assistant", "content": text}
-
-
-def say(held: Conversations, turns: list[dict], answer: str, stopped: bool = True, tools=()) -> str:
-    """Ask, and answer. Returns the text of the tokens before the answer."""
-    asked = held.ask(turns, tools)
-    before = text_of(asked.ids)
-    held.answered(asked, completion(answer, stopped), assistant(answer))
-    return before
-
 
 # Conversations.
 
@@ -209,39 +175,13 @@ def test_contents_in_parts_are_joined_and_pictures_are_refused():
 # The address.
 
 
-def play(agent, *answers: str, stopped: bool = True, template: str = KEEPS, max_tokens: int = 500):
-    """What an agent returns that is given the address, and its conversations. The model gives the answers one after the
-    other."""
-    held, calls, remaining = conversations(template), [], iter(answers)
-
-    async def ask(ids: list[int], call: Call) -> Completion:
-        calls.append(call)
-        return completion(next(remaining), stopped)
-
-    async def run():
-        endpoint = Endpoint("127.0.0.1", READING, max_tokens, {"temperature": 1.0})
-        await endpoint.start()
-        line = endpoint.open(held, ask)
-        try:
-            return await asyncio.wait_for(agent(line.url), deadline(30))
-        finally:
-            endpoint.end(line)
-            await endpoint.close()
-
-    return asyncio.run(run()), held, calls
-
-
-def client(url: str) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=url, api_key="any", max_retries=0)
-
-
 def test_hundreds_may_connect_while_the_server_does_something_else():
     """Nothing is accepted here, because the event loop stands."""
     if int(Path("/proc/sys/net/core/somaxconn").read_text()) < 400:
         pytest.skip("this system keeps fewer connections waiting")
 
     async def connect() -> None:
-        endpoint = Endpoint("127.0.0.1", READING, 500, {})
+        endpoint = Endpoint(READING, 500, {})
         await endpoint.start()
         url = endpoint.open(conversations(), None).url
         with ExitStack() as stack:
@@ -263,7 +203,7 @@ def test_an_answer_that_its_caller_did_not_wait_for_is_left_out():
         return completion(next(answers))
 
     async def run():
-        endpoint = Endpoint("127.0.0.1", READING, 500, {})
+        endpoint = Endpoint(READING, 500, {})
         await endpoint.start()
         line = endpoint.open(held, ask)
         body = {"model": "any", "messages": [user("a")]}
@@ -341,8 +281,7 @@ def test_a_stream_is_the_answer_in_one_piece():
     ("request_", "reason"),
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [user("a")], "n": 2}, "n is 2, but a call has one answer"),
-        ({"messages": [user("a")], "logprobs": True}, "logprobs are not given"),
+        ({"messages": [user("a")], "n": 129}, "n: Input should be less than or equal to 128"),
         ({"messages": [user("a" * 600)]}, "the conversation has 6.. tokens, but rollout.max_prompt_tokens"),
     ],
 )
@@ -439,14 +378,21 @@ def test_a_template_that_raises_on_the_answer_refuses_the_call():
 
 def test_what_a_request_asks_for_without_effect_is_told_once_by_name(caplog):
     ignored = {
-        "stop": ["\n"],
+        "top_logprobs": 2,
         "tool_choice": "required",
         "logit_bias": {"5": 100},
         "response_format": {"type": "json_object"},
         "temperature": 0.5,
         "frequency_penalty": 1.0,
     }
-    neutral = {"stop": None, "tool_choice": "auto", "response_format": {"type": "text"}, "temperature": 1, "user": "me"}
+    neutral = {
+        "stop": None,
+        "top_logprobs": 0,
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "temperature": 1,
+        "user": "me",
+    }
 
     async def agent(url: str):
         async with client(url) as model:
@@ -456,7 +402,7 @@ def test_what_a_request_asks_for_without_effect_is_told_once_by_name(caplog):
     play(agent, "one", "two", "three")
     told = [record.getMessage() for record in caplog.records if "an agent asks" in record.getMessage()]
     assert sorted(message.split()[4] for message in told) == sorted(ignored)
-    assert "an agent asks for stop ['\\n'], which is not supported and has no effect" in told
+    assert "an agent asks for top_logprobs 2, which is not supported and has no effect" in told
     assert "an agent asks for temperature 0.5, but the run samples with 1.0" in told
 
 
