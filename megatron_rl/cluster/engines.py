@@ -94,6 +94,10 @@ class EngineRank(TracedProcess):
     async def locate(self) -> Location:
         return locate()
 
+    async def share(self, gpus: str) -> None:
+        """Start vLLM, later, on these GPUs, which others reserve. CUDA reads the variable when it starts."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+
     async def start(self) -> None:
         config = self.config
         log.info("starting the engine with %s", config.model.path)
@@ -259,6 +263,10 @@ class EngineGroup:
     rank: type[EngineRank] = EngineRank
     records = "unfinished"
     """The folder of the records of unfinished answers."""
+    works: Phase = "generating"
+    """The phase in which they answer."""
+    is_guest = False
+    """Whether they share GPUs that others reserve: then they start when these are named."""
 
     def __init__(
         self,
@@ -283,11 +291,20 @@ class EngineGroup:
         """Replaces dead engines and pushes a version into all engines; the bridge sets it."""
         self.before: Callable[[Phase], object] = _stay
         """Brings the run into a phase, if trainers share the engines' GPUs; the colocation sets it."""
-        self._starting: list[ray.ObjectRef] = [engine.start.remote() for engine in self.engines]
+        self._gpus: Sequence[str | None] = [None] * num
+        """What they share, of each engine."""
+        self._starting: list[ray.ObjectRef] = []
+        if not self.is_guest:
+            self.begin(self._gpus)
 
     @property
     def engines(self) -> list[Any]:
         return [process.actor for process in self.processes]
+
+    @property
+    def num_ranks(self) -> int:
+        """Of each engine."""
+        return self._config.rollout.engine_ranks
 
     def _new(self, index: int) -> Any:
         options = self._placement.group_options(self.role, index) | {"max_concurrency": MAX_CALLS}
@@ -296,6 +313,16 @@ class EngineGroup:
         name, record = (self.role, index), self.record_of[index]
         arguments = (self._config, name, str(self._logs), spans_nodes, record, self.loads_weights)
         return ray.remote(self.rank).options(**options).remote(*arguments)
+
+    def begin(self, gpus: Sequence[str | None]) -> None:
+        """Start vLLM in every engine, on the GPUs that each shares; None if it has what Ray gave it."""
+        self._gpus = gpus
+        self._starting = [self._start(index) for index in range(len(self.processes))]
+
+    def _start(self, index: int) -> ray.ObjectRef:
+        if (gpus := self._gpus[index]) is not None:
+            self.engines[index].share.remote(gpus)  # Ray begins the calls of an actor in their order
+        return self.engines[index].start.remote()
 
     def wait(self) -> None:
         """Wait until every engine has started. They start while the policy starts.
@@ -356,12 +383,12 @@ class EngineGroup:
             log.info("%s is replaced", self.processes[index])
             ray.kill(self.processes[index].actor)
         if dead:
-            self.before("generating")  # vLLM starts on GPUs without trainers
+            self.before(self.works)  # vLLM starts on GPUs where nobody else works
             replaced = {index: self.processes[index] for index in dead}
             timeout_s = self._config.cluster.start_timeout_s
             try:
                 self._placement.start_again(self.role, replaced, self._new, timeout_s)
-                calls = [process.actor.start.remote() for process in replaced.values()]
+                calls = [self._start(index) for index in replaced]
                 gather(calls, list(replaced.values()), "to start vLLM", timeout_s)
             except BaseException:  # also a stop, which saves: nobody may wait for memory until vLLM has started
                 for process in replaced.values():
@@ -384,8 +411,8 @@ class EngineGroup:
 
     def close(self) -> None:
         """End all engines that have started. Ray kills the others, and engines that do not end in time."""
-        started, _ = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
-        ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
+        started = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)[0] if self._starting else []
+        ready = [e for e, start in zip(self.engines, self._starting, strict=False) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)
         remove_records(self._records)
 

@@ -152,6 +152,7 @@ def make_stage(is_asynchronous: bool, teachers: AnyTeachers | None = None) -> Si
         record_of={0: "record 0", 1: "record 1"},
         is_dead=lambda index: False,
         before=lambda phase: None,
+        works="generating",
         deadlines=Deadlines(60.0),
         answered=lambda: None,
         loads_weights=False,
