@@ -19,6 +19,7 @@ from typing import get_args
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.policy import PolicyGroup
+from megatron_rl.cluster.teachers import TeacherGroup
 from megatron_rl.cluster.trainers import RankGroup
 from megatron_rl.layout import Links
 from megatron_rl.types import Phase
@@ -35,7 +36,7 @@ class Colocation:
         policy: PolicyGroup,
         engines: EngineGroup,
         others: Iterable[RankGroup] = (),
-        teachers: Iterable[EngineGroup] = (),
+        teachers: Iterable[TeacherGroup] = (),
     ) -> None:
         """
         Args:
@@ -47,11 +48,11 @@ class Colocation:
         self._trainers: list[RankGroup] = [policy, *others]
         self._phase: Phase = "generating"
         self._teachers = list(teachers)
-        self._awake: EngineGroup | None = None
+        self._awake: TeacherGroup | None = None
         """The teacher that has the memory."""
-        engines.before = self.enter
+        engines.before = partial(self.enter, "generating")
         for teacher in self._teachers:
-            teacher.before = partial(self.enter, teacher=teacher)
+            teacher.before = partial(self.enter, "scoring", teacher)
         for group in self._trainers:
             group.before, group.make_room = self.enter, self.make_room
 
@@ -68,7 +69,7 @@ class Colocation:
             teacher.wait()
             teacher.enter("generating")
 
-    def enter(self, phase: Phase, teacher: EngineGroup | None = None) -> None:
+    def enter(self, phase: Phase, teacher: TeacherGroup | None = None) -> None:
         """Switch trainers and engines to a phase.
 
         Args:
@@ -108,7 +109,7 @@ class Colocation:
         return gpus or [None] * self._policy.mesh.world_size
 
 
-def _cut(gpus: Sequence[str | None], teacher: EngineGroup) -> list[str | None]:
+def _cut(gpus: Sequence[str | None], teacher: TeacherGroup) -> list[str | None]:
     """The GPUs of each engine of a teacher: engine i has those of the trainer ranks from i times its ranks on."""
     num, engines = teacher.num_ranks, range(len(teacher.processes))
     own = [[gpu for gpu in gpus[i * num : (i + 1) * num] if gpu is not None] for i in engines]

@@ -94,10 +94,6 @@ class EngineRank(TracedProcess):
     async def locate(self) -> Location:
         return locate()
 
-    async def share(self, gpus: str) -> None:
-        """Start vLLM, later, on these GPUs, which others reserve. CUDA reads the variable when it starts."""
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-
     async def start(self) -> None:
         config = self.config
         log.info("starting the engine with %s", config.model.path)
@@ -263,10 +259,6 @@ class EngineGroup:
     rank: type[EngineRank] = EngineRank
     records = "unfinished"
     """The folder of the records of unfinished answers."""
-    works: Phase = "generating"
-    """The phase in which they answer."""
-    is_guest = False
-    """Whether they share GPUs that others reserve: then they start when these are named."""
 
     def __init__(
         self,
@@ -289,22 +281,13 @@ class EngineGroup:
         """The number of engines that were replaced since the run began."""
         self.bring_weights: Callable[[int], object] = self._start_again if loads_weights else _no_bridge
         """Replaces dead engines and pushes a version into all engines; the bridge sets it."""
-        self.before: Callable[[Phase], object] = _stay
-        """Brings the run into a phase, if trainers share the engines' GPUs; the colocation sets it."""
-        self._gpus: Sequence[str | None] = [None] * num
-        """What they share, of each engine."""
-        self._starting: list[ray.ObjectRef] = []
-        if not self.is_guest:
-            self.begin(self._gpus)
+        self.before: Callable[[], object] = lambda: None
+        """Brings the run into the phase in which they answer, if they share GPUs; the colocation sets it."""
+        self._starting = self._begin()
 
     @property
     def engines(self) -> list[Any]:
         return [process.actor for process in self.processes]
-
-    @property
-    def num_ranks(self) -> int:
-        """Of each engine."""
-        return self._config.rollout.engine_ranks
 
     def _new(self, index: int) -> Any:
         options = self._placement.group_options(self.role, index) | {"max_concurrency": MAX_CALLS}
@@ -314,14 +297,10 @@ class EngineGroup:
         arguments = (self._config, name, str(self._logs), spans_nodes, record, self.loads_weights)
         return ray.remote(self.rank).options(**options).remote(*arguments)
 
-    def begin(self, gpus: Sequence[str | None]) -> None:
-        """Start vLLM in every engine, on the GPUs that each shares; None if it has what Ray gave it."""
-        self._gpus = gpus
-        self._starting = [self._start(index) for index in range(len(self.processes))]
+    def _begin(self) -> list[ray.ObjectRef]:
+        return [self._start(index) for index in range(len(self.processes))]
 
     def _start(self, index: int) -> ray.ObjectRef:
-        if (gpus := self._gpus[index]) is not None:
-            self.engines[index].share.remote(gpus)  # Ray begins the calls of an actor in their order
         return self.engines[index].start.remote()
 
     def wait(self) -> None:
@@ -383,7 +362,7 @@ class EngineGroup:
             log.info("%s is replaced", self.processes[index])
             ray.kill(self.processes[index].actor)
         if dead:
-            self.before(self.works)  # vLLM starts on GPUs where nobody else works
+            self.before()  # vLLM starts on GPUs where nobody else works
             replaced = {index: self.processes[index] for index in dead}
             timeout_s = self._config.cluster.start_timeout_s
             try:
@@ -415,10 +394,6 @@ class EngineGroup:
         ready = [e for e, start in zip(self.engines, self._starting, strict=False) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)
         remove_records(self._records)
-
-
-def _stay(phase: Phase) -> None:
-    """Engines that have their GPUs for themselves hold everything in every phase."""
 
 
 def _no_bridge(version: int) -> None:

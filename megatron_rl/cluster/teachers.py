@@ -7,6 +7,7 @@ asked for is asked again; nothing is trained without its teacher's log-probs.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -53,22 +54,53 @@ class ServedRank(EngineRank):
         """There is nothing to free."""
 
 
+class GuestRank(EngineRank):
+    """The process of a teacher's engine on GPUs that others reserve."""
+
+    async def share(self, gpus: str) -> None:
+        """Start vLLM, later, on these GPUs. CUDA reads the variable when it starts."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+
+
 class TeacherGroup(EngineGroup):
     """The processes of one teacher."""
-
-    works = "scoring"
 
     def __init__(
         self, config: GrpoRunConfig, number: int, logs: Path, placement: RayPlacement, restarts: Restarts
     ) -> None:
         self.role = role_of_teacher(number)
         self.records = f"unfinished_teacher_{number}"
-        self.rank = EngineRank if config.teachers[number].server is None else ServedRank
-        self.is_guest = config.cluster.colocate and self.rank is EngineRank
+        own = GuestRank if config.cluster.colocate else EngineRank
+        self.rank = own if config.teachers[number].server is None else ServedRank
+        self._gpus: Sequence[str | None] = ()
+        """What each engine shares."""
         super().__init__(engine_config(config, number), logs, placement, restarts, loads_weights=True)
 
+    @property
+    def is_guest(self) -> bool:
+        """Whether they share GPUs that others reserve: then they start when these are named."""
+        return self.rank is GuestRank
 
-class Call(NamedTuple):
+    @property
+    def num_ranks(self) -> int:
+        """Of each engine."""
+        return self._config.rollout.engine_ranks
+
+    def begin(self, gpus: Sequence[str | None]) -> None:
+        """Start vLLM in every engine, on the GPUs that each shares; None on a CPU."""
+        self._gpus = gpus
+        self._starting = super()._begin()
+
+    def _begin(self) -> list[ray.ObjectRef]:
+        return [] if self.is_guest else super()._begin()
+
+    def _start(self, index: int) -> ray.ObjectRef:
+        if self.is_guest and (gpus := self._gpus[index]) is not None:
+            self.engines[index].share.remote(gpus)  # Ray begins the calls of an actor in their order
+        return super()._start(index)
+
+
+class ScoringCall(NamedTuple):
     """A call of a teacher's process."""
 
     engine: int
@@ -83,7 +115,7 @@ class AskedTeacher(NamedTuple):
     groups: Sequence[int]
     """Their indices."""
     jobs: Sequence[ScoringJob]
-    call: Call | None
+    call: ScoringCall | None
     """None: it is made when the teacher has the memory of the GPUs."""
 
 
@@ -177,7 +209,7 @@ class Teachers:
                     taught[i] = replace(taught[i], payload=own)
         return taught
 
-    def _scores(self, asked: AskedTeacher, call: Call) -> ray.ObjectRef:
+    def _scores(self, asked: AskedTeacher, call: ScoringCall) -> ray.ObjectRef:
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
                 self._wait_for(asked.teacher, call)
@@ -190,7 +222,7 @@ class Teachers:
                 call = self._call(asked.teacher, asked.jobs)
         return call.scores
 
-    def _wait_for(self, number: int, call: Call) -> None:
+    def _wait_for(self, number: int, call: ScoringCall) -> None:
         process = self._groups[number].processes[call.engine]
         try:
             gather([call.count], [process], SCORING, self._deadlines.limit_s(SCORING))
@@ -198,15 +230,15 @@ class Teachers:
             with self._lock:
                 self._load[number][call.engine] -= 1
 
-    def _call(self, number: int, jobs: Sequence[ScoringJob]) -> Call:
+    def _call(self, number: int, jobs: Sequence[ScoringJob]) -> ScoringCall:
         group = self._groups[number]
-        group.before(group.works)
+        group.before()
         with self._lock:
             load = self._load[number]
             engine = min(load, key=load.__getitem__)
             load[engine] += 1
             actor = group.engines[engine]
-        return Call(engine, *actor.score.options(num_returns=2).remote(jobs))
+        return ScoringCall(engine, *actor.score.options(num_returns=2).remote(jobs))
 
     def _job(self, number: int, group: Group) -> ScoringJob:
         prompt = self._own_prompt(number, group.prompt)

@@ -288,22 +288,15 @@ SFT_ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", "the order of the rows is shuffled in each epoch, as by TRL's sampler", shuffle_dataset=False),
 }
 
+_ANSWERS = "rollout.prompts_per_step, with one answer to each prompt"
+_FORMS = "algorithm.distillation.form: 0 is forward, 0.5 jensen_shannon, 1 reverse; others are refused"
 _ONLY_PROMPTS = "only the prompts of rows are read"
 GKD_ARGUMENTS: Mapping[str, Argument] = {
     **SFT_ARGUMENTS,
-    **_all(
-        "mapped",
-        "rollout.prompts_per_step, with one answer to each prompt",
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=1,
-    ),
+    **_all("mapped", _ANSWERS, per_device_train_batch_size=8, gradient_accumulation_steps=1),
     **_all("mapped", "rollout.max_prompt_tokens; a longer prompt is refused, and not cut", max_length=1024),
     **_all("mapped", "rollout.max_response_tokens", max_new_tokens=128),
-    **_all(
-        "mapped",
-        "algorithm.distillation.form: 0 is forward, 0.5 jensen_shannon, 1 reverse; others are refused",
-        beta=0.5,
-    ),
+    **_all("mapped", _FORMS, beta=0.5),
     **_all("mapped", "the folder in `teachers`, if `teacher_model` is not given", teacher_model_name_or_path=None),
     **_all("mapped", "1 alone: all answers are the student's own, as in every run", lmbda=0.5),
     **_all("mapped", "1 alone: the divergence has the temperature of sampling here, and in TRL 1", temperature=0.9),
