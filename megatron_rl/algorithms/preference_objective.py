@@ -24,7 +24,7 @@ from megatron_rl.algorithms.columns import ComparedColumns, FirstPass, PackedCol
 from megatron_rl.algorithms.objective import Metric, require_finite
 from megatron_rl.algorithms.passes import Needs
 from megatron_rl.algorithms.plain_objective import PlainObjective
-from megatron_rl.algorithms.preferences import answer_loss, pair_loss
+from megatron_rl.algorithms.preferences import answer_loss, likelihood_loss, pair_loss
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.preferences import KtoLoss, PreferenceLossConfig
 from megatron_rl.types import Denominators, TrainingRow
@@ -92,6 +92,7 @@ class PreferenceObjective(PlainObjective):
         partner_S, label_S = columns.partner_T[first_T], columns.advantage_T[first_T].double()
         rows = denominators.num_samples / 2
         cfg, is_chosen_S, is_judged_S = self.cfg, label_S > 0, label_S != 0
+        own_S = torch.where(is_chosen_S, likelihood_loss(cfg, number_S, _sizes(columns)[first_T]), 0.0)
         if isinstance(cfg, KtoLoss):
             loss_S, share = answer_loss(cfg, number_S, partner_S, label_S), 1.0
         else:
@@ -100,11 +101,11 @@ class PreferenceObjective(PlainObjective):
             assert columns.logp_reference_T is not None, "packing has made them"
             least_S = columns.logp_reference_T[first_T] if cfg.has_head else 0.0
             loss_S, share = pair_loss(cfg, chosen_S, rejected_S, least_S), 0.5
-        loss = loss_S.sum() / rows
+        loss = (loss_S + own_S).sum() / rows
         known_S = number_S.detach()
         is_right_S = label_S * (known_S - partner_S) > 0
         described = {
-            "loss": loss.detach() * share,
+            "loss": (loss_S * share + own_S).detach().sum() / rows,
             "preference/accuracy": (is_right_S & is_judged_S).sum() * share / rows,
         }
         if isinstance(cfg, KtoLoss):
@@ -129,6 +130,12 @@ class PreferenceObjective(PlainObjective):
         if self.cfg.is_mean:
             number_T = number_T / zeros_T.index_add(0, columns.sample_T, mask_T.double()).clamp(min=1)
         return number_T
+
+
+def _sizes(columns: PackedColumns) -> Tensor:
+    """float64 [T]: the number of actions of each token's sample."""
+    mask_T = columns.action_mask_T.double()
+    return torch.zeros_like(mask_T).index_add(0, columns.sample_T, mask_T)[columns.sample_T]
 
 
 def _index(columns: PackedColumns) -> Tensor:
@@ -166,10 +173,10 @@ def judge_rows(
         chosen_R, rejected_R = torch.from_numpy(logp).view(-1, 2).unbind(1)
         return pair_loss(cfg, chosen_R, rejected_R, reference_S[::2]).numpy(), (chosen_R > rejected_R).numpy()
     number_S = torch.from_numpy(logp) - reference_S
-    if cfg.is_mean:
-        number_S = number_S / torch.tensor([tokens.action_mask.sum() for row in rows for tokens in row.samples])
-    first_R, second_R = number_S.view(-1, 2).unbind(1)
+    size_S = torch.tensor([tokens.action_mask.sum() for row in rows for tokens in row.samples])
+    first_R, second_R = (number_S / size_S if cfg.is_mean else number_S).view(-1, 2).unbind(1)
     if not isinstance(cfg, KtoLoss):
-        return pair_loss(cfg, first_R, second_R).numpy(), (first_R > second_R).numpy()
+        loss_R = pair_loss(cfg, first_R, second_R) + likelihood_loss(cfg, first_R, size_S[::2])
+        return loss_R.numpy(), (first_R > second_R).numpy()
     kl, label_R = second_R.mean().clamp(min=0), torch.tensor([row.labels[0] for row in rows])
     return answer_loss(cfg, first_R, kl, label_R).numpy(), (label_R * (first_R - kl) > 0).numpy()

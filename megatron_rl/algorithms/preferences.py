@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid, softplus
 
 from megatron_rl.config.preferences import (
     BradleyTerryLoss,
+    CpoLoss,
     DpoLoss,
     IpoLoss,
     KtoLoss,
@@ -25,7 +26,7 @@ from megatron_rl.config.preferences import (
 
 
 def pair_loss(cfg: PreferenceLossConfig, chosen_S: Tensor, rejected_S: Tensor, least_S: Tensor | float = 0.0) -> Tensor:
-    """[S]: the losses of pairs.
+    """[S]: the losses of pairs, without `likelihood_loss`.
 
     Args:
         chosen_S: the numbers of the chosen answers.
@@ -36,7 +37,7 @@ def pair_loss(cfg: PreferenceLossConfig, chosen_S: Tensor, rejected_S: Tensor, l
     """
     margin_S = chosen_S - rejected_S
     match cfg:
-        case DpoLoss():
+        case DpoLoss() | CpoLoss():
             margin_S, wrong = cfg.beta * margin_S, cfg.label_smoothing
             return -(1 - wrong) * logsigmoid(margin_S) - wrong * logsigmoid(-margin_S)
         case IpoLoss():
@@ -49,6 +50,13 @@ def pair_loss(cfg: PreferenceLossConfig, chosen_S: Tensor, rejected_S: Tensor, l
         case BradleyTerryLoss():
             return -logsigmoid(margin_S - least_S) + cfg.center * (chosen_S + rejected_S) ** 2
     raise AssertionError(f"{cfg.kind} has no pairs")
+
+
+def likelihood_loss(cfg: PreferenceLossConfig, chosen_S: Tensor, num_tokens_S: Tensor) -> Tensor:
+    """[S]: what CPO and CPO-SimPO add for a chosen answer: its tokens' mean negative log-likelihood times `alpha`."""
+    if not isinstance(cfg, CpoLoss | SimpoLoss):
+        return torch.zeros_like(chosen_S)
+    return -cfg.alpha * (chosen_S if cfg.is_mean else chosen_S / num_tokens_S)
 
 
 def answer_loss(cfg: KtoLoss, number_S: Tensor, kl_S: Tensor, label_S: Tensor) -> Tensor:

@@ -198,7 +198,7 @@ class RayBridge:
             if not failures:
                 # Here and not where answers are asked for: a rank that is lost now is lost in a push, and the loop
                 # knows what it has asked for.
-                self._engines.before("generating")
+                self._engines.before()
                 return {
                     "sync/bytes": sum(outcomes[name]["bytes"] for name in trainers),
                     "sync/paused_s": max(outcomes[name]["paused_s"] for name in engines),

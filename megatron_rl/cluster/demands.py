@@ -17,7 +17,8 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
     of_critic = config.critic.parallel.mesh if isinstance(config, GrpoRunConfig) and config.critic else Mesh()
     shared = 1  # ranks of other groups that share the GPUs of these ranks, and must also be in one node
     if isinstance(config, GrpoRunConfig) and cluster.colocate:
-        shared = lcm(config.rollout.engine_ranks, of_critic.tensor, of_critic.expert_ways)
+        guests = [teacher.parallel.num_ranks for _, teacher in served_teachers(config) if teacher.path is not None]
+        shared = lcm(config.rollout.engine_ranks, of_critic.tensor, of_critic.expert_ways, *guests)
     trainer = Demand(
         role="trainer",
         num_groups=1,
@@ -57,11 +58,11 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
             num_groups=teacher.num_engines,
             group_size=teacher.parallel.num_ranks,
             block=teacher.parallel.num_ranks,
-            gpus=cluster.gpus_per_engine_rank if teacher.path is not None else 0,
+            gpus=cluster.gpus_per_engine_rank if teacher.path is not None and not cluster.colocate else 0,
             advice=f"lower teachers.{number}.num_engines or teachers.{number}.parallel",
             pool=cluster.pools.get("teacher"),
-            can_span=True,
-            beside=None,
+            can_span=not cluster.colocate,
+            beside="trainer" if cluster.colocate and teacher.path is not None else None,
             stage=teacher.parallel.tensor,
         )
         for number, teacher in served_teachers(config)

@@ -281,9 +281,9 @@ class EngineGroup:
         """The number of engines that were replaced since the run began."""
         self.bring_weights: Callable[[int], object] = self._start_again if loads_weights else _no_bridge
         """Replaces dead engines and pushes a version into all engines; the bridge sets it."""
-        self.before: Callable[[Phase], object] = _stay
-        """Brings the run into a phase, if trainers share the engines' GPUs; the colocation sets it."""
-        self._starting: list[ray.ObjectRef] = [engine.start.remote() for engine in self.engines]
+        self.before: Callable[[], object] = lambda: None
+        """Brings the run into the phase in which they answer, if they share GPUs; the colocation sets it."""
+        self._starting = self._begin()
 
     @property
     def engines(self) -> list[Any]:
@@ -296,6 +296,12 @@ class EngineGroup:
         name, record = (self.role, index), self.record_of[index]
         arguments = (self._config, name, str(self._logs), spans_nodes, record, self.loads_weights)
         return ray.remote(self.rank).options(**options).remote(*arguments)
+
+    def _begin(self) -> list[ray.ObjectRef]:
+        return [self._start(index) for index in range(len(self.processes))]
+
+    def _start(self, index: int) -> ray.ObjectRef:
+        return self.engines[index].start.remote()
 
     def wait(self) -> None:
         """Wait until every engine has started. They start while the policy starts.
@@ -356,12 +362,12 @@ class EngineGroup:
             log.info("%s is replaced", self.processes[index])
             ray.kill(self.processes[index].actor)
         if dead:
-            self.before("generating")  # vLLM starts on GPUs without trainers
+            self.before()  # vLLM starts on GPUs where nobody else works
             replaced = {index: self.processes[index] for index in dead}
             timeout_s = self._config.cluster.start_timeout_s
             try:
                 self._placement.start_again(self.role, replaced, self._new, timeout_s)
-                calls = [process.actor.start.remote() for process in replaced.values()]
+                calls = [self._start(index) for index in replaced]
                 gather(calls, list(replaced.values()), "to start vLLM", timeout_s)
             except BaseException:  # also a stop, which saves: nobody may wait for memory until vLLM has started
                 for process in replaced.values():
@@ -384,14 +390,10 @@ class EngineGroup:
 
     def close(self) -> None:
         """End all engines that have started. Ray kills the others, and engines that do not end in time."""
-        started, _ = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
-        ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
+        started = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)[0] if self._starting else []
+        ready = [e for e, start in zip(self.engines, self._starting, strict=False) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)
         remove_records(self._records)
-
-
-def _stay(phase: Phase) -> None:
-    """Engines that have their GPUs for themselves hold everything in every phase."""
 
 
 def _no_bridge(version: int) -> None:

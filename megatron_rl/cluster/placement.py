@@ -132,6 +132,7 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:
     for guest in demands:
         if guest.beside is not None:
             hosts = [rank for group in groups[guest.beside] for rank in group]
+            hosts = hosts[: guest.num_groups * guest.group_size]  # a teacher may have some of them
             ranks = [replace(host, cpus=guest.cpus, gpus=guest.gpus) for host in hosts]
             groups[guest.role] = _cut(ranks, guest.group_size)
     for host in demands:

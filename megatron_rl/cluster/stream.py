@@ -118,6 +118,7 @@ class RayStream:
 
     def ask(self, requests: Sequence[GroupRequest], version: int) -> None:
         """See `ports.Stream`. Each part goes to the engine that works on the fewest answers."""
+        self._engines.before()  # a teacher may have had their memory since the push
         if not self._config.rollout.overlaps and not self._asked:  # the time while the trainer worked does not count
             self._idle.take(time.perf_counter())
         parts, largest = [], largest_part(self._config.rollout)

@@ -7,12 +7,14 @@ asked for is asked again; nothing is trained without its teacher's log-probs.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ray
 
@@ -52,6 +54,14 @@ class ServedRank(EngineRank):
         """There is nothing to free."""
 
 
+class GuestRank(EngineRank):
+    """The process of a teacher's engine on GPUs that others reserve."""
+
+    async def share(self, gpus: str) -> None:
+        """Start vLLM, later, on these GPUs. CUDA reads the variable when it starts."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+
+
 class TeacherGroup(EngineGroup):
     """The processes of one teacher."""
 
@@ -60,21 +70,53 @@ class TeacherGroup(EngineGroup):
     ) -> None:
         self.role = role_of_teacher(number)
         self.records = f"unfinished_teacher_{number}"
-        self.rank = EngineRank if config.teachers[number].server is None else ServedRank
+        own = GuestRank if config.cluster.colocate else EngineRank
+        self.rank = own if config.teachers[number].server is None else ServedRank
+        self._gpus: Sequence[str | None] = ()
+        """What each engine shares."""
         super().__init__(engine_config(config, number), logs, placement, restarts, loads_weights=True)
 
+    @property
+    def is_guest(self) -> bool:
+        """Whether they share GPUs that others reserve: then they start when these are named."""
+        return self.rank is GuestRank
 
-@dataclass(frozen=True, slots=True)
-class AskedTeacher:
+    @property
+    def num_ranks(self) -> int:
+        """Of each engine."""
+        return self._config.rollout.engine_ranks
+
+    def begin(self, gpus: Sequence[str | None]) -> None:
+        """Start vLLM in every engine, on the GPUs that each shares; None on a CPU."""
+        self._gpus = gpus
+        self._starting = super()._begin()
+
+    def _begin(self) -> list[ray.ObjectRef]:
+        return [] if self.is_guest else super()._begin()
+
+    def _start(self, index: int) -> ray.ObjectRef:
+        if self.is_guest and (gpus := self._gpus[index]) is not None:
+            self.engines[index].share.remote(gpus)  # Ray begins the calls of an actor in their order
+        return super()._start(index)
+
+
+class ScoringCall(NamedTuple):
     """A call of a teacher's process."""
 
-    teacher: int
     engine: int
-    groups: Sequence[int]
-    """The indices of its groups."""
-    jobs: Sequence[ScoringJob]
     count: ray.ObjectRef
     scores: ray.ObjectRef
+
+
+class AskedTeacher(NamedTuple):
+    """Groups that a teacher's engine scores together."""
+
+    teacher: int
+    groups: Sequence[int]
+    """Their indices."""
+    jobs: Sequence[ScoringJob]
+    call: ScoringCall | None
+    """None: it is made when the teacher has the memory of the GPUs."""
 
 
 class Teachers:
@@ -96,6 +138,8 @@ class Teachers:
         }
         by_policy = {number: engines for number, one in enumerate(config.teachers) if one.is_policy}
         self._groups: Mapping[int, EngineGroup] = {**self._own, **by_policy}
+        self.guests = [group for group in self._own.values() if group.is_guest]
+        """The teachers that share the GPUs of the policy's engines, and take turns with them."""
         self._lock = Lock()
         """Held while the load is changed, and while processes are replaced."""
         self._load = {number: Counter(dict.fromkeys(range(len(g.engines)), 0)) for number, g in self._groups.items()}
@@ -114,7 +158,8 @@ class Teachers:
             group.close()
 
     def begin(self, groups: Sequence[Group], idle: bool = False) -> list[AskedTeacher]:
-        """Ask the teachers of groups for their log-probs. Returns at once.
+        """Ask the teachers of groups for their log-probs. Returns at once. Teachers that take turns on GPUs are asked
+        when `finish` waits for them.
 
         Args:
             idle: whether the policy's engines answer nothing now. If all groups of a step are handed out together,
@@ -132,12 +177,16 @@ class Teachers:
                 of_teachers.setdefault(number, []).append(i)
         large = rollout.samples_per_group * rollout.max_model_tokens >= SHADOW_TOKENS
         asked = []
-        for number, own in of_teachers.items():
-            if not rollout.one_by_one and idle == (number in self._own and large):
+        # The policy first: then its engines need not wake up for it.
+        for number, own in sorted(of_teachers.items(), key=lambda pair: pair[0] in self._own):
+            in_turn = bool(self.guests) and (number not in self._own or self._own[number].is_guest)
+            if not rollout.one_by_one and idle == (number in self._own and large and not in_turn):
                 continue
             engines, alone = len(self._groups[number].engines), not rollout.one_by_one and not idle
             parts = [[i] for i in own] if alone else [own[k::engines] for k in range(engines)]
-            asked += [self._ask(number, part, [self._job(number, groups[i]) for i in part]) for part in parts if part]
+            for part in filter(None, parts):
+                jobs = [self._job(number, groups[i]) for i in part]
+                asked.append(AskedTeacher(number, part, jobs, None if in_turn else self._call(number, jobs)))
         return asked
 
     def finish(self, groups: Sequence[Group], asked: Sequence[AskedTeacher]) -> list[Group]:
@@ -148,45 +197,48 @@ class Teachers:
             ProcessLost: its processes were lost each time.
         """
         taught = list(groups)
-        for one in asked:
-            scores, first = self._scores(one), 0
-            for i in one.groups:
-                payload = taught[i].payload
-                items = [ObjectItem(scores, first + k) for k in range(len(payload))]
-                first += len(payload)
-                own = [replace(tokens, teacher=item) for tokens, item in zip(payload, items, strict=True)]
-                taught[i] = replace(taught[i], payload=own)
+        for number, parts in groupby(asked, key=lambda one: one.teacher):
+            calls = [(one, one.call or self._call(number, one.jobs)) for one in parts]
+            for one, call in calls:
+                scores, first = self._scores(one, call), 0
+                for i in one.groups:
+                    payload = taught[i].payload
+                    items = [ObjectItem(scores, first + k) for k in range(len(payload))]
+                    first += len(payload)
+                    own = [replace(tokens, teacher=item) for tokens, item in zip(payload, items, strict=True)]
+                    taught[i] = replace(taught[i], payload=own)
         return taught
 
-    def _scores(self, asked: AskedTeacher) -> ray.ObjectRef:
+    def _scores(self, asked: AskedTeacher, call: ScoringCall) -> ray.ObjectRef:
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                self._wait_for(asked)
+                self._wait_for(asked.teacher, call)
                 break
             except ProcessLost:
                 if not attempts_left or asked.teacher not in self._own:
                     raise
                 with self._lock:
                     self._own[asked.teacher].replace_dead()
-                asked = self._ask(asked.teacher, asked.groups, asked.jobs)
-        return asked.scores
+                call = self._call(asked.teacher, asked.jobs)
+        return call.scores
 
-    def _wait_for(self, asked: AskedTeacher) -> None:
-        process = self._groups[asked.teacher].processes[asked.engine]
+    def _wait_for(self, number: int, call: ScoringCall) -> None:
+        process = self._groups[number].processes[call.engine]
         try:
-            gather([asked.count], [process], SCORING, self._deadlines.limit_s(SCORING))
+            gather([call.count], [process], SCORING, self._deadlines.limit_s(SCORING))
         finally:
             with self._lock:
-                self._load[asked.teacher][asked.engine] -= 1
+                self._load[number][call.engine] -= 1
 
-    def _ask(self, number: int, groups: Sequence[int], jobs: Sequence[ScoringJob]) -> AskedTeacher:
+    def _call(self, number: int, jobs: Sequence[ScoringJob]) -> ScoringCall:
+        group = self._groups[number]
+        group.before()
         with self._lock:
             load = self._load[number]
             engine = min(load, key=load.__getitem__)
             load[engine] += 1
-            actor = self._groups[number].engines[engine]
-        count, scores = actor.score.options(num_returns=2).remote(jobs)
-        return AskedTeacher(number, engine, groups, jobs, count, scores)
+            actor = group.engines[engine]
+        return ScoringCall(engine, *actor.score.options(num_returns=2).remote(jobs))
 
     def _job(self, number: int, group: Group) -> ScoringJob:
         prompt = self._own_prompt(number, group.prompt)

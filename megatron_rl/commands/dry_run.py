@@ -162,7 +162,8 @@ def _described(config: GrpoRunConfig, number: int, teacher: TeacherConfig) -> st
         else:
             parallel = teacher.parallel
             stages = f" x PP{parallel.pipeline}" if parallel.pipeline > 1 else ""
-            who += f"{teacher.num_engines} x TP{parallel.tensor}{stages}"
+            turns = ", in turn on the trainer's GPUs" if config.cluster.colocate else ""
+            who += f"{teacher.num_engines} x TP{parallel.tensor}{stages}{turns}"
     return who if teacher.datasets is None else f"{who}, for {', '.join(teacher.datasets)}"
 
 
@@ -248,7 +249,8 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     if config.critic:
         title.append("the critic's work is not counted")
     if config.teachers:
-        title.append("every teacher is counted as if it taught all rows, and servers are not counted")
+        shared = ", as a part of generation" if config.cluster.colocate else ""
+        title.append(f"every teacher is counted as if it taught all rows{shared}, and servers are not counted")
     if config.scored_by_model:
         title.append("the reward models' work is not counted")
     table = Table(title="; ".join(title), title_justify="left")

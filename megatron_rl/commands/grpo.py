@@ -113,7 +113,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             links = Links()
             if config.cluster.colocate:
                 tell("the engines start vLLM (logs/engine_0.log)")
-                Colocation(policy, engines, others.values()).start_engines()
+                Colocation(policy, engines, others.values(), teachers.guests).start_engines()
                 links = shared_links(placement.plan)
             tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
             models.start(is_resumed=checkpoints.first_step > 0)

@@ -287,7 +287,8 @@ class AlgorithmConfig(Section):
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         estimator, rollout = self.adv_estimator, run.rollout
-        if "group" in estimator.needs and rollout.samples_per_prompt == 1:
+        has_outcome = self.distillation is None or self.distillation.outcome
+        if "group" in estimator.needs and rollout.samples_per_prompt == 1 and has_outcome:
             yield f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
         environment = rollout.environment
         has_rewards = environment and (environment.kind != "tools" or environment.objects)

@@ -167,9 +167,8 @@ class AgentEnvironment(_Failures):
     timeout_s: PositiveFloat = 600
     """The longest time, in seconds, that one run of the agent may take."""
     remote: bool = False
-    """Whether programs on other machines call the model, such as a harness in a container. The server then listens on
-    all network interfaces, and the `base_url` has the name of the engine's machine. The URL is the key: each answer has
-    its own, with 128 random bits."""
+    """Whether programs on other machines call the model, such as a harness in a container. The `base_url`, with 128
+    random bits for each answer, is then the key to a server on all network interfaces."""
 
 
 TurnsEnvironment = ClassEnvironment | ToolsEnvironment

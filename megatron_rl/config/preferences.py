@@ -43,6 +43,24 @@ class DpoLoss(PreferenceLossConfig):
     """The probability of a pair with exchanged answers."""
 
 
+class CpoLoss(PreferenceLossConfig):
+    """Contrastive preference optimisation (Xu et al. 2024), without a reference."""
+
+    formula: ClassVar[str] = (
+        "-(1 - e) log s(beta (l_c - l_r)) - e log s(-beta (l_c - l_r)) - alpha l_c / n_c, where e is label_smoothing"
+    )
+    source: ClassVar[str] = "arXiv:2401.08417 eq. 3"
+    has_reference: ClassVar[bool] = False
+
+    kind: Literal["cpo"] = "cpo"
+    beta: PositiveFloat = 0.1
+    """The factor of the margin."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The probability of a pair with exchanged answers."""
+    alpha: NonNegative = 1.0
+    """The weight of the chosen answer's negative log-likelihood, the mean over its tokens."""
+
+
 class IpoLoss(PreferenceLossConfig):
     """Identity preference optimisation (Azar et al. 2023), with means over tokens, as in TRL."""
 
@@ -58,7 +76,7 @@ class IpoLoss(PreferenceLossConfig):
 class SimpoLoss(PreferenceLossConfig):
     """Simple preference optimisation (Meng et al. 2024), without a reference."""
 
-    formula: ClassVar[str] = "-log s(beta (l_c / n_c - l_r / n_r) - gamma)"
+    formula: ClassVar[str] = "-log s(beta (l_c / n_c - l_r / n_r) - gamma) - alpha l_c / n_c"
     source: ClassVar[str] = "arXiv:2405.14734 eq. 6"
     has_reference: ClassVar[bool] = False
     is_mean: ClassVar[bool] = True
@@ -68,6 +86,8 @@ class SimpoLoss(PreferenceLossConfig):
     """The factor of the mean log-probs."""
     gamma: NonNegative = 1.0
     """The margin by which the chosen answer must be ahead."""
+    alpha: NonNegative = 0.0
+    """The weight of the chosen answer's mean negative log-likelihood, as in CPO; above 0 the loss is CPO-SimPO."""
 
 
 class OrpoLoss(PreferenceLossConfig):
@@ -118,6 +138,6 @@ class BradleyTerryLoss(PreferenceLossConfig):
 
 
 PreferenceLoss = Annotated[
-    DpoLoss | IpoLoss | SimpoLoss | OrpoLoss | KtoLoss,
+    DpoLoss | CpoLoss | IpoLoss | SimpoLoss | OrpoLoss | KtoLoss,
     Field(discriminator="kind"),
 ]

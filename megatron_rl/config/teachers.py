@@ -123,8 +123,9 @@ class TeacherConfig(Section):
     num_engines: PositiveInt = 1
     """The number of its engines."""
     parallel: EngineParallel = EngineParallel()
-    """How each of its engines is split over ranks. They have GPUs of their own, `cluster.gpus_per_engine_rank` each,
-    also with `cluster.colocate`."""
+    """How each of its engines is split over ranks. They have GPUs of their own, `cluster.gpus_per_engine_rank` each.
+    With `cluster.colocate` they have the first GPUs of the trainers, and sleep in the nodes' memory except while they
+    score, after the last answer of a step."""
     timeout_s: PositiveFloat = 600
     """The longest time of a request to the server, in seconds. It is made three times; then the run stops with its
     state saved."""
@@ -160,6 +161,16 @@ class TeacherConfig(Section):
             yield "teachers: a prompt of its own is for answers of one turn; remove rollout.environment or the prompt"
         if rollout.beams is not None:
             yield "teachers score what the policy samples, and rollout.beams searches; remove one of the two"
+        trainers, ranks = run.policy.parallel.mesh.world_size, self.parallel.num_ranks
+        if run.cluster.colocate and self.path is not None and run.algorithm.distillation.by == "engine":
+            if trainers % ranks or self.num_engines * ranks > trainers:
+                yield (
+                    f"teachers: with cluster.colocate the engines of {self.path} have GPUs of the {trainers} trainer "
+                    f"ranks, and {self.num_engines} of {ranks} ranks do not fit; lower num_engines, or choose a "
+                    f"parallel whose ranks divide {trainers}"
+                )
+            if run.cluster.pools.get("teacher") not in (None, run.cluster.pools.get("trainer")):
+                yield "cluster.pools.teacher has no effect, because teachers share GPUs with trainers; remove it"
         if self.is_policy and rollout.backend is not None:
             yield "teachers: the policy scores itself with vLLM only; remove rollout.backend"
 
@@ -201,7 +212,6 @@ def engine_config(run: GrpoRunConfig, number: int) -> GrpoRunConfig:
         "model": run.model.model_copy(update={"path": teacher.path or run.model.path, "weights": None}),
         "rollout": rollout.model_copy(update=plain | own | lengths),
         "policy": run.policy.model_copy(update={"lora": None, "routing_replay": False}),
-        "cluster": run.cluster.model_copy(update={"colocate": False}),
         "observe": (),
     }
     return run.model_copy(update=changes)

@@ -56,13 +56,21 @@ class EngineMemory:
         """The fullest rank of the engine."""
         return max(self.stages, key=lambda stage: max(stage.totals))
 
-    def sharing(self) -> EngineMemory:
-        """The memory of an engine that shares its GPUs with trainers."""
+    def sharing(self, teachers: MemoryPart, kept: float) -> EngineMemory:
+        """The memory of an engine that shares its GPUs with trainers.
+
+        Args:
+            teachers: what the engines of teachers keep on the GPU while they sleep.
+            kept: the bytes that they keep in the node's memory meanwhile, for each GPU; above 0 the engine's weights
+                are there, too, while a teacher scores.
+        """
         holds = HOLDS["engine"]
         present = {row: [phase for phase, held in holds.items() if part in held] for row, part in PARTS.items()}
         # No push brings the base model of adapters again.
-        copied = ["weights", SLOT] if any(SLOT in stage.parts for stage in self.stages) else []
-        stages = (stage.sharing(present, copied=copied, to="trainers") for stage in self.stages)
+        copied = ["weights", SLOT] if kept or any(SLOT in stage.parts for stage in self.stages) else []
+        stages = [stage.sharing(present, copied=copied, to="trainers") for stage in self.stages]
+        if kept:
+            stages = [stage.beside("teachers that sleep", teachers, kept) for stage in stages]
         return replace(self, stages=tuple(stages))
 
 

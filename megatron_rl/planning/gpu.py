@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from megatron_rl.types import Phase
 
-PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASES: tuple[Phase, ...] = ("training", "pushing", "generating")
+"""The columns of a table. A GPU on which a teacher scores has a table of its own."""
 Bytes = tuple[float, float, float]
 """The bytes of a part in each of PHASES."""
 
@@ -52,6 +53,11 @@ class GpuMemory:
             {key: one.parts[part] for key, one, part in keys},
             {key: one.remedies[part] for key, one, part in keys},
         )
+
+    def beside(self, name: str, part: MemoryPart, host: float) -> GpuMemory:
+        """The same with a part of others on the GPU, and what they keep in the memory of the node."""
+        parts, remedies = {**self.parts, name: part.bytes}, {**self.remedies, name: part.remedy}
+        return replace(self, parts=parts, remedies=remedies, host={**self.host, name: host})
 
     @property
     def totals(self) -> Bytes:

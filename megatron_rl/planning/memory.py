@@ -20,7 +20,7 @@ from megatron_rl.planning.nodes import NodeMemory, node_memory
 from megatron_rl.planning.parameters import BYTES, stage_parameters
 from megatron_rl.planning.reward_models import reward_model_memory
 from megatron_rl.planning.shapes import planned_critic_shape, planned_teacher_shape
-from megatron_rl.planning.teachers import teacher_memory
+from megatron_rl.planning.teachers import sleeping, teacher_memory
 from megatron_rl.planning.trainer import sharing, trainer_memory
 from megatron_rl.planning.transfer import BridgeBytes, TrainersPush, bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
@@ -117,7 +117,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
             communicators = bridge_communicators(plan, cluster.colocate)
         if cluster.gpus_per_engine_rank > 0:
             engine = engine_memory(config, shape, plan, communicators.engine)
-            engine = engine.sharing() if cluster.colocate else engine
+            engine = engine.sharing(*sleeping(config)) if cluster.colocate else engine
         compares = config.algorithm.kl is not None or config.algorithm.loss.needs_reference
         if compares and shape.adapters is None:  # with adapters the base is the reference
             held = stage_parameters(shape.served, parallel.mesh, trains_fused(config, shape, parallel.context))
@@ -125,8 +125,6 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         if teacher_on_ranks(config) is not None:
             held = stage_parameters(planned_teacher_shape(config, 0), parallel.mesh)
             teacher = float(max(one.total for one in held) * BYTES[model.dtype])
-        limit = gpu_bytes(config) * cluster.reward_model_gpus
-        scoring = [*teacher_memory(config), *((one, limit) for one in reward_model_memory(config))]
         if config.critic is not None:
             critic = _critic_memory(config)
             critic = sharing(critic, "critic") if cluster.colocate else critic
@@ -150,6 +148,11 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         return sharing(memory, "trainer") if cluster.colocate else memory
 
     trainer = of_trainer(model.recompute)
+    if isinstance(config, GrpoRunConfig):
+        sides = [(trainer, "generating"), (critic, "generating"), (engine and engine.gpu, "training")]
+        lent = sum(one.totals[PHASES.index(phase)] for one, phase in sides if one) if cluster.colocate else 0.0
+        limit = gpu_bytes(config) * cluster.reward_model_gpus
+        scoring = [*teacher_memory(config, lent), *((one, limit) for one in reward_model_memory(config))]
     gpus = {"trainer": trainer, "critic": critic, "engine": engine.gpu if engine else None}
     return RunMemory(
         trainer=trainer,

@@ -13,15 +13,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from megatron_rl import types
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording
 from megatron_rl.rollout.backend import BackendWeights
 from megatron_rl.rollout.engine_thread import EngineThread, Result
 from megatron_rl.rollout.progress import Progress
-from megatron_rl.types import Metrics, ModelShape, Phase
-
-HOLDS = types.HOLDS["engine"]
+from megatron_rl.types import HOLDS, Metrics, ModelShape, Phase
 
 
 class EngineWeights(BackendWeights):
@@ -34,10 +31,18 @@ class EngineWeights(BackendWeights):
         progress: Progress | None,
         shares_gpus: bool,
         has_adapters: bool = False,
+        loads_weights: bool = False,
     ) -> None:
+        """
+        Args:
+            loads_weights: no push brings weights: where GPUs are shared, it is a teacher.
+        """
         self._thread, self._rollout, self._progress, self._shares_gpus = thread, rollout, progress, shares_gpus
-        self._has_adapters = has_adapters
-        self._phase: Phase = "generating"
+        self._has_adapters, self._loads_weights = has_adapters, loads_weights
+        self.works: Phase = "scoring" if loads_weights else "generating"
+        """The phase in which it answers, and begins."""
+        self._phase: Phase = self.works
+        self._holds = HOLDS["teacher" if loads_weights else "engine"]
         self.version: int | None = None
         """None: the engine holds no whole set of weights."""
         self._failure = ""
@@ -53,22 +58,26 @@ class EngineWeights(BackendWeights):
         return await self._thread.call(function, while_paused=True, drained=True)
 
     async def enter(self, phase: Phase) -> None:
-        """Give the GPUs' memory that the phase does not need to the trainers, and take back what it needs. An engine
-        begins in the phase `generating`. What it gives up is lost: after `training` it needs a push, and the calls
-        whose answers are under way end with an error. A run that stops or fails does so, to save its state.
+        """Give up the GPUs' memory that the phase does not need, and take back what it needs. The calls whose answers
+        are under way end with an error; a run that stops or fails does so, to save its state. After `training` the
+        policy's engines need a push. A teacher keeps its weights in the node's memory, and so do the policy's engines
+        while a teacher scores.
         """
         await self._call(partial(self._enter, phase))
 
     def _enter(self, phase: Phase) -> None:
         assert self._shares_gpus, "the engine has its GPUs for itself"
-        engine, awake = self._thread.engine, set(HOLDS[self._phase])
-        if awake - set(HOLDS[phase]):
+        engine, awake = self._thread.engine, set(self._holds[self._phase])
+        if awake - set(self._holds[phase]):
             self._thread.requests.abort(engine, f"the answer ended, because the engine entered the phase {phase}")
-            # vLLM gives up everything at once. The base model of adapters, which no push brings, goes to the host.
-            engine.sleep(level=1 if self._has_adapters else 2)
-            awake, self.version = set(), None
-            self._failure = "its memory was lent to the trainers"
-        for tag in HOLDS[phase]:
+            # vLLM gives up everything at once. What no push brings, such as the base model of adapters, goes to the
+            # host.
+            keeps = self._loads_weights or phase == "scoring"
+            engine.sleep(level=1 if keeps or self._has_adapters else 2)
+            awake = set()
+            if not keeps:
+                self.version, self._failure = None, "its memory was lent to the trainers"
+        for tag in self._holds[phase]:
             if tag not in awake:
                 engine.wake_up([tag])
         self._phase = phase
@@ -76,12 +85,12 @@ class EngineWeights(BackendWeights):
     def require(self, phase: Phase) -> None:
         """
         Raises:
-            RuntimeError: the trainers have memory that the engine needs in this phase.
+            RuntimeError: others have memory that the engine needs in this phase.
         """
-        missing = set(HOLDS[phase]) - set(HOLDS[self._phase])
+        missing = set(self._holds[phase]) - set(self._holds[self._phase])
         if missing:
             raise RuntimeError(
-                f"the engine is in the phase {self._phase}, in which the trainers have the memory of its "
+                f"the engine is in the phase {self._phase}, in which others have the memory of its "
                 f"{' and '.join(sorted(missing))}; it must enter the phase {phase} first"
             )
 

@@ -68,7 +68,8 @@ class VllmSampler(Sampler):
         """The calls of each batch that wait for its last one; see `begin`."""
         self._num_requests, self._pins = 0, has_adapters and spec.rollout.num_adapters > 1
         self._progress = Progress(spec.record) if spec.record else None
-        self.weights = EngineWeights(self._thread, spec.rollout, self._progress, spec.shares_gpus, has_adapters)
+        shares, loads = spec.shares_gpus, spec.loads_weights
+        self.weights = EngineWeights(self._thread, spec.rollout, self._progress, shares, has_adapters, loads)
 
     async def start(self) -> None:
         """Start vLLM.
@@ -170,7 +171,7 @@ class VllmSampler(Sampler):
             version: the version that the engine must hold; None: any.
             is_first: whether answers begin now. If there are no others, the prefix cache is emptied.
         """
-        self.weights.require("generating")
+        self.weights.require(self.weights.works)
         self.weights.require_version(version)
         engine, queue = self._thread.engine, self._thread.requests
         if is_first and not len(queue):
@@ -180,7 +181,7 @@ class VllmSampler(Sampler):
 
     def ask(self, requests: Sequence[Request]) -> list[Future[Completion]]:
         """Queue requests, and return their future completions."""
-        self.weights.require("generating")
+        self.weights.require(self.weights.works)
         return self._thread.requests.add(requests)
 
     def _give(self, request: Request) -> str:

@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping
 
 from megatron_rl.trl import ARGUMENTS, DPOTrainer, GRPOTrainer
 from megatron_rl.trl.arguments import (
+    CPO_ARGUMENTS,
     DPO_ARGUMENTS,
     FORMER,
+    GKD_ARGUMENTS,
     KTO_ARGUMENTS,
+    ORPO_ARGUMENTS,
     REWARD_ARGUMENTS,
     SFT_ARGUMENTS,
     Argument,
@@ -61,16 +64,15 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 | after `train` | `model`, `evaluate`, `save_model`, `push_to_hub` and the like work; other attributes say what replaces them. |
 | command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |
 
-`DPOTrainer`, `KTOTrainer`, `SFTTrainer` and `RewardTrainer` are imported in the same way, with their configurations.
-TRL's `ORPOTrainer` and `CPOTrainer` correspond to
-[`megatron-rl dpo`](sft_and_ppo.md#preferences), and `GKDTrainer` to
-[teachers](algorithms.md#teachers-teachers-distillation); other trainers are not here.
+`DPOTrainer`, `KTOTrainer`, `ORPOTrainer`, `CPOTrainer`, `SFTTrainer`, `RewardTrainer` and `GKDTrainer` are imported in
+the same way, with their configurations; other trainers are not here.
 """
 
 OFFLINE = """
-## DPO, KTO, SFT and reward models
+## Preferences, SFT, reward models and distillation
 
-`train` starts a run of `megatron-rl dpo`, `sft` or `reward-model`. Other arguments than these are treated as GRPOConfig's.
+`train` starts a run of `megatron-rl dpo`, `sft` or `reward-model`, and of `megatron-rl grpo` with a
+[teacher](algorithms.md#teachers-teachers-distillation) for GKD. Other arguments than these are treated as GRPOConfig's.
 The losses of a tiny model are TRL's within 1e-5 (`make test-trl`). These definitions differ:
 
 - A completion ends with the stop token. TRL also trains what a chat template writes after it, such as a line feed.
@@ -78,8 +80,12 @@ The losses of a tiny model are TRL's within 1e-5 (`make test-trl`). These defini
 - Plain prompts and completions are tokenized apart, so that no token is part of both.
 - The last step of an epoch also takes rows of the next one, so that k epochs of n rows have k n / `rows_per_step` steps.
 - `megatron-rl dpo`: IPO has means over tokens, as in TRL. ORPO's first term is over the chosen answer, in TRL also over
-  its prompt. KTO's z takes the answer of the next row with another prompt, over the step; in TRL it takes the answer of
-  the row before, over the batch of a pass.
+  its prompt. CPO's log-likelihood is a mean over the tokens of each answer, in TRL over all tokens of a pass. KTO's z
+  takes the answer of the next row with another prompt, over the step; in TRL it takes the answer of the row before, over
+  the batch of a pass.
+- GKD: all answers are the student's own (`lmbda=1.0`), each trained once. The divergence is over the 32 most probable
+  tokens and all others as one (`algorithm.distillation.top_k`), in TRL over the whole vocabulary. The loss is the mean
+  over the sampled tokens; TRL divides their sum by the number of tokens of the rows' own answers.
 - A reward model's head begins with zeros, or with the one of a classifier, and is also trained beside adapters.
 
 """
@@ -126,11 +132,14 @@ def by_meaning(arguments: Mapping[str, Argument], treatment: Treatment) -> Itera
 
 def page() -> str:
     lines = [HEAD, *tried(), OFFLINE, "| argument | here |", "|---|---|"]
-    own = {**REWARD_ARGUMENTS, **KTO_ARGUMENTS, **DPO_ARGUMENTS, **SFT_ARGUMENTS}
+    own = {**REWARD_ARGUMENTS, **ORPO_ARGUMENTS, **KTO_ARGUMENTS, **DPO_ARGUMENTS, **SFT_ARGUMENTS}
     known = {name: (one.says, one.treatment) for name, one in ARGUMENTS.items()}
     own = {name: one for name, one in own.items() if known.get(name) != (one.says, one.treatment)}
     own |= {"loss_type (DPO)": DPO_ARGUMENTS["loss_type"], "loss_type (SFT)": own.pop("loss_type")}
     own |= {"max_length (RewardConfig)": REWARD_ARGUMENTS["max_length"], "loss_type (KTO)": KTO_ARGUMENTS["loss_type"]}
+    for name, arguments, before in (("CPO", CPO_ARGUMENTS, DPO_ARGUMENTS), ("GKD", GKD_ARGUMENTS, SFT_ARGUMENTS)):
+        differ = {key: one for key, one in arguments.items() if own.get(key, before.get(key)) != one}
+        own |= {f"{key} ({name})": one for key, one in differ.items() if known.get(key) != (one.says, one.treatment)}
     own["train_sampling_strategy (KTO)"] = KTO_ARGUMENTS["train_sampling_strategy"]
     kinds: dict[Treatment, str] = {"mapped": "", "refused": "other values are refused: ", "implied": "no meaning: "}
     for one, told in kinds.items():

@@ -1,4 +1,4 @@
-"""Every argument of TRL's configurations for GRPO, DPO, KTO, SFT and reward models (1.16), and what becomes of it here.
+"""Every argument of TRL's configurations (1.16), and what becomes of it here.
 
 Invariants (tests/unit/trl): the names are the same as in TRL; an argument that changes what is trained is mapped, or
 refused by name if it differs from its default; none is ignored because nobody thought of it.
@@ -253,6 +253,25 @@ KTO_ARGUMENTS: Mapping[str, Argument] = {
     **_all("implied", "z takes the next row of the file, and rows are shuffled", train_sampling_strategy="sequential"),
 }
 
+_DECODERS = "only models with an encoder read it, and models are decoders here"
+_NOT_OF_PAIRS = ("truncation_mode", "padding_free", "pad_token", "pad_to_multiple_of", "router_aux_loss_coef")
+ORPO_ARGUMENTS: Mapping[str, Argument] = {
+    **{name: one for name, one in OFFLINE.items() if name not in (*_NOT_OF_PAIRS, "activation_offloading")},
+    **{name: DPO_ARGUMENTS[name] for name in ("learning_rate", "beta", "disable_dropout")},
+    **_all("implied", _DECODERS, max_completion_length=None, is_encoder_decoder=None),
+    **_all("implied", _PADDING, padding_value=None),
+    **_all("refused", "`megatron-rl generate` answers rows with the trained model", generate_during_eval=False),
+}
+
+CPO_ARGUMENTS: Mapping[str, Argument] = {
+    **{name: one for name, one in ORPO_ARGUMENTS.items() if name != "padding_value"},
+    **_all("mapped", "dpo.loss.kind: `sigmoid` is cpo; `simpo`; others are refused", loss_type="sigmoid"),
+    **_all("mapped", "dpo.loss.alpha", cpo_alpha=1.0),
+    **_all("mapped", "dpo.loss.gamma, of the kind simpo", simpo_gamma=0.5),
+    **_all("mapped", "dpo.loss.label_smoothing, of the kind cpo", label_smoothing=0.0),
+    **_all("refused", "dpo.loss has nothing like AlphaPO's rewards", alpha=0.0),
+}
+
 SFT_ARGUMENTS: Mapping[str, Argument] = {
     **OFFLINE,
     **_all("mapped", "policy.optimizer.lr", learning_rate=2e-5),
@@ -267,6 +286,28 @@ SFT_ARGUMENTS: Mapping[str, Argument] = {
     **_all("refused", "rows are always tokenized here; give texts or chats", dataset_kwargs=None),
     **_all("refused", "the loss is the negative log-likelihood", loss_type="nll"),
     **_all("implied", "the order of the rows is shuffled in each epoch, as by TRL's sampler", shuffle_dataset=False),
+}
+
+_ANSWERS = "rollout.prompts_per_step, with one answer to each prompt"
+_FORMS = "algorithm.distillation.form: 0 is forward, 0.5 jensen_shannon, 1 reverse; others are refused"
+_ONLY_PROMPTS = "only the prompts of rows are read"
+GKD_ARGUMENTS: Mapping[str, Argument] = {
+    **SFT_ARGUMENTS,
+    **_all("mapped", _ANSWERS, per_device_train_batch_size=8, gradient_accumulation_steps=1),
+    **_all("mapped", "rollout.max_prompt_tokens; a longer prompt is refused, and not cut", max_length=1024),
+    **_all("mapped", "rollout.max_response_tokens", max_new_tokens=128),
+    **_all("mapped", _FORMS, beta=0.5),
+    **_all("mapped", "the folder in `teachers`, if `teacher_model` is not given", teacher_model_name_or_path=None),
+    **_all("mapped", "1 alone: all answers are the student's own, as in every run", lmbda=0.5),
+    **_all("mapped", "1 alone: the divergence has the temperature of sampling here, and in TRL 1", temperature=0.9),
+    **_all("refused", "a teacher is loaded as its folder says", teacher_model_init_kwargs=None),
+    **_all("refused", "an evaluation needs a reward; run `megatron-rl grpo` with teachers", eval_strategy="no"),
+    **_all("implied", "only rows that are not the student's own read it, and lmbda is 1", seq_kd=False),
+    **_all("implied", _ONLY_PROMPTS, packing=False, completion_only_loss=None, assistant_only_loss=False),
+    **_all("implied", _ONLY_PROMPTS, dataset_text_field="text", dataset_kwargs=None, packing_strategy="bfd"),
+    **_all("implied", _ONLY_PROMPTS, truncation_mode="keep_start"),
+    **_all("implied", "the loss is the divergence", loss_type="nll"),
+    **_all("implied", "no layer has dropout", disable_dropout=True),
 }
 
 NO_REWARDS = ("truncation_mode", "padding_free", "router_aux_loss_coef")
@@ -310,14 +351,15 @@ TYPES: Mapping[str, Any] = {
         "trackio_static_space_id hub_token hub_model_id hub_revision metric_for_best_model ddp_backend fsdp "
         "dataloader_multiprocessing_context cache_implementation vllm_structured_outputs_regex vllm_server_base_url "
         "log_completions_hub_repo resume_from_checkpoint evaluation_strategy logging_dir vllm_device vllm_dtype "
-        "half_precision_backend torchdynamo ddp_backend_options eos_token chat_template_path pad_token".split(),
+        "half_precision_backend torchdynamo ddp_backend_options eos_token chat_template_path pad_token "
+        "teacher_model_name_or_path".split(),
         str | None,
     ),
     **dict.fromkeys(
         "bf16 tf32 disable_tqdm hub_private_repo greater_is_better remove_unused_columns ddp_find_unused_parameters "
         "ddp_broadcast_buffers ddp_static_graph shuffle_dataset wandb_log_unique_prompts overwrite_output_dir "
         "save_safetensors group_by_length no_cuda use_mps_device jit_mode_eval use_ipex "
-        "include_inputs_for_metrics eval_packing completion_only_loss".split(),
+        "include_inputs_for_metrics eval_packing completion_only_loss is_encoder_decoder".split(),
         bool | None,
     ),
     **dict.fromkeys(
@@ -325,7 +367,7 @@ TYPES: Mapping[str, Any] = {
         "ddp_bucket_cap_mb num_generations num_generations_eval max_completion_length generation_batch_size "
         "steps_per_generation vllm_max_model_length max_tool_calling_iterations num_completions_to_print "
         "max_prompt_length vllm_max_model_len past_index dataset_num_proc max_length max_seq_length "
-        "precompute_ref_batch_size".split(),
+        "precompute_ref_batch_size padding_value".split(),
         int | None,
     ),
     **dict.fromkeys(
@@ -338,7 +380,7 @@ TYPES: Mapping[str, Any] = {
     **dict.fromkeys(
         "lr_scheduler_kwargs gradient_checkpointing_kwargs liger_kernel_config accelerator_config parallelism_config "
         "fsdp_config deepspeed model_init_kwargs generation_kwargs chat_template_kwargs "
-        "transformers_continuous_batching_config dataset_kwargs".split(),
+        "transformers_continuous_batching_config dataset_kwargs teacher_model_init_kwargs".split(),
         dict[str, Any] | str | None,
     ),
     **dict.fromkeys("optim_target_modules report_to".split(), list[str] | str | None),

@@ -19,16 +19,20 @@ from typing import Any, ClassVar, Self
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.trl.arguments import (
     ARGUMENTS,
+    CPO_ARGUMENTS,
     DPO_ARGUMENTS,
     FORMER,
     FORMER_COMMON,
     FORMER_SFT,
+    GKD_ARGUMENTS,
     KTO_ARGUMENTS,
+    ORPO_ARGUMENTS,
     REWARD_ARGUMENTS,
     SFT_ARGUMENTS,
     Argument,
     type_of,
 )
+from megatron_rl.trl.distillation import faults_of_gkd
 from megatron_rl.trl.mapping import faults_of_grpo
 from megatron_rl.trl.offline import faults_of_dpo, faults_of_reward, faults_of_sft
 
@@ -189,10 +193,14 @@ def _config(
 GRPOConfig: Any = _config("GRPOConfig", ARGUMENTS, FORMER, faults_of_grpo)
 DPOConfig: Any = _config("DPOConfig", DPO_ARGUMENTS, FORMER_COMMON, faults_of_dpo)
 KTOConfig: Any = _config("KTOConfig", KTO_ARGUMENTS, FORMER_COMMON, faults_of_dpo)
+ORPOConfig: Any = _config("ORPOConfig", ORPO_ARGUMENTS, FORMER_COMMON, faults_of_dpo)
+CPOConfig: Any = _config("CPOConfig", CPO_ARGUMENTS, FORMER_COMMON, faults_of_dpo)
+GKDConfig: Any = _config("GKDConfig", GKD_ARGUMENTS, FORMER_SFT, faults_of_gkd)
 SFTConfig: Any = _config("SFTConfig", SFT_ARGUMENTS, FORMER_SFT, faults_of_sft)
 RewardConfig: Any = _config("RewardConfig", REWARD_ARGUMENTS, FORMER_COMMON, faults_of_reward)
 OWN = {"GRPOConfig": "num_generations", "DPOConfig": "f_divergence_type", "SFTConfig": "assistant_only_loss"}
 OWN |= {"RewardConfig": "center_rewards_coefficient", "KTOConfig": "desirable_weight"}
+OWN |= {"ORPOConfig": "padding_value", "CPOConfig": "cpo_alpha", "GKDConfig": "lmbda"}
 """An argument by which a configuration of TRL is known."""
 
 

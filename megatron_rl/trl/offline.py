@@ -1,5 +1,5 @@
-"""Maps the arguments of TRL's DPOConfig, KTOConfig, SFTConfig and RewardConfig to the sections of a run, and rows to
-its rows.
+"""Maps the arguments of TRL's configurations for preferences, SFT and reward models to the sections of a run, and rows
+to its rows.
 
 Invariants (tests/unit/trl, tests/doors): batches and losses have the values that TRL computes from the same arguments;
 what cannot be expressed is an error that names the argument; texts have the tokens that TRL's tokenizer adds.
@@ -20,6 +20,8 @@ from megatron_rl.trl.models import GivenModel
 from megatron_rl.trl.notices import tell
 
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
+ALWAYS_BEGIN = ("ORPOConfig", "CPOConfig")
+"""Trainers of TRL that write the first token of texts also if the tokenizer does not."""
 WEIGHTS = ("desirable_weight", "undesirable_weight")
 """KTOConfig's."""
 READ = 1000
@@ -31,7 +33,7 @@ ANSWERS = ("chosen", "rejected")
 
 
 def faults_of_dpo(args: Any) -> list[str]:
-    return faults_of(args, (lambda: _sizes(args), lambda: _loss(args)))
+    return faults_of(args, (lambda: _sizes(args), lambda: loss_of(args)))
 
 
 def faults_of_sft(args: Any) -> list[str]:
@@ -57,19 +59,40 @@ def _sizes(args: Any) -> None:
         raise ValueError(f"max_length={args.max_length} leaves nothing to train; raise it")
 
 
-def _loss(args: Any) -> dict[str, Any]:
+def loss_of(args: Any) -> dict[str, Any]:
+    """`dpo.loss`.
+
+    Raises:
+        ValueError: it cannot be expressed; the message names the argument.
+    """
     if args.beta <= 0:
         raise ValueError(f"beta={args.beta} must be positive")
     if weights := {name: value for name, value in vars(args).items() if name in WEIGHTS}:
         return {"kind": "kto", "beta": args.beta, **weights}
+    if args.NAME == "ORPOConfig":
+        return {"kind": "orpo", "beta": args.beta}
+    if args.NAME == "CPOConfig":
+        return _cpo_loss(args)
     if isinstance(args.loss_type, str):
         args.loss_type = [args.loss_type]
     if len(args.loss_type) != 1 or args.loss_type[0] not in LOSSES:
         raise ValueError(
-            f"loss_type={args.loss_type!r} is not supported; known are {', '.join(LOSSES)}, one at a time. simpo, orpo "
-            "and kto are in `megatron-rl dpo` (dpo.loss.kind)"
+            f"loss_type={args.loss_type!r} is not supported; known are {', '.join(LOSSES)}, one at a time. "
+            "`megatron-rl dpo` has others (dpo.loss.kind)"
         )
     return {"kind": LOSSES[args.loss_type[0]], "beta": args.beta}
+
+
+def _cpo_loss(args: Any) -> dict[str, Any]:
+    own = {"beta": args.beta, "alpha": args.cpo_alpha}
+    if args.loss_type == "sigmoid":
+        return {"kind": "cpo", **own, "label_smoothing": args.label_smoothing}
+    if args.loss_type == "simpo" and not args.label_smoothing:
+        return {"kind": "simpo", **own, "gamma": args.simpo_gamma}
+    raise ValueError(
+        f"loss_type={args.loss_type!r} with label_smoothing={args.label_smoothing} is not supported; known are "
+        "sigmoid, and simpo without label_smoothing"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +146,10 @@ class OfflineRows:
     @property
     def _begin(self) -> str:
         """What the tokenizer writes before plain text, such as `<s>`; chat templates write it themselves."""
-        bos = self.tokenizer.bos_token_id
-        added = self.tokenizer("x")["input_ids"] if bos is not None else []
-        return str(self.tokenizer.bos_token) if added[:1] == [bos] and bos is not None else ""
+        if (bos := self.tokenizer.bos_token_id) is None:
+            return ""
+        writes = self.args.NAME in ALWAYS_BEGIN or self.tokenizer("x")["input_ids"][:1] == [bos]
+        return str(self.tokenizer.bos_token) if writes else ""
 
     def _row(self, row: dict[str, Any], field: str, begin: str) -> dict[str, Any]:
         if self.formatting is not None:
@@ -194,7 +218,7 @@ class GivenOffline:
             own["turns"] = self.rows_form.turns(_first(self.rows))
         else:
             center = {"center": vars(args).get("center_rewards_coefficient") or 0.0}
-            own["loss"] = _loss(args) if self.section == "dpo" else center
+            own["loss"] = loss_of(args) if self.section == "dpo" else center
         sections = {**common_sections(args, calendar), self.section: own, "balance": {"oversize": "alone"}}
         return completed(sections, args, self.model.config, self.lora, folder)
 

@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer, KTOTrainer, SFTTrainer and RewardTrainer.
+"""TRL's trainers for preferences, SFT and reward models.
 
 Invariant (tests/unit/trl, tests/doors): a reference with other weights than the model's is refused.
 """
@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_rl.trl.configuration import DPOConfig, KTOConfig, RewardConfig, SFTConfig
+from megatron_rl.trl.configuration import CPOConfig, DPOConfig, KTOConfig, ORPOConfig, RewardConfig, SFTConfig
 from megatron_rl.trl.models import same_weights
 from megatron_rl.trl.offline import GivenOffline, OfflineRows
 from megatron_rl.trl.trainer import REFUSED, Faults, RunTrainer
@@ -18,12 +18,15 @@ _COLLATED = "rows are tokenized and packed by the run's processes"
 _COMPUTED = "losses are computed by the run's processes; the metrics are in docs/metrics.md"
 
 
-class _OfflineTrainer(RunTrainer):
+class OfflineTrainer(RunTrainer):
+    """What trainers without engines have in common."""
+
     refused = REFUSED | {
         "data_collator": _COLLATED,
         "compute_metrics": _COMPUTED,
         "preprocess_logits_for_metrics": _COMPUTED,
         "compute_loss_func": _COMPUTED,
+        "model_init": "give the model itself",
         "optimizer_cls_and_kwargs": REFUSED["optimizers"],
     }
     others: ClassVar[tuple[str, ...]] = ("processing_class", "callbacks", "peft_config")
@@ -50,9 +53,12 @@ class _OfflineTrainer(RunTrainer):
             faults.add("train_dataset is missing; give rows")
         self._begin(faults, others)
         self._rows = OfflineRows(self.kind, self.args, self._given_model.tokenizer, others.get("formatting_func"))
+        self._prepare(train, heldout, faults)
+        faults.require_none()
+
+    def _prepare(self, train: Any, heldout: Any, faults: Faults) -> None:
         self.train_dataset = faults.tried(lambda: self._rows.prepared(train))
         self.eval_dataset = faults.tried(lambda: self._rows.prepared(heldout))
-        faults.require_none()
 
     def _change_tokenizer(self) -> None:
         """Give the tokenizer the end and the chat template of the arguments, as TRL does.
@@ -60,7 +66,7 @@ class _OfflineTrainer(RunTrainer):
         Raises:
             ValueError: the tokenizer has no such token, or the template is no file.
         """
-        end, path = self.args.eos_token, self.args.chat_template_path
+        end, path = (vars(self.args).get(name) for name in ("eos_token", "chat_template_path"))
         if end is not None:
             if end not in self._given_model.tokenizer.get_vocab():
                 raise ValueError(f"{self.config.NAME}: eos_token={end!r} is not in the vocabulary of the tokenizer")
@@ -76,10 +82,10 @@ class _OfflineTrainer(RunTrainer):
     def _other_rows(self, given: Any) -> Any:
         return list(self._rows.prepared(given))
 
-    def _given(self, train: Any, heldout: Any) -> GivenOffline:
+    def _given(self, train: Any, heldout: Any) -> Any:
         return GivenOffline(self.kind, self.args, self._given_model, train, heldout, self._rows, self._lora)
 
-    def _all_given(self) -> GivenOffline:
+    def _all_given(self) -> Any:
         if not hasattr(self.train_dataset, "__len__"):
             if self.args.max_steps <= 0 or vars(self.args).get("packing"):
                 raise ValueError("an iterable train_dataset has no length: give max_steps, and no packing")
@@ -90,7 +96,7 @@ class _OfflineTrainer(RunTrainer):
         return self._given(self.train_dataset, self.eval_dataset)
 
 
-class DPOTrainer(_OfflineTrainer):
+class DPOTrainer(OfflineTrainer):
     """
     Args:
         model: as in GRPOTrainer.
@@ -131,7 +137,27 @@ class KTOTrainer(DPOTrainer):
     config = KTOConfig
 
 
-class SFTTrainer(_OfflineTrainer):
+class ORPOTrainer(OfflineTrainer):
+    """
+    Args:
+        model: as in GRPOTrainer.
+        train_dataset: rows with `prompt`, `chosen` and `rejected`, as text or chat turns.
+        eval_dataset: in the same form.
+
+    Raises:
+        ValueError: an argument is not supported; the message has all of them and says what to do.
+    """
+
+    kind, config = "dpo", ORPOConfig
+
+
+class CPOTrainer(ORPOTrainer):
+    """The same with the losses of CPO and SimPO."""
+
+    config = CPOConfig
+
+
+class SFTTrainer(OfflineTrainer):
     """
     Args:
         model: as in GRPOTrainer.
@@ -144,10 +170,10 @@ class SFTTrainer(_OfflineTrainer):
     """
 
     kind, config = "sft", SFTConfig
-    others = (*_OfflineTrainer.others, "formatting_func")
+    others = (*OfflineTrainer.others, "formatting_func")
 
 
-class RewardTrainer(_OfflineTrainer):
+class RewardTrainer(OfflineTrainer):
     """
     Args:
         model: as in GRPOTrainer; it may be a sequence classifier with one label.

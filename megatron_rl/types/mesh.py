@@ -5,16 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Phase = Literal["training", "weight sync", "generating"]
+Phase = Literal["training", "weight sync", "generating", "scoring"]
 """What the GPUs of a run do. Where trainers and engines share them, a phase decides who has the memory: while training
-the trainers have all, while pushing both have their weights, while generating the engines have all."""
+the trainers have all, while pushing both have their weights, while generating the engines have all, and while scoring
+the engines of one teacher."""
 HOLDS: dict[str, dict[Phase, tuple[str, ...]]] = {
-    "trainer": {"training": ("weights", "optimizer", "gradients"), "weight sync": ("weights",), "generating": ()},
-    "critic": {"training": ("weights", "optimizer", "gradients"), "weight sync": (), "generating": ()},
-    "engine": {"training": (), "weight sync": ("weights",), "generating": ("weights", "kv_cache")},
+    "trainer": {
+        "training": ("weights", "optimizer", "gradients"),
+        "weight sync": ("weights",),
+        "generating": (),
+        "scoring": (),
+    },
+    "critic": {"training": ("weights", "optimizer", "gradients"), "weight sync": (), "generating": (), "scoring": ()},
+    "engine": {"training": (), "weight sync": ("weights",), "generating": ("weights", "kv_cache"), "scoring": ()},
+    "teacher": {"training": (), "weight sync": (), "generating": (), "scoring": ("weights", "kv_cache")},
 }
-"""What a rank has on a GPU that it shares, in each phase. A critic's weights are never pushed. The engine's parts are
-vLLM's tags."""
+"""What a rank has on a GPU that it shares, in each phase. A critic's weights are never pushed. The parts of
+engines are vLLM's tags."""
 
 
 @dataclass(frozen=True, slots=True)

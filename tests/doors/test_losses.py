@@ -11,16 +11,29 @@ import torch
 import trl
 from datasets import Dataset
 from given import model, scorer, tokenizer
+from pydantic import TypeAdapter
 from torch.nn.utils.rnn import pad_sequence
-from trl.experimental import cpo, orpo
+from trl.experimental import cpo, gkd, orpo
 
-from megatron_rl.algorithms.preferences import answer_loss, pair_loss
-from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+import megatron_rl.trl
+from megatron_rl.algorithms.distillation import divergence
+from megatron_rl.algorithms.preferences import answer_loss, likelihood_loss, pair_loss
+from megatron_rl.config.preferences import (
+    BradleyTerryLoss,
+    CpoLoss,
+    DpoLoss,
+    IpoLoss,
+    KtoLoss,
+    OrpoLoss,
+    PreferenceLoss,
+    SimpoLoss,
+)
 from megatron_rl.data.preferences import load_preferences
 from megatron_rl.data.scored_texts import scored_reader
 from megatron_rl.data.supervised import demonstration_reader
-from megatron_rl.trl import RewardConfig, SFTConfig
-from megatron_rl.trl.offline import OfflineRows
+from megatron_rl.trl import GKDConfig, RewardConfig, SFTConfig
+from megatron_rl.trl.distillation import form, prompts_of
+from megatron_rl.trl.offline import OfflineRows, loss_of
 
 TURNS = "{% for m in messages %}({{ m.role }}) {{ m.content }}<|endoftext|>\n{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}(assistant) {% endif %}"
@@ -43,6 +56,13 @@ CONFIGS = {
         cpo.CPOConfig,
         {"beta": 1.5, "simpo_gamma": 0.7, "loss_type": "simpo", "cpo_alpha": 0.0},
     ),
+    "cpo-simpo": (
+        SimpoLoss(beta=1.5, gamma=0.5, alpha=0.3),
+        cpo.CPOTrainer,
+        cpo.CPOConfig,
+        {"beta": 1.5, "loss_type": "simpo", "cpo_alpha": 0.3},
+    ),
+    "cpo": (CpoLoss(label_smoothing=0.2), cpo.CPOTrainer, cpo.CPOConfig, {"label_smoothing": 0.2}),
     "orpo": (OrpoLoss(beta=0.6), orpo.ORPOTrainer, orpo.ORPOConfig, {"beta": 0.6}),
     "kto": (
         KtoLoss(beta=0.4, desirable_weight=1.3, undesirable_weight=0.8),
@@ -86,7 +106,8 @@ def ours(cfg, network, reference, rows, made, write) -> tuple[torch.Tensor, torc
         label = torch.tensor([row.labels[0] for row in taken])
         loss = answer_loss(cfg, first, second.mean().clamp(min=0).detach(), label).mean()
     else:
-        loss = pair_loss(cfg, first, second).mean()
+        size = torch.tensor([row.samples[0].action_mask.sum() for row in taken])
+        loss = (pair_loss(cfg, first, second) + likelihood_loss(cfg, first, size)).mean()
     return loss, first
 
 
@@ -108,6 +129,8 @@ def test_a_loss_and_its_gradient_are_those_of_trl(name, models, tmp_path, monkey
     rows, theirs = (LABELLED, LABELLED[::-1]) if name == "kto" else (PAIRS, PAIRS)
     made = tokenizer()()
     args = config_of(str(tmp_path), per_device_train_batch_size=len(rows), **PLAIN, **values)
+    own = getattr(megatron_rl.trl, config_of.__name__)(str(tmp_path), **values)
+    assert TypeAdapter(PreferenceLoss).validate_python(loss_of(own)) == cfg
     others = {"ref_model": model()()} if cfg.has_reference else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,10 +138,12 @@ def test_a_loss_and_its_gradient_are_those_of_trl(name, models, tmp_path, monkey
         trainer = trainer_of(model=model()(), args=args, train_dataset=given, processing_class=made, **others)
     policy, reference = moved(trainer.model), model()()
     policy.eval()
-    batch = trainer.data_collator(list(trainer.train_dataset))
-    expected = trainer.compute_loss(policy, batch)
+    # TRL's term of CPO is the mean over the tokens of a batch, and ours over those of each answer.
+    parts = [[row] for row in trainer.train_dataset] if name.startswith("cpo") else [list(trainer.train_dataset)]
+    batches = [trainer.data_collator(part) for part in parts]
+    expected = torch.stack([trainer.compute_loss(policy, batch) for batch in batches]).mean()
     if name == "orpo":  # TRL's first term is the mean over all tokens of prompts and chosen answers
-        _, metrics = trainer.get_batch_loss_metrics(policy, batch)
+        _, metrics = trainer.get_batch_loss_metrics(policy, batches[0])
         expected = expected - metrics["nll_loss"]
     expected.backward()
     gradient = {key: weight.grad.clone() for key, weight in policy.named_parameters()}
@@ -182,6 +207,37 @@ def test_the_loss_of_a_reward_model_and_its_gradient_are_those_of_trl(
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5) and loss.item() != 0
     loss.backward()
     for key, weight in network.named_parameters():
+        assert (weight.grad - gradient[key]).abs().max() < 1e-5, key
+    assert max(one.abs().max() for one in gradient.values()) > 1e-3, "the bound is small beside the gradient"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_divergence_over_the_whole_vocabulary_and_its_gradient_are_those_of_trl(beta, models, tmp_path, monkeypatch):
+    monkeypatch.chdir(models)
+    rows = [{"messages": asked(row["prompt"]) + said(row["chosen"])} for row in PAIRS]
+    made = tokenizer(template=TEMPLATE)()
+    own = GKDConfig(str(tmp_path), beta=beta, lmbda=1.0, temperature=1.0)
+    args = gkd.GKDConfig(str(tmp_path), beta=beta, **PLAIN)
+    given = Dataset.from_list(rows)
+    trainer = gkd.GKDTrainer(model()(), moved(model()()), args, train_dataset=given, processing_class=made)
+    policy, batch = trainer.model.eval(), trainer.data_collator(rows)
+    expected = trainer.compute_loss(policy, batch)
+    expected.backward()
+    gradient = {key: weight.grad.clone() for key, weight in policy.named_parameters()}
+    policy.zero_grad()
+
+    told = [made.apply_chat_template(row["prompt"], add_generation_prompt=True) for row in prompts_of(rows)]
+    ids, mask = batch["input_ids"], batch["attention_mask"].bool()
+    for row, prompt, kept, label in zip(ids, told, mask, batch["labels"], strict=True):
+        assert row[kept & (label == -100)].tolist() == prompt["input_ids"], "the student answers TRL's prompts"
+    logp = [
+        one(ids, attention_mask=mask).logits[:, :-1].double().log_softmax(-1) for one in (policy, trainer.teacher_model)
+    ]
+    student, teacher = (one[batch["labels"][:, 1:] != -100] for one in logp)
+    loss = divergence(student, teacher.detach(), form(own)).mean()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5) and loss.item() > 0.01
+    loss.backward()
+    for key, weight in policy.named_parameters():
         assert (weight.grad - gradient[key]).abs().max() < 1e-5, key
     assert max(one.abs().max() for one in gradient.values()) > 1e-3, "the bound is small beside the gradient"
 

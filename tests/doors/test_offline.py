@@ -15,6 +15,7 @@ from given import lora, model, scorer, tokenizer, wrapped
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from trl.experimental import gkd, orpo
 from trl.scripts import dpo as dpo_script
 from trl.scripts import kto as kto_script
 from trl.scripts import reward as reward_script
@@ -22,7 +23,19 @@ from trl.scripts import sft as sft_script
 
 import megatron_rl.trl
 from megatron_rl.data import load_supervised
-from megatron_rl.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from megatron_rl.trl import (
+    CPOConfig,
+    CPOTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GKDConfig,
+    GKDTrainer,
+    ORPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 USER, ANSWER = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "good day"}
 THOUGHT = ANSWER | {"content": "<think>\nA greeting.\n</think>\n\ngood day"}
@@ -94,7 +107,6 @@ def test_a_script_of_trl_with_the_import_changed(kind, words, rows, dry, tmp_pat
             PAIRS.rename_column("chosen", "completion"),
         ),
     ],
-    ids=str,
 )
 def test_arguments_of_supervised_scripts(args, given, rows, dry, tmp_path):
     with warnings.catch_warnings():
@@ -103,6 +115,25 @@ def test_arguments_of_supervised_scripts(args, given, rows, dry, tmp_path):
         rows = rows.remove_columns([name for name in ("rejected",) if name in rows.column_names])
         args = SFTConfig(str(tmp_path / "out"), report_to="none", **args)
         SFTTrainer(**{"model": "qwen2", **made}, args=args, train_dataset=rows, eval_dataset=rows).train()
+
+
+@pytest.mark.parametrize("rows", [PAIRS, CHAT_PAIRS], ids=["texts", "chats"])
+def test_preferences_with_the_objects_of_trl(rows, dry, tmp_path):
+    args = orpo.ORPOConfig(str(tmp_path / "orpo"), report_to="none", bf16=False)
+    ORPOTrainer(model()(), args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer()()).train()
+    args = CPOConfig(str(tmp_path / "cpo"), loss_type="simpo", cpo_alpha=0.0)
+    CPOTrainer("qwen2", args, train_dataset=rows, peft_config=LoraConfig(target_modules="all-linear")).train()
+
+
+@pytest.mark.parametrize("rows", [CHATS, Dataset.from_list([{"prompt": "1 + 1 ="}] * 6)], ids=["chats", "texts"])
+def test_a_student_learns_from_a_teacher_with_the_objects_of_trl(rows, dry, tmp_path):
+    of_trl = {"lmbda": 1.0, "temperature": 1.0, "max_new_tokens": 8, "max_steps": 2, "bf16": False}
+    args = gkd.GKDConfig(str(tmp_path / "one"), report_to="none", **of_trl)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        GKDTrainer(model()(), model()(), args, train_dataset=rows, processing_class=tokenizer()()).train()
+        args = GKDConfig(str(tmp_path / "two"), beta=0.0, teacher_model_name_or_path="qwen2", **of_trl)
+        GKDTrainer("qwen2", args=args, train_dataset=rows, peft_config=LoraConfig(target_modules="all-linear")).train()
 
 
 @pytest.mark.parametrize("given", ["scorer", scorer("scorer")], ids=["folder", "object"])
@@ -115,7 +146,7 @@ def test_a_reward_model_begins_with_a_classifier_and_trains_its_head_beside_adap
         SFTTrainer("qwen2", train_dataset=TEXTS, peft_config=adapters)
 
 
-@pytest.mark.parametrize("reference", [None, "qwen2", model()], ids=str)
+@pytest.mark.parametrize("reference", [None, "qwen2", model()])
 def test_a_reference_with_the_weights_of_the_model_is_the_usual_one(reference, dry, tmp_path):
     made = reference() if callable(reference) else reference
     args = DPOConfig(str(tmp_path / "out"), report_to="none")

@@ -11,11 +11,26 @@ import real  # noqa: F401  # skips
 import trl
 from cases import CASES, LAZY, Case
 from given import length, texts
+from trl.experimental import cpo, gkd, orpo
 
-from megatron_rl.trl import DPOConfig, GRPOConfig, GRPOTrainer, KTOConfig, RewardConfig, SFTConfig
+from megatron_rl.trl import (
+    CPOConfig,
+    DPOConfig,
+    GKDConfig,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    ORPOConfig,
+    RewardConfig,
+    SFTConfig,
+)
 from megatron_rl.trl.coverage import CASES_REFUSED, TESTS, VERSIONS
 
 VERDICTS = {test: group.verdict for group in TESTS for test in group.tests}
+
+CONFIGS = dict.fromkeys((GRPOConfig, DPOConfig, KTOConfig, SFTConfig, RewardConfig), trl)
+CONFIGS |= {ORPOConfig: orpo, CPOConfig: cpo, GKDConfig: gkd}
+"""The modules of TRL's own."""
 
 
 def trainer_of(case: Case, folder: str) -> GRPOTrainer:
@@ -59,8 +74,8 @@ def test_most_tests_that_have_the_same_meaning_are_here():
 
 def test_the_versions_are_the_ones_of_the_page_and_arguments_are_those_that_trl_has():
     assert {name: version(name) for name in VERSIONS} == VERSIONS
-    for ours in (GRPOConfig, DPOConfig, KTOConfig, SFTConfig, RewardConfig):
-        theirs = {one.name: one for one in fields(getattr(trl, ours.NAME))}
+    for ours, of in CONFIGS.items():
+        theirs = {one.name: one for one in fields(getattr(of, ours.NAME))}
         assert theirs.keys() == ours.KNOWN.keys()
         for name, argument in ours.KNOWN.items():
             default = theirs[name].default

@@ -136,6 +136,31 @@ def test_a_teacher_that_dies_is_replaced(recipe, task, rows):
     assert "teacher 0 engine 0" in (folder / "logs" / "driver.log").read_text()
 
 
+@pytest.mark.deep
+def test_teachers_that_take_turns_with_the_engines_give_the_same_numbers_also_after_a_death(recipe, task, rows):
+    """One teacher has engines of its own, which sleep until all answers are there; the other one is the policy."""
+    given = "[{path: recipes/tiny/data/warm_start, datasets: [engine, server]}, {prompt: other, datasets: [policy]}]"
+    apart = recipe.run(*arguments("apart", task, rows, given, "run.steps=4"))
+    assert apart.returncode == 0, apart.stdout + apart.stderr
+    run = recipe.start(*arguments("turns", task, rows, given, "run.steps=4", "cluster.colocate=true"))
+    folder = recipe.folder / "runs" / "turns"
+    log = folder / "logs" / "teacher_0_engine_0.log"
+    recipe.wait_until(run, lambda: (folder / METRICS).exists() and len(list(read_lines(folder / METRICS))) >= 1)
+    [teacher] = [p for p in descendants(psutil.Process(run.pid)) if is_of(p, log)]
+    teacher.kill()
+    assert run.wait(recipe.deadline_s) == 0, (recipe.folder / "out.txt").read_text()
+    told = (folder / "logs" / "driver.log").read_text()
+    assert "teacher 0 engine 0" in told and "is replaced" in told
+    order = [line.rpartition(" ")[2] for line in told.splitlines() if ": phase " in line]
+    assert order[:5] == ["pushing", "generating", "scoring", "training", "pushing"]
+    records = [
+        [r for r in read_lines(recipe.folder / "runs" / name / METRICS) if "loss" in r] for name in ("apart", "turns")
+    ]
+    for name in ("loss", "grad_norm", "teacher/kl", "teacher/scored", "reward/mean"):
+        assert [r[name] for r in records[0]] == [r[name] for r in records[1]], name
+    assert all(0 < record["teacher/scored"] <= 1 for record in records[0])
+
+
 def is_of(process: psutil.Process, log) -> bool:
     try:
         return str(log) in {file.path for file in process.open_files()}

@@ -10,7 +10,7 @@ import torch
 from scenarios import Layout
 from shares import TrainSample
 
-from megatron_rl.algorithms.preferences import answer_loss, pair_loss
+from megatron_rl.algorithms.preferences import answer_loss, likelihood_loss, pair_loss
 from megatron_rl.config.policy import LoraConfig
 from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from megatron_rl.types import Mesh, Tokens
@@ -18,7 +18,7 @@ from megatron_rl.types import Mesh, Tokens
 LOSSES = {
     "dpo": DpoLoss(beta=0.3),
     "ipo": IpoLoss(beta=0.3),
-    "simpo": SimpoLoss(),
+    "simpo": SimpoLoss(alpha=0.5),
     "orpo": OrpoLoss(beta=0.5),
     "kto": KtoLoss(beta=0.3, undesirable_weight=0.7),
     "bradley_terry": BradleyTerryLoss(center=0.1),
@@ -85,7 +85,7 @@ def of_transformers(folder, samples, references, loss) -> tuple[float, float]:
         value = -torch.nn.functional.logsigmoid(first - second - torch.tensor(references[::2])).mean()
         value += loss.center * torch.mean((first + second) ** 2)
     elif loss.has_pairs:
-        value = pair_loss(loss, first, second).mean()
+        value = (pair_loss(loss, first, second) + likelihood_loss(loss, first, torch.ones(()))).mean()
     else:
         labels = torch.tensor([sample.advantage for sample in samples[0::2]])
         value = answer_loss(loss, first, second.detach().mean().clamp(min=0), labels).mean()

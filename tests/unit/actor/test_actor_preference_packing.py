@@ -14,15 +14,16 @@ from shares import TrainSample, share_of
 from megatron_rl.actor.packing import pack
 from megatron_rl.algorithms.columns import FirstPass
 from megatron_rl.algorithms.preference_objective import PreferenceObjective, judge_rows
-from megatron_rl.algorithms.preferences import answer_loss, pair_loss
-from megatron_rl.config.preferences import DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from megatron_rl.algorithms.preferences import answer_loss, likelihood_loss, pair_loss
+from megatron_rl.config.preferences import CpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 from megatron_rl.types import Denominators, StepBatch, Tokens, TrainingRow
 
 LOSSES = [
     DpoLoss(beta=0.4),
     DpoLoss(beta=0.4, label_smoothing=0.2),
     IpoLoss(beta=0.3),
-    SimpoLoss(beta=1.5, gamma=0.7),
+    CpoLoss(beta=0.4, alpha=0.7),
+    SimpoLoss(beta=1.5, gamma=0.7, alpha=0.3),
     OrpoLoss(beta=0.6),
     KtoLoss(beta=0.5, desirable_weight=1.3, undesirable_weight=0.8),
 ]
@@ -51,7 +52,9 @@ def dense(loss, rows: list[TrainingRow], logp: list[torch.Tensor]) -> torch.Tens
         kl = torch.stack(second).mean().clamp(min=0).detach()
         labels = [torch.tensor(row.labels[0]) for row in rows]
         return torch.stack([answer_loss(loss, x, kl, y) for x, y in zip(first, labels, strict=True)]).mean()
-    return torch.stack([pair_loss(loss, c, r) for c, r in zip(first, second, strict=True)]).mean()
+    sizes = torch.tensor([len(one) for one in logp[::2]])
+    pairs = zip(first, second, sizes, strict=True)
+    return torch.stack([pair_loss(loss, c, r) + likelihood_loss(loss, c, n) for c, r, n in pairs]).mean()
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)

@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithms.preferences import answer_loss, pair_loss
-from megatron_rl.config.preferences import BradleyTerryLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
+from megatron_rl.algorithms.preferences import answer_loss, likelihood_loss, pair_loss
+from megatron_rl.config.preferences import BradleyTerryLoss, CpoLoss, DpoLoss, IpoLoss, KtoLoss, OrpoLoss, SimpoLoss
 
 LOSSES = [
     DpoLoss(beta=0.4),
     DpoLoss(beta=0.4, label_smoothing=0.2),
+    CpoLoss(beta=0.4, label_smoothing=0.2, alpha=0.7),
     IpoLoss(beta=0.3),
     SimpoLoss(beta=1.5, gamma=0.7),
     OrpoLoss(beta=0.6),
@@ -34,6 +35,7 @@ def log_odds(logp: float) -> float:
     [
         (DpoLoss(beta=0.5), -log_sigmoid(0.6)),
         (DpoLoss(beta=0.5, label_smoothing=0.1), -0.9 * log_sigmoid(0.6) - 0.1 * log_sigmoid(-0.6)),
+        (CpoLoss(beta=0.5, label_smoothing=0.1), -0.9 * log_sigmoid(0.6) - 0.1 * log_sigmoid(-0.6)),
         (IpoLoss(beta=0.5), (1.2 - 1.0) ** 2),
         (SimpoLoss(beta=0.5, gamma=0.1), -log_sigmoid(0.6 - 0.1)),
         (OrpoLoss(beta=0.5), 0.3 - 0.5 * log_sigmoid(log_odds(-0.3) - log_odds(-1.5))),
@@ -44,6 +46,14 @@ def log_odds(logp: float) -> float:
 def test_golden_pair_of_minus_0_3_and_minus_1_5(loss, expected):
     chosen, rejected = torch.tensor([-0.3, -1.5], dtype=torch.float64).view(2, 1)
     assert pair_loss(loss, chosen, rejected).item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(CpoLoss(alpha=0.5), 0.3), (SimpoLoss(alpha=0.5), 1.2), (SimpoLoss(), 0), (DpoLoss(), 0)]
+)
+def test_golden_likelihood_of_four_tokens_with_minus_2_4(loss, expected):
+    number = torch.tensor([-2.4], dtype=torch.float64)
+    assert likelihood_loss(loss, number, torch.tensor([4.0])).item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_a_margin_is_asked_of_the_lead():

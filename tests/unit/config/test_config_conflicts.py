@@ -46,6 +46,17 @@ CONFLICTS = [
                 "teachers=[{server: s}]\nrollout.sampling.forbid=['<pad>']",
                 "forbids tokens",
             ),
+            ("by: engine, outcome: true", "rollout.samples_per_prompt=1", "every grpo advantage would be 0"),
+            (
+                "by: engine, form: sampled",
+                f"{COLOCATED}\nteachers=[{{path: t, num_engines: 3}}]",
+                "the engines of t have GPUs of the 1 trainer ranks, and 3 of 1 ranks do not fit",
+            ),
+            (
+                "by: engine, form: sampled",
+                f"{COLOCATED}\ncluster.pools={{teacher: large}}",
+                "cluster.pools.teacher has no effect",
+            ),
             ("by: trainer, form: sampled", f"teachers=[{TEACHER}, {TEACHER}]", "room for one teacher"),
             ("by: trainer, form: sampled", "teachers=[{server: s}]", "room for one teacher"),
             (

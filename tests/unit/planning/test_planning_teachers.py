@@ -15,6 +15,7 @@ from megatron_rl.commands.dry_run import describe_hours
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.models import read_shape
+from megatron_rl.planning.engine import ENGINE_WORK_BYTES
 from megatron_rl.planning.estimates import largest_work, training_seconds
 from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.parameters import stage_parameters
@@ -51,6 +52,34 @@ def test_a_teacher_that_is_the_policys_model_has_the_weights_of_the_policys_engi
 def test_a_server_and_the_policy_itself_have_no_gpus(teacher):
     config = taught(teacher)
     assert teacher_gpus(config) == 0 and not any("teacher" in name for name in rows(config))
+
+
+SHARED = ("cluster.colocate=true", "rollout.max_lag=0", "rollout.gpu_memory_utilization=0.75")
+
+
+def test_teachers_on_shared_gpus_sleep_and_score_in_turn():
+    given = "{path: models/Qwen3-32B, parallel: {tensor: 4}}, {path: models/Qwen3-8B}"
+    alone, shared, without = (
+        taught(given),
+        taught(given, "form: sampled", *SHARED),
+        taught("{server: s}", "form: sampled", *SHARED),
+    )
+    memory, plain = run_memory(shared, SHAPE), run_memory(without, SHAPE)
+    assert teacher_gpus(shared) == 0
+    found = {gpu.name: gpu.parts for gpu in memory.gpus}
+    weights = [found[f"engine of teacher {i} while it scores, at least"]["weights"][0] for i in range(2)]
+    assert weights == [rows(alone)[f"engine of teacher {i}, at least"]["weights"][0] for i in range(2)]
+    left = memory.trainer.totals[2] + memory.engine.gpu.totals[0]
+    assert found["engine of teacher 0 while it scores, at least"]["trainers and other engines that sleep"][0] == left
+    more = memory.engine.gpu.totals[2] - plain.engine.gpu.totals[2]
+    assert more == 2 * ENGINE_WORK_BYTES, "two processes that sleep"
+    host = memory.engine.gpu.host
+    assert host["teachers that sleep"] == sum(weights)
+    assert host["lent to the trainers"] == memory.engine.gpu.parts["weights"][2], "while a teacher scores"
+    lengths = np.array([3000, 1000])
+    by_hand = [float(forward_flops(lengths, shape).sum()) / ranks for shape, ranks in ((SHAPE, 4), (SMALL, 1))]
+    moved = 2 * sum(weights) / H100.host_bytes_per_s
+    assert scoring_seconds(shared, lengths, H100) == (0, pytest.approx(sum(by_hand) / (0.65 * 989e12) + moved))
 
 
 def test_a_teacher_that_does_not_fit_is_refused_by_name():

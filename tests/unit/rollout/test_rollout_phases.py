@@ -63,6 +63,17 @@ def test_memory_is_given_up_and_a_push_brings_the_same_answers(stage, folders):
         assert answers(stage, 0) == before
 
 
+def test_weights_come_back_after_a_teacher_has_scored(stage, folders):
+    stage.push(folders[0], 0)
+    before, whole = answers(stage, 0), sizes(stage)
+    enter(stage, "scoring")
+    assert all(cache == 0 for _, cache in sizes(stage)), "on a CPU the copy of the weights is in their place"
+    with pytest.raises(RuntimeError, match="phase scoring.*generating"):
+        answers(stage, 0)
+    enter(stage, "generating")
+    assert sizes(stage) == whole and answers(stage, 0) == before
+
+
 def test_a_phase_can_be_left_early_and_the_bridge_joined_in_the_next(stage, folders):
     stage.push(folders[0], 0)
     before = answers(stage, 0)
@@ -77,7 +88,7 @@ def test_a_phase_can_be_left_early_and_the_bridge_joined_in_the_next(stage, fold
 def test_what_a_phase_does_not_allow_is_refused_by_name(stage, folders):
     stage.push(folders[0], 0)
     enter(stage, "training")
-    with pytest.raises(RuntimeError, match="the phase training, in which the trainers have the memory of its weights"):
+    with pytest.raises(RuntimeError, match="the phase training, in which others have the memory of its weights"):
         stage.run(stage.engine.weights.receive(1))
     with pytest.raises(RuntimeError, match="kv_cache and weights.*generating"):
         answers(stage, 0)

@@ -14,11 +14,17 @@ from transformers import HfArgumentParser, PreTrainedTokenizerFast
 
 from megatron_rl import api
 from megatron_rl.trl import (
+    CPOConfig,
+    CPOTrainer,
     DPOConfig,
     DPOTrainer,
+    GKDConfig,
+    GKDTrainer,
     GRPOConfig,
     KTOConfig,
     KTOTrainer,
+    ORPOConfig,
+    ORPOTrainer,
     RewardConfig,
     RewardTrainer,
     SFTConfig,
@@ -74,6 +80,58 @@ def test_the_defaults_of_offline_runs_are_those_of_trl(model, run_of):
     assert kind == "sft" and run["sft"]["turns"] == "whole" and run["policy"]["optimizer"]["lr"] == 2e-5
     optimizer = run["policy"]["optimizer"]
     assert (optimizer["schedule"], optimizer["min_lr_ratio"], optimizer["weight_decay"]) == ("linear", 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "args", "loss"),
+    [
+        (ORPOTrainer, ORPOConfig("o", beta=0.2), {"kind": "orpo", "beta": 0.2}),
+        (CPOTrainer, CPOConfig("o"), {"kind": "cpo", "beta": 0.1, "alpha": 1.0, "label_smoothing": 0.0}),
+        (
+            CPOTrainer,
+            CPOConfig("o", loss_type="simpo", beta=2.0, cpo_alpha=0.0),
+            {"kind": "simpo", "beta": 2.0, "alpha": 0.0, "gamma": 0.5},
+        ),
+    ],
+)
+def test_preferences_without_a_reference(trainer, args, loss, model, run_of):
+    kind, run = run_of(trainer(model, args, train_dataset=PAIRS))
+    expected = {"loss": loss, "rows_per_step": 8, "max_tokens": 1024, "on_bad_row": "cut"}
+    assert kind == "dpo" and expected.items() <= run["dpo"].items() and run["policy"]["optimizer"]["lr"] == 1e-6
+
+
+GKD = {"lmbda": 1.0, "temperature": 1.0}
+
+
+def test_a_student_answers_the_prompts_of_chats_and_has_a_teacher_on_its_ranks(model, run_of):
+    args = GKDConfig("g", **GKD, gradient_accumulation_steps=2, per_device_train_batch_size=3, max_new_tokens=64)
+    kind, run = run_of(GKDTrainer(model, model, args, train_dataset=CHATS))
+    assert kind == "grpo" and run["teachers"] == [{"path": model}] and run["run"]["steps"] == 5
+    assert run["algorithm"]["distillation"] == {"form": "jensen_shannon", "by": "trainer"}
+    sizes = {"prompts_per_step": 6, "samples_per_prompt": 1, "max_prompt_tokens": 1024, "max_response_tokens": 64}
+    assert sizes.items() <= run["rollout"].items() and run["policy"]["optimizer"]["lr"] == 2e-5
+    [row, *_] = [json.loads(line) for line in Path(run["data"]["train"]).read_text().splitlines()]
+    assert row == {"prompt": [{"role": "user", "content": "hi"}]}
+    other = GKDConfig("h", **GKD, beta=1, max_steps=2, max_length=None, teacher_model_name_or_path=model)
+    _, run = run_of(GKDTrainer(model, args=other, train_dataset=iter(TEXTS)))
+    assert run["algorithm"]["distillation"]["form"] == "reverse" and run["rollout"]["max_prompt_tokens"] == 2048 - 128
+    rows = [json.loads(line) for line in Path(run["data"]["train"]).read_text().splitlines()]
+    assert rows == [{"prompt": row["prompt"]} for row in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"teacher_model": None}, "teacher_model is missing"),
+        ({"eval_dataset": CHATS, "formatting_func": len}, "formatting_func is not .*eval_dataset is not supported"),
+        ({"train_dataset": [{"messages": CHATS[0]["messages"][:1]}]}, "must end with the assistant's answer"),
+        ({"train_dataset": [{"text": "once"}]}, "row 0 of train_dataset has neither messages nor prompt"),
+        ({"train_dataset": iter(CHATS)}, "give max_steps"),
+    ],
+)
+def test_what_a_student_cannot_use_is_refused(given, told, model):
+    with pytest.raises(ValueError, match=told):
+        GKDTrainer(model, **{"teacher_model": model, "args": GKDConfig("o", **GKD), "train_dataset": CHATS, **given})
 
 
 @pytest.mark.parametrize(
@@ -158,6 +216,13 @@ def test_the_end_and_the_template_of_the_arguments_are_in_the_folder_of_the_run(
         (DPOConfig, {"truncation_mode": "keep_end"}, "rows are cut at their end"),
         (DPOConfig, {"optim": "sgd", "sync_ref_model": True}, "sync_ref_model.*optim='sgd'"),
         (KTOConfig, {"loss_type": "apo_zero_unpaired", "beta": -1}, "the loss is kto.*beta=-1 must be positive"),
+        (CPOConfig, {"loss_type": "hinge"}, "loss_type='hinge' .*known are sigmoid, and simpo"),
+        (CPOConfig, {"loss_type": "simpo", "label_smoothing": 0.1}, "label_smoothing=0.1 is not supported"),
+        (CPOConfig, {"alpha": 0.5}, "alpha=0.5 is not supported"),
+        (ORPOConfig, {"generate_during_eval": True, "beta": 0}, "generate_during_eval=True .*beta=0 must be positive"),
+        (GKDConfig, {}, "lmbda=0.5 is not supported.*write 1.0.*temperature=0.9 is not supported.*write 1.0"),
+        (GKDConfig, GKD | {"beta": 0.3}, "beta=0.3 is not supported: write 0"),
+        (GKDConfig, GKD | {"max_new_tokens": 0, "eval_strategy": "steps"}, "eval_strategy='steps'.*at least 1"),
         (RewardConfig, {"center_rewards_coefficient": -1.0}, "must not be negative"),
         (SFTConfig, {"loss_type": "dft"}, "loss_type='dft' is not supported"),
         (SFTConfig, {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy='wrapped'"),
