@@ -67,9 +67,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """
     path = find_shipped(path)
     if not path.is_file():
-        raise ValueError(
-            f"{path}: no such file; an argument must be a YAML file or an override like policy.optimizer.lr=1e-6"
-        )
+        what = "it is a folder" if path.is_dir() else "no such file"
+        raise ValueError(f"{path}: {what}; give a YAML file, or an override like policy.optimizer.lr=1e-6")
     try:
         content = yaml.load(read_text(path), Loader=_Loader)
     except yaml.YAMLError as error:

@@ -164,9 +164,8 @@ def open_checkpoint(
             "them"
         )
     if fields is None and not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} has neither config.json nor {manifest.NAME}, so it is not a checkpoint of a known form"
-        )
+        found = f"has neither config.json nor {manifest.NAME}" if folder.exists() else "does not exist"
+        raise ValueError(f"{folder} {found}; give the folder of a model, or of a checkpoint of a known form")
     if fields:
         _check_files(folder, fields)
     shape = read_shape(folder if form == manifest.HUB else folder / "hf")

@@ -67,23 +67,7 @@ def read_shape(folder: Path) -> ModelShape:
             feature that its family's table does not describe.
     """
     path = folder if folder.suffix == ".json" else folder / "config.json"
-    if folder.suffix == ".gguf":
-        raise ValueError(
-            f"model.path: {folder} is a GGUF file, with which no run can begin; make a folder of it with "
-            f"`megatron-rl convert from-gguf {folder} {folder.with_suffix('')}` and give that"
-        )
-    if not path.is_file():
-        found = "has no config.json" if folder.is_dir() else "has no config.json, because it does not exist"
-        needed = "give the folder of a Hugging Face checkpoint"
-        if (folder / "adapter_config.json").is_file():
-            needed = "it holds adapters: give their base model, and the adapters as policy.lora.start, or merge the two"
-        raise ValueError(f"model.path: {folder} {found}; {needed}{hub_hint(folder)}")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:  # bytes that are no UTF-8, too
-        raise ValueError(f"{path} is no JSON ({error}); copy the checkpoint again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no mapping; give the folder of a Hugging Face checkpoint")
+    config = read_fields(path)
     family = config.get("model_type")
     if family not in FAMILIES and family not in COMPOSITES:
         supported = ", ".join(sorted({*FAMILIES, *COMPOSITES}))
@@ -106,6 +90,33 @@ def read_shape(folder: Path) -> ModelShape:
         empty = ", ".join(key for key, value in config.items() if value is None)
         said = f"these keys are null: {empty}" if empty else str(error)
         raise ValueError(f"{path}: a value has the wrong type ({said}); is this the config.json of a model?") from error
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """The config.json at `path`.
+
+    Raises:
+        ValueError: it is missing or unreadable; the error says what to do.
+    """
+    folder = path.parent if path.name == "config.json" else path
+    if folder.suffix == ".gguf":
+        raise ValueError(
+            f"model.path: {folder} is a GGUF file, with which no run can begin; make a folder of it with "
+            f"`megatron-rl convert from-gguf {folder} {folder.with_suffix('')}` and give that"
+        )
+    if not path.is_file():
+        why = "" if folder.is_dir() else ", because it is a file" if folder.exists() else ", because it does not exist"
+        needed = "give the folder of a Hugging Face checkpoint"
+        if (folder / "adapter_config.json").is_file():
+            needed = "it holds adapters: give their base model, and the adapters as policy.lora.start, or merge the two"
+        raise ValueError(f"model.path: {folder} has no config.json{why}; {needed}{hub_hint(folder)}")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:  # bytes that are no UTF-8, too
+        raise ValueError(f"{path} is no JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no mapping; give the folder of a Hugging Face checkpoint")
+    return config
 
 
 def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_rl.types import Phase
 
-PHASES: tuple[Phase, ...] = ("training", "pushing", "generating")
+PHASES: tuple[Phase, ...] = ("training", "weight sync", "generating")
 """The columns of a table. A GPU on which a teacher scores has a table of its own."""
 Bytes = tuple[float, float, float]
 """The bytes of a part in each of PHASES."""

@@ -57,14 +57,29 @@ LAYOUTS = {
     "glm4_moe_lite": ("tp2-cp2", "dp2-ep2"),
     "glm4_moe": ("tp2", "pp2", "cp2", "cp2-ep2", "dp2-ep2", "tp2-pp2", "tp2-dp2-ep2-etp1"),
     "glm4_moe_plain": ("tp2-cp2", "tp2-ep2-etp1"),
-    "gemma3": ("tp2", "pp2", "cp2", "dp2", "tp2-pp2", "tp2-cp2", "pp2-vpp2"),
-    "minimax_m2": ("tp2", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "pp2-vpp2", "tp2-dp2-ep2", "tp2-ep2-etp1"),
+    "gemma3": (
+        *("tp2", "tp4", "pp2", "cp2", "cp4", "dp2", "tp2-pp2", "tp2-cp2", "pp2-cp2", "dp2-cp2"),
+        *("pp2-vpp2", "pp2-vpp2-dp2"),
+    ),
+    "minimax_m2": (
+        *("tp2", "pp2", "cp2", "cp4", "dp2-ep2", "tp2-pp2", "tp2-cp2", "pp2-cp2", "cp2-ep2", "pp2-vpp2"),
+        *("tp2-dp2-ep2", "tp2-ep2-etp1", "tp2-dp2-ep2-etp1", "pp2-dp2-ep2"),
+    ),
     "gpt_oss": ("tp2", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "tp2-dp2-ep2", "tp4-ep2-etp2"),
     "qwen3_next": ("tp2", "tp4", "pp2", "cp2", "dp2-ep2", "tp2-pp2", "tp2-cp2", "cp2-ep2"),
-    "qwen3_5": ("tp4", "cp4", "dp2", "tp2-pp2", "pp2-vpp2-cp2"),
-    "qwen3_5_moe": ("tp2-cp2", "cp2-ep2", "pp2-dp2-ep2", "tp2-ep2-etp1"),
-    "nemotron_h": ("tp2", "tp4", "pp2@5,1", "cp2", "cp4", "dp2", "tp2-pp2", "tp2-cp2", "pp2-vpp2@2,2,1,1"),
-    "nemotron_h_experts": ("tp2-cp2", "cp2-ep2", "dp2-ep2", "pp2-dp2-ep2", "tp2-dp2-ep2-etp1"),
+    "qwen3_5": ("tp2", "tp4", "pp2", "cp2", "cp4", "dp2", "tp2-pp2", "tp2-cp2", "pp2-vpp2-cp2"),
+    "qwen3_5_moe": (
+        *("tp2-cp2", "tp2-pp2", "pp2-cp2", "cp2-ep2", "dp2-ep2", "pp2-dp2-ep2", "tp2-ep2-etp1"),
+        *("tp2-dp2-ep2", "tp2-dp2-ep2-etp1", "tp4-ep2-etp2"),
+    ),
+    "nemotron_h": (
+        *("tp2", "tp4", "pp2@5,1", "cp2", "cp4", "dp2", "tp2-pp2", "tp2-cp2", "pp2-cp2", "dp2-cp2"),
+        "pp2-vpp2@2,2,1,1",
+    ),
+    "nemotron_h_experts": (
+        *("tp2-cp2", "tp2-pp2", "pp2-cp2", "cp2-ep2", "dp2-ep2", "pp2-dp2-ep2", "tp2-ep2-etp1"),
+        *("tp2-dp2-ep2", "tp2-dp2-ep2-etp1", "tp4-ep2-etp2"),
+    ),
 }
 """qwen3 has heads of 16 and norms of q and k, qwen2_windows biases and sliding windows, qwen3_moe a dense layer and
 three mixtures whose routers are away from ties; qwen2 has one embedding for both ends. qwen3_next has three layers with
@@ -101,9 +116,9 @@ def rows(groups):
     return random_rows(VOCAB_SIZE, num_rows=8, longest=64, seed=3) + groups
 
 
-def numbers_of(trainers, folder, rows, parallel, num_microbatches, recompute="none", exact=False) -> list:
+def numbers_of(trainers, folder, rows, parallel, num_microbatches, recompute="none", exact=False, weights=None) -> list:
     shares = deal_rows(folder, parallel, rows, num_microbatches)
-    model = ModelConfig(path=folder, dtype="float32", recompute=recompute)
+    model = ModelConfig(path=folder, weights=weights, dtype="float32", recompute=recompute)
     arguments = dict(folder=folder, model=model, policy=PolicyConfig(parallel=parallel), shares=shares, exact=exact)
     return trainers.run("one_update", parallel.mesh.world_size, **arguments)
 

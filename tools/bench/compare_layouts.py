@@ -137,7 +137,7 @@ def train_once(
 
 
 def loaded_actor(rank: int, store: dist.Store, folder: Path, model: ModelConfig, policy: PolicyConfig) -> MegatronActor:
-    """The actor of a rank with the weights of the folder, and the adapters that the policy starts with."""
+    """The actor of a rank with the model's weights, and the adapters that the policy starts with."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.adapter_folders import load_adapters
     from megatron_rl.actor.spec import ActorSpec
@@ -155,7 +155,7 @@ def loaded_actor(rank: int, store: dist.Store, folder: Path, model: ModelConfig,
         seed=0,
     )
     actor = MegatronActor(spec, rank=rank, world_size=policy.parallel.mesh.world_size, store=store)
-    load_weights(actor, folder)
+    load_weights(actor, model.weights or folder)
     if policy.lora and policy.lora.start:
         load_adapters(actor, policy.lora.start)
     return actor

@@ -18,14 +18,15 @@ from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, REPLICATED, ROWS
 from megatron_rl.types import Mixture
 
+ROUTER_BIAS_ROW = Rule(
+    REPLICATED,
+    hf=(HfTensor("mlp.gate.e_score_correction_bias", ("experts",)),),
+    megatron="mlp.router.expert_bias",
+    float32=True,  # its updates are so small that bfloat16 would round them away
+)
 BIASED_MIXTURE = (
     *mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"),
-    Rule(
-        REPLICATED,
-        hf=(HfTensor("mlp.gate.e_score_correction_bias", ("experts",)),),
-        megatron="mlp.router.expert_bias",
-        float32=True,  # its updates are so small that bfloat16 would round them away
-    ),
+    ROUTER_BIAS_ROW,
     Rule(
         ROWS,
         hf=(

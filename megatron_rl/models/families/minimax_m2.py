@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.models.config_values import size
-from megatron_rl.models.families.biased_mixture import served_in_float32
+from megatron_rl.models.families.biased_mixture import ROUTER_BIAS_ROW, served_in_float32
 from megatron_rl.models.families.mixtral import MIXTRAL
-from megatron_rl.models.families.rows import ATTENTION_OUTPUT, ENDS, INPUT_NORM, QKV_WEIGHT
+from megatron_rl.models.families.rows import ATTENTION_OUTPUT, ENDS, INPUT_NORM, QKV_WEIGHT, renamed
 from megatron_rl.models.family import WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
-from megatron_rl.models.splits import REPLICATED, ROWS, Piece, Sizes, SplitKind, part
+from megatron_rl.models.splits import ROWS, Piece, Sizes, SplitKind, part
 from megatron_rl.types import Mixture
 
 _NEEDED = {"scoring_func": "sigmoid", "use_routing_bias": True}
@@ -46,12 +46,7 @@ _ATTENTION = (
     ),
     ATTENTION_OUTPUT,
 )
-_ROUTER_BIAS = Rule(
-    REPLICATED,
-    hf=(HfTensor("block_sparse_moe.e_score_correction_bias", ("experts",)),),
-    megatron="mlp.router.expert_bias",
-    float32=True,
-)
+_ROUTER_BIAS = renamed(ROUTER_BIAS_ROW, "block_sparse_moe.e_score_correction_bias")
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.models.config_values import flag, number, size
-from megatron_rl.models.families.biased_mixture import only
+from megatron_rl.models.families.biased_mixture import ROUTER_BIAS_ROW, only
 from megatron_rl.models.families.rows import (
     ATTENTION_OUTPUT,
     EMBEDDING,
@@ -22,11 +22,11 @@ from megatron_rl.models.families.rows import (
     MLP_NORM,
     OUTPUT,
     QKV_WEIGHT,
+    renamed,
 )
 from megatron_rl.models.family import ALL_ENDS, WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, REPLICATED, ROWS, Piece, Sizes, SplitKind, part
-from megatron_rl.models.traits import ROUTER_BIAS
 from megatron_rl.types import Attention, Mlp
 from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
@@ -127,12 +127,7 @@ _MIXTURE = (
         megatron="mlp.router.weight",
         served_float32=True,
     ),
-    Rule(
-        REPLICATED,
-        hf=(HfTensor("mixer.gate.e_score_correction_bias", ("experts",)),),
-        megatron=ROUTER_BIAS,
-        float32=True,
-    ),
+    renamed(ROUTER_BIAS_ROW, "mixer.gate.e_score_correction_bias"),
     replace(_UP, vllm="mixer.experts.routed_experts.w13_weight"),
     replace(_DOWN, vllm="mixer.experts.routed_experts.w2_weight"),
     *_mlp("mixer.shared_experts", "shared_ffn", "mlp.shared_experts"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import TypedDict
 
 from megatron_rl.models.family import Family
@@ -150,6 +151,11 @@ def first_name(rule: Rule) -> str:
 def rows_of(family: Family, *hf_names: str) -> tuple[Rule, ...]:
     """The rows of a family that these HF tensors are the first ones of."""
     return tuple(rule for rule in family.rules if first_name(rule) in hf_names)
+
+
+def renamed(rule: Rule, hf_name: str) -> Rule:
+    """A row of one HF tensor, which a model has under this name."""
+    return replace(rule, hf=(replace(rule.hf[0], name=hf_name),))
 
 
 def rows_without(rows: Iterable[Rule], hf_names: Collection[str]) -> tuple[Rule, ...]:

@@ -6,11 +6,12 @@ from importlib import import_module
 
 import pytest
 from test_models_config import DEEPSEEK as PUBLISHED
-from test_models_config import MIXTRAL, QWEN3
+from test_models_config import MINIMAX, MIXTRAL, QWEN3
 
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.config import shape_of
 from megatron_rl.models.families import module_of
+from megatron_rl.models.families.rows import rows_of
 from megatron_rl.models.family import Family
 from megatron_rl.tools.bench.family.proposal import Proposal, propose
 
@@ -23,6 +24,7 @@ GLM = {key: value for key, value in DEEPSEEK.items() if "lora" not in key} | {
     "use_qk_norm": True,
     "partial_rotary_factor": 0.5,
 }
+BASES = {"full_attention": 1e6, "sliding_attention": 1e4}
 CONFIGS = {
     "qwen3": QWEN3,
     "mixtral": MIXTRAL | {"num_hidden_layers": 2},
@@ -30,6 +32,12 @@ CONFIGS = {
     "glm4_moe": GLM,
     "kimi_k2": DEEPSEEK | {"model_type": "kimi_k2"},
     "olmo3": QWEN3 | {"model_type": "olmo3", "sliding_window": 8, "rope_theta": 5e5},
+    "minimax_m2": MINIMAX | {"num_hidden_layers": 2},
+    "gemma3_text": QWEN3
+    | {
+        **{"model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8},
+        "rope_parameters": {kind: {"rope_theta": base} for kind, base in BASES.items()},
+    },
 }
 
 
@@ -102,7 +110,8 @@ def test_keys_that_nothing_reads_and_tensors_without_a_row_are_told(monkeypatch)
     found = propose(config, tensors)
     assert found.unread == {"residual_multiplier": 0.5, "hidden_act": "gelu"}
     assert found.unknown == {"model.layers.0.self_attn.gate.weight": (3, 5)}
-    assert list(found.missing) == ["model.norm.weight"] and found.understood == len(tensors) - 2
+    assert found.differing == {"model.norm.weight": ((QWEN3["hidden_size"],), (7,))} and not found.missing
+    assert found.understood == len(tensors) - 2
 
 
 def test_a_row_is_taken_by_its_extents_and_not_by_its_name_alone():
@@ -120,8 +129,46 @@ def test_a_row_is_taken_by_its_extents_and_not_by_its_name_alone():
     assert found.shape.attention.norms == "full"
 
 
+def test_a_row_is_taken_for_a_tensor_that_another_module_holds(monkeypatch):
+    """MiniMax-M2 has a router's bias as DeepSeek-V3, in Mixtral's module."""
+    found, family = forgotten(monkeypatch, "minimax_m2")
+    assert found.nearest == "mixtral" and not found.unknown and not found.missing and not found.differing
+    shape = shape_of(family, CONFIGS["minimax_m2"])
+    assert found.family.hf_tensors(found.shape) == family.hf_tensors(shape)
+    name = "block_sparse_moe.e_score_correction_bias"
+    assert rows_of(found.family, name) == rows_of(family, name) and found.shape.mixture.router_bias
+    names: dict = {}
+    exec(found.source(), names)
+    assert names["MINIMAX_M2"].rules == found.family.rules
+
+
+@pytest.mark.parametrize(("lost", "num_missing"), [("up_proj", 4), ("norm", 17)])
+def test_the_table_of_a_family_that_is_there_is_checked_as_it_is(lost, num_missing):
+    family, shape = FAMILIES["olmo3"], shape_of(FAMILIES["olmo3"], CONFIGS["olmo3"] | {"num_hidden_layers": 4})
+    tensors = {name: held.extents for name, held in family.file_tensors(shape).items() if lost not in name}
+    found = propose(CONFIGS["olmo3"] | {"num_hidden_layers": 4}, tensors)
+    assert found.is_known and found.family.rules == family.rules and not found.refused
+    assert len(found.missing) == num_missing and all(lost in name for name in found.missing)
+
+
+def test_a_proposal_goes_on_after_a_value_that_every_family_refuses(monkeypatch):
+    """Two rotary bases, as Gemma 3 has."""
+    found, _ = forgotten(monkeypatch, "gemma3_text")
+    assert "rope_parameters" in found.unread and "rope_parameters" in found.refused[found.nearest]
+    assert {name.rpartition("layers.")[2].partition(".")[2] for name in found.unknown} == {
+        "pre_feedforward_layernorm.weight"
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "minimax_m2"])
+def test_no_family_is_nearer_that_has_no_more_of_the_names(name):
+    config = {"llama": QWEN3, "minimax_m2": MINIMAX | {"num_hidden_layers": 2}}[name]
+    tensors = {key: held.extents for key, held in FAMILIES[name].file_tensors(shape_of(FAMILIES[name], config)).items()}
+    assert propose(config | {"model_type": "new"}, tensors).refused == {}
+
+
 def test_a_config_json_that_no_family_reads_is_refused_with_each_fault_once():
-    with pytest.raises(ValueError, match="config.json: llama, .*: .*num_attention_heads") as told:
+    with pytest.raises(ValueError, match="config.json:\nllama, .*: .*num_attention_heads") as told:
         propose({"model_type": "new"}, {})
     assert str(told.value).count("num_attention_heads") == 1
 
@@ -135,6 +182,8 @@ def test_a_nearer_family_that_refuses_config_json_is_told():
     assert found.refused == dict.fromkeys(
         ("deepseek_v3", "kimi_k2", "glm4_moe_lite"), "num_key_value_heads is 2; only 128 is supported"
     )
-    without = {key: value for key, value in DEEPSEEK.items() if key != "first_k_dense_replace"}
+    without = {
+        key: value for key, value in config.items() if key not in ("first_k_dense_replace", "num_key_value_heads")
+    }
     assert propose(without, tensors).refused["kimi_k2"] == "the key 'first_k_dense_replace' is missing"
     assert not propose(DEEPSEEK, tensors).refused

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.tools.bench.family.command import main, read, tiny_config
 
@@ -68,11 +69,13 @@ def test_the_class_of_a_config_json_without_one_is_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ([], "no mapping with a model_type"),
-        ({"architectures": ["LlamaForCausalLM"]}, "no mapping with a model_type"),
+        ([], "holds no mapping; give the folder of a Hugging Face checkpoint"),
+        ({"architectures": ["LlamaForCausalLM"]}, "has no model_type"),
         ({"model_type": "new"}, "has no architectures, and transformers has no class for new"),
         ({"model_type": "new", "architectures": "New"}, 'must be a list of names, but it is "New"'),
         ({"model_type": "qwen3_5"}, "its family is there already"),
+        ({"model_type": "new", "text_config": {}}, "has a text_config: new has other parts than text"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "it has no *.safetensors"),
     ],
 )
 def test_a_config_json_that_nothing_can_be_proposed_for_is_named(tmp_path, capsys, config, message):
@@ -87,3 +90,34 @@ def test_a_tiny_model_keeps_what_sizes_have_in_common():
     grouped = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "layer_types": ["full"] * 9}
     small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full"] * 4}
     assert tiny_config(grouped) == small
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    for name, message in (
+        ("absent", "has no config.json, because it does not exist; give the folder"),
+        ("file", "has no config.json, because it is a file; give the folder"),
+        ("file/inside", "has no config.json, because it does not exist; give the folder"),
+        (".", "has no config.json; give the folder"),
+        ("broken", "config.json is no JSON"),
+    ):
+        assert main([str(tmp_path / name)]) == 1
+        told = capsys.readouterr().err
+        assert message in told and "Errno" not in told and told.count(str(tmp_path / name)) == 1
+
+
+def test_each_fault_is_said_once(tmp_path, capsys, monkeypatch):
+    """A model that transformers does not know, in whose files one matrix has a row less in each layer."""
+    folder = write(tmp_path / "model", "Llama")
+    fields = json.loads((folder / "config.json").read_text()) | {"model_type": "new"}
+    (folder / "config.json").write_text(json.dumps(fields))
+    path = folder / "model.safetensors"
+    save_file({k: x[1:].clone() if "up_proj" in k else x for k, x in load_file(path).items()}, path)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([str(folder)]) == 1
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert told.count("it has other extents") == told.count("[47, 32], where a row asks for [48, 32]") == 1
+    assert told.count("has no new; compare with its own code") == 1 and told.count("(not checked)") == 2
+    assert "0 rows have no tensor, 4 tensors have other extents" in told and "refuse" not in told

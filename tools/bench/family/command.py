@@ -1,4 +1,4 @@
-"""Propose the table of a model that no family has yet, and check it.
+"""Propose the table of a model that no family has yet, and check it. For a family that is there, check its own table.
 
     megatron-rl family models/New-30B [--json]
 
@@ -28,10 +28,11 @@ from rich.table import Table
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.models.composite import COMPOSITES
+from megatron_rl.models.config import read_fields
 from megatron_rl.models.hub import read_header, weight_files
-from megatron_rl.processes import message_of, piped, read_text
+from megatron_rl.processes import message_of, piped
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
-from megatron_rl.tools.bench.family.proposal import Proposal, propose
+from megatron_rl.tools.bench.family.proposal import Proposal, propose, told_once
 from megatron_rl.types import Mesh
 
 TOLERANCE, NOISE = 1e-4, 3
@@ -58,13 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         config = read(given.folder)
-        kind = config["model_type"]
         tensors = {
             name: extents for path in weight_files(given.folder) for name, (_, extents, _) in read_header(path).items()
         }
+        if not tensors:
+            raise ValueError("it has no *.safetensors; download the weights, of which only the headers are read")
         proposal = propose(config, tensors)
     except (OSError, ValueError) as error:
-        print(f"error: {given.folder}: {message_of(error)}", file=sys.stderr)
+        said = message_of(error)
+        named = "" if str(given.folder) in said else f"{given.folder}: "
+        print(f"error: {named}{said}", file=sys.stderr)
         return 1
     checks = check(proposal, config)
     if given.json:
@@ -72,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             json.dumps({"nearest": proposal.nearest, "source": proposal.source(), "checks": checks, **counts(proposal)})
         )
     else:
-        if kind in FAMILIES:
-            print(f"The family {kind} is there already. This is what a proposal without its table would be.")
         tell(proposal, len(tensors), checks, Console())
     return 0 if all(fault is None for fault in checks.values()) else 1
 
@@ -82,15 +84,20 @@ def read(folder: Path) -> dict[str, Any]:
     """config.json, which names its class: if it does not, the one that transformers has for its `model_type`.
 
     Raises:
-        ValueError: there is no config.json, it is no model's, or of a composite, or names no class that is known.
+        ValueError: there is none, or it is no model's, or of a composite, or names no class that is known.
     """
-    config = json.loads(read_text(folder / "config.json"))
-    if not isinstance(config, dict) or not isinstance(kind := config.get("model_type"), str):
-        raise ValueError('config.json is no mapping with a model_type, such as "llama"; is it the one of a model?')
+    config = read_fields(folder / "config.json")
+    if not isinstance(kind := config.get("model_type"), str):
+        raise ValueError('config.json has no model_type, such as "llama"; is it the one of a model?')
     if kind in COMPOSITES:
         raise ValueError(
             f"{kind} is a model with other parts than text, and its family is there already: `megatron-rl convert` "
             "takes the text model out"
+        )
+    if "text_config" in config:
+        raise ValueError(
+            f"config.json has a text_config: {kind} has other parts than text. Write an entry of COMPOSITES for it "
+            "(docs/add_a_model.md); if no family has its text model, make a folder of that alone for a proposal"
         )
     named = config.get("architectures")
     if named is None or named == []:
@@ -113,6 +120,7 @@ def counts(proposal: Proposal) -> dict[str, Any]:
         "ignored": patterns(proposal.ignored),
         "unknown": patterns(proposal.unknown),
         "missing": patterns(proposal.missing),
+        "differing": patterns(proposal.differing),
         "unread": proposal.unread,
         "refused": proposal.refused,
     }
@@ -120,29 +128,34 @@ def counts(proposal: Proposal) -> dict[str, Any]:
 
 def patterns(names: Mapping[str, Any]) -> dict[str, int]:
     """The names with `{}` for numbers, and how many there are of each."""
-    return dict(Counter(".".join("{}" if part.isdigit() else part for part in name.split(".")) for name in names))
+    return dict(Counter(map(pattern, names)))
+
+
+def pattern(name: str) -> str:
+    return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
 
 def check(proposal: Proposal, config: Mapping[str, Any]) -> dict[str, str | None]:
     """What is wrong with the proposal, by the name of each check; None: nothing."""
     name = proposal.family.name
     whole = None
-    if proposal.unknown or proposal.missing:
-        whole = f"{len(proposal.unknown)} tensors have no row, {len(proposal.missing)} rows have no tensor"
+    if proposal.unknown or proposal.missing or proposal.differing:
+        whole = (
+            f"{len(proposal.unknown)} tensors have no row, {len(proposal.missing)} rows have no tensor, "
+            f"{len(proposal.differing)} tensors have other extents"
+        )
     checks: dict[str, str | None] = {"every tensor has its row": whole}
     before = FAMILIES.get(name)
     FAMILIES[name] = proposal.family
     try:
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "tiny"
-            made = fault = _make_tiny(config, folder)
-            checks["a tiny model can be made by transformers"] = made
-            if made is None:
-                fault = _faulty(_round_trip, folder, Path(temporary))
-            checks["converted to TP2 x PP2 and back it has the same bits"] = fault
-            if fault is None:
-                fault = _faulty(_logprobs, folder)
-            checks["Megatron's log-probs equal transformers'"] = fault
+            checks["a tiny model can be made by transformers"] = fault = _make_tiny(config, folder)
+            for what, part in (
+                ("converted to TP2 x PP2 and back it has the same bits", _round_trip),
+                ("Megatron's log-probs equal transformers'", _logprobs),
+            ):
+                checks[what] = fault = "not checked" if fault else _faulty(part, folder, Path(temporary))
     finally:
         del FAMILIES[name]
         if before:
@@ -168,7 +181,7 @@ def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
         tiny["num_key_value_heads"] = _TINY["num_attention_heads"]
     if "head_dim" in tiny and config["head_dim"] == config.get("qk_rope_head_dim"):  # one size by two names
         tiny["head_dim"] = tiny["qk_rope_head_dim"]
-    for key in ("layer_types", "mlp_layer_types"):
+    for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
         if tiny.get(key):
             tiny[key] = tiny[key][:NUM_LAYERS]
     return tiny
@@ -178,14 +191,19 @@ def _make_tiny(config: Mapping[str, Any], folder: Path) -> str | None:
     """Write a tiny random model; returns why it cannot be made."""
     import torch
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     theirs: Any = transformers  # it has few types
     torch.manual_seed(0)
     theirs.utils.logging.disable_progress_bar()
+    if config["model_type"] not in theirs.CONFIG_MAPPING:
+        return f"transformers {transformers.__version__} has no {config['model_type']}; compare with its own code"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny_config(config)))
     try:
-        known = theirs.AutoConfig.for_model(**tiny_config(config))
+        known = theirs.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = theirs.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
         return f"transformers makes none of this config.json: {str(error).splitlines()[0][:200]}"
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name:  # ones and zeros would hide what is lost
@@ -211,7 +229,7 @@ def _round_trip(folder: Path, temporary: Path) -> str | None:
     return f"{lost[0]} has other bits" if lost else None
 
 
-def _logprobs(folder: Path) -> str | None:
+def _logprobs(folder: Path, _: Path) -> str | None:
     import torch
     import torch.distributed as dist
     import transformers
@@ -264,30 +282,37 @@ def _largest(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def tell(proposal: Proposal, num_tensors: int, checks: Mapping[str, str | None], console: Console) -> None:
+    whose = "family" if proposal.is_known else "nearest family"
     console.print(
-        f"nearest family: [bold]{proposal.nearest}[/]. Rows describe {proposal.understood:,} of {num_tensors:,} "
-        "tensors.",
+        f"{whose}: [bold]{proposal.nearest}[/]. Rows describe {proposal.understood:,} of {num_tensors:,} tensors.",
         highlight=False,
     )
     table = Table(title="left over", title_justify="left")
     for heading in ("what", "name", "number or value"):
         table.add_column(heading, overflow="fold")
+    differing = {pattern(name): both for name, both in reversed(proposal.differing.items())}
     told: list[tuple[str, Mapping[str, Any]]] = [
         ("no row describes it", patterns(proposal.unknown)),
         ("a row asks for it", patterns(proposal.missing)),
         ("ignored", patterns(proposal.ignored)),
+        (
+            "it has other extents",
+            {name: f"{list(there)}, where a row asks for {list(asked)}" for name, (asked, there) in differing.items()},
+        ),
         ("nothing reads this key", proposal.unread),
-        ("a nearer family by the names, which refuses config.json", proposal.refused),
     ]
     for what, entries in told:
         for name, value in entries.items():
             table.add_row(what, name, str(value))
     if table.row_count:
         console.print(table)
+    if proposal.refused:
+        console.print(f"What of config.json these families refuse:\n{told_once(proposal.refused)}\n")
     for what, fault in checks.items():
         console.print("yes" if fault is None else "[red]NO [/]", "", what, "" if fault is None else f"({fault})")
-    console.print(f"\nmodels/families/{proposal.family.name}.py:\n", highlight=False)
-    print(proposal.source())
+    if not proposal.is_known:
+        console.print(f"\nmodels/families/{proposal.family.name}.py:\n", highlight=False)
+        print(proposal.source())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Proposes the table of a model that no family has yet, from its config.json and the names and extents of its tensors.
 
 The nearest family is the one that leaves the fewest tensors over. Where it has rows that the model lacks they go, and
-where another family has rows for what is left over they come. What no row of any family has is told, and so is every
-key of config.json that nothing read: there a model may differ without a tensor that shows it, such as in a rotation.
+where another family has rows for what is left over they come, also for tensors that other modules hold here. What no
+row of any family has is told, and so is every key of config.json that nothing read: there a model may differ without a
+tensor that shows it, such as in a rotation.
 Invariant (tests/unit/models): without the family of a known model the proposal has that family's rows.
 """
 
@@ -16,7 +17,8 @@ from typing import Any
 from megatron_rl.models.config import shape_of
 from megatron_rl.models.families import FAMILIES, module_of
 from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts
-from megatron_rl.models.families.rows import first_name, rows_of, rows_without
+from megatron_rl.models.families.qwen3_moe import QWEN3_MOE
+from megatron_rl.models.families.rows import first_name, renamed, rows_of, rows_without
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.types import ModelShape
@@ -38,18 +40,23 @@ class _Read(dict[str, Any]):
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
-        self.keys_read: set[str] = set()
+        self.keys_read: dict[str, None] = {}
+        """In the order in which they were read last."""
+
+    def _note(self, key: object) -> None:
+        self.keys_read.pop(str(key), None)
+        self.keys_read[str(key)] = None
 
     def __getitem__(self, key: str) -> Any:
-        self.keys_read.add(key)
+        self._note(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self.keys_read.add(key)
+        self._note(key)
         return super().get(key, default)
 
     def __contains__(self, key: object) -> bool:
-        self.keys_read.add(str(key))
+        self._note(key)
         return super().__contains__(key)
 
 
@@ -60,8 +67,8 @@ class Proposal:
     shape: ModelShape
     nearest: str
     """The family that it begins with."""
-    taken: tuple[tuple[str, str, str], ...]
-    """(kind of row, family, the row's first HF name) of each row that comes from another family."""
+    taken: tuple[tuple[str, str, str, str], ...]
+    """(kind of row, family, the row's first HF name there, and here) of each row that comes from another family."""
     dropped: tuple[str, ...]
     """The first HF names of the nearest family's rows that the model does not have."""
     understood: int
@@ -71,30 +78,40 @@ class Proposal:
     unknown: dict[str, Extents]
     """The tensors that no row of any family describes."""
     missing: dict[str, Extents]
-    """The tensors that the rows ask for and the files do not have, or have with other extents."""
+    """The tensors that the rows ask for and the files do not have."""
+    differing: dict[str, tuple[Extents, Extents]]
+    """The extents that the rows ask for, and other ones that the files have."""
     unread: dict[str, Any]
     """The keys of config.json that nothing reads, without `HARMLESS`."""
     refused: dict[str, str]
-    """What is wrong with config.json for each family that has more rows with the tensors' names than the nearest one.
-    """
+    """What is wrong with config.json for each family that has more of the tensors' names than the nearest one. If no
+    family can read config.json: why the nearest one did not read a key that is `unread`."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this is the table of a family that is there, unchanged."""
+        return self.nearest == self.family.name
 
     def source(self) -> str:
         """The text of the file `models/families/<model_type>.py`."""
         name, begin = self.family.name, FAMILIES[self.nearest]
         base, biased = self.nearest.upper(), self.family.read_config is read_experts
-        imported = {self.nearest, *(family for _, family, _ in self.taken)}
+        imported = {self.nearest, *(family for _, family, *_ in self.taken)}
         changes = [f'name="{name}"', f'vllm_model="{self.family.vllm_model}"']
         if begin.published_model:
             changes.append("published_model=None")
         for kind in KINDS:
             other = begin
             if getattr(self.family, kind) and not getattr(begin, kind) and not biased:
-                other = FAMILIES["qwen3_moe"]
+                other = QWEN3_MOE
                 imported.add(other.name)
             rows = "BIASED_MIXTURE" if biased and kind == "mixture" else f"{other.name.upper()}.{kind}"
             names = [first_name(rule) for rule in getattr(other, kind) if first_name(rule) in self.dropped]
             rows = f"rows_without({rows}, {names})" if names else rows
-            added = "".join(f", *rows_of({of.upper()}, {hf!r})" for at, of, hf in self.taken if at == kind)
+            added = "".join(
+                f", *rows_of({of}, {hf!r})" if hf == own else f", renamed(rows_of({of}, {hf!r})[0], {own!r})"
+                for of, hf, own in ((of.upper(), hf, own) for at, of, hf, own in self.taken if at == kind)
+            )
             if added:
                 changes.append(f"{kind}=(*{rows}{added})")
             elif rows != f"{base}.{kind}":
@@ -111,8 +128,8 @@ class Proposal:
         lines = [f"from megatron_rl.models.families.{modules[one]} import {one.upper()}" for one in imported]
         if biased:
             lines.append("from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts")
-        if "rows_" in text:
-            lines.append("from megatron_rl.models.families.rows import rows_of, rows_without")
+        if used := [name for name in ("renamed", "rows_of", "rows_without") if f"{name}(" in text]:
+            lines.append(f"from megatron_rl.models.families.rows import {', '.join(used)}")
         return (
             f'"""{name}: like {self.nearest}. Name the paper here, and what differs."""\n\n'
             "from __future__ import annotations\n\nfrom dataclasses import replace\n\n"
@@ -128,39 +145,70 @@ def propose(config: Mapping[str, Any], tensors: Mapping[str, Extents]) -> Propos
         tensors: the extents of the tensors of the files, by name.
 
     Raises:
-        ValueError: no family can read this config.json; the message has what each of them misses.
+        ValueError: no family can read this config.json, not even without the keys that it refuses; the message has what
+            each of them misses.
     """
-    found, faults = [], dict[str, str]()
-    for nearest, family in _candidates():
-        read = _Read({key: value for key, value in config.items() if key not in family.known})
-        try:
-            shape = shape_of(family, read)
-        except (ValueError, KeyError, TypeError) as error:
-            missing = isinstance(error, KeyError)
-            faults.setdefault(nearest, f"the key {error} is missing" if missing else str(error))
-            continue
-        found.append(_complete(nearest, family, shape, dict(config), read.keys_read, tensors))
+    read = [(nearest, family, *_read(nearest, family, config)) for nearest, family in _candidates(config)]
+    faults = dict[str, str]()
+    for nearest, *_, fault in read:
+        if fault:
+            faults.setdefault(nearest, fault)
+    whole = [one for one in read if not one[-1]]
+    found = [
+        _complete(nearest, family, shape, dict(config), keys, tensors)
+        for nearest, family, shape, keys, _ in whole or read
+        if shape
+    ]
     if not found:
-        of_fault = {fault: [name for name, own in faults.items() if own == fault] for fault in faults.values()}
-        told = "; ".join(f"{', '.join(names)}: {fault}" for fault, names in of_fault.items())
-        raise ValueError(f"no family can read config.json: {told}")
-    best = min(found, key=lambda one: (len(one.unknown) + len(one.missing), len(one.taken) + len(one.dropped)))
-    refused = faults.keys() - {one.nearest for one in found}  # some were read with another mixture
+        raise ValueError(f"no family can read config.json:\n{told_once(faults)}")
+    best = min(
+        found,
+        key=lambda one: (
+            len(one.unknown) + len(one.missing) + len(one.differing),
+            len(one.taken) + len(one.dropped),
+        ),
+    )
     num_named = _num_named(best.family, tensors)
+    refused = faults.keys() - {one.nearest for one in found}  # some were read with another mixture
     nearer = [name for name in FAMILIES if name in refused and _num_named(FAMILIES[name], tensors) > num_named]
-    return replace(best, refused={name: faults[name] for name in nearer})
+    return replace(best, refused={name: faults[name] for name in (nearer if whole else [best.nearest])})
 
 
-def _candidates() -> Iterator[tuple[str, Family]]:
-    """(the family that it begins with, a table): every family, and dense ones with each kind of mixture. Heads may be
-    rotated in part."""
+def _read(nearest: str, family: Family, config: Mapping[str, Any]) -> tuple[ModelShape | None, set[str], str]:
+    """The sizes that a family finds in config.json, the keys that it read, and its first fault, "" if there is none. A
+    value that it refuses is left out, which is the one of the key that was read last; None if that does not help."""
+    read = _Read({key: value for key, value in config.items() if key not in family.known})
+    refused, first = set[str](), ""
+    while True:
+        try:
+            return shape_of(family, read), read.keys_read.keys() - refused, first
+        except (ValueError, KeyError, TypeError) as error:
+            fault = str(error).replace(f"the family {nearest}", "the family")
+            first = first or (f"the key {fault} is missing" if isinstance(error, KeyError) else fault)
+            last = next((key for key in reversed(read.keys_read) if key in read.keys()), None)
+            if not isinstance(error, ValueError) or last is None or read.pop(last) is None:
+                return None, set(), first
+            refused.add(last)
+
+
+def told_once(faults: Mapping[str, str]) -> str:
+    """Each fault in a line, after the families that have it."""
+    of_fault = {fault: [name for name, own in faults.items() if own == fault] for fault in faults.values()}
+    return "\n".join(f"{', '.join(names)}: {fault}" for fault, names in of_fault.items())
+
+
+def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[str, Family]]:
+    """(the family that it begins with, a table): the model's own family if there is one, or every family, and dense
+    ones with each kind of mixture. Heads may be rotated in part."""
+    if (own := config.get("model_type")) in FAMILIES:
+        yield own, FAMILIES[own]
+        return
     for name, family in FAMILIES.items():
         whole = replace(family, rotary_share=family.rotary_share or 1.0)
         yield name, whole
         if not family.mixture:
             yield name, replace(whole, mixture=BIASED_MIXTURE, read_config=read_experts)
-            other = FAMILIES["qwen3_moe"]
-            yield name, replace(whole, mixture=other.mixture, read_config=other.read_config)
+            yield name, replace(whole, mixture=QWEN3_MOE.mixture, read_config=QWEN3_MOE.read_config)
 
 
 def _complete(
@@ -181,9 +229,12 @@ def _complete(
     lost = {_pattern(prefix, name) for name in expected.keys() - fitting}
     dropped = tuple(dict.fromkeys(first_name(rule) for rule in family.rules if all(_is_in(t, lost) for t in rule.hf)))
     taken = tuple(_taken(family, shape, dropped, over))
+    if config.get("model_type") == nearest:  # its own table is checked as it is
+        dropped, taken = (), ()
     rows: dict[str, Any] = {kind: rows_without(getattr(family, kind), list(dropped)) for kind in KINDS}
-    for kind, other, hf_name in taken:
-        rows[kind] += rows_of(FAMILIES[other], hf_name)
+    for kind, other, hf_name, own in taken:
+        of_other = rows_of(FAMILIES[other], hf_name)
+        rows[kind] += of_other if own == hf_name else (renamed(of_other[0], own),)
     name = str(config.get("model_type"))
     of_vllm = (config.get("architectures") or [family.published_model or family.vllm_model])[0]
     known = {key: config.get(key, value) for key, value in family.known.items()}  # where they differ, rows show it
@@ -203,7 +254,10 @@ def _complete(
         understood=len(understood),
         ignored=ignored,
         unknown={key: tensors[key] for key in sorted(tensors.keys() - described.keys() - ignored.keys())},
-        missing={key: described[key] for key in described if tensors.get(key) != described[key]},
+        missing={key: extents for key, extents in described.items() if key not in tensors},
+        differing={
+            key: (extents, tensors[key]) for key, extents in described.items() if tensors.get(key, extents) != extents
+        },
         unread={
             key: value
             for key, value in config.items()
@@ -214,10 +268,10 @@ def _complete(
 
 
 def _num_named(family: Family, tensors: Iterable[str]) -> int:
-    """The number of a family's rows whose tensors are all there by name, with any extents."""
+    """The number of names that rows of a family have and whose tensors are there, with any extents."""
     prefix = _layer(family)
     names = {_pattern(prefix, name) for name in tensors}
-    return sum(all(_is_in(tensor, names) for tensor in rule.hf) for rule in family.rules)
+    return len({first_name(rule) for rule in family.rules if all(_is_in(tensor, names) for tensor in rule.hf)})
 
 
 def _layer(family: Family) -> re.Pattern[str]:
@@ -226,20 +280,33 @@ def _layer(family: Family) -> re.Pattern[str]:
 
 def _taken(
     family: Family, shape: ModelShape, dropped: Collection[str], over: Mapping[str, set[Extents]]
-) -> Iterator[tuple[str, str, str]]:
-    """The rows of other families whose tensors are all left over, with the extents that the model has.
+) -> Iterator[tuple[str, str, str, str]]:
+    """The rows of other families whose tensors are all left over, with the extents that the model has. Then the rows of
+    one tensor, for a tensor that is left over, has these extents and is called so in another module.
 
     Args:
         over: the extents of the tensors that are left over, by pattern.
     """
     known = {first_name(rule) for rule in rows_without(family.rules, dropped)}
     sizes = {name: size for layer in set(shape.layers) for name, size in shape.sizes(layer).items()}
-    for other in FAMILIES.values():
-        for kind in KINDS:
-            for rule in getattr(other, kind):
-                if first_name(rule) not in known and rule.when is None and _fits(rule, sizes, over):
-                    known.add(first_name(rule))
-                    yield kind, other.name, first_name(rule)
+    rows = [(kind, other, rule) for other in FAMILIES.values() for kind in KINDS for rule in getattr(other, kind)]
+    rows = [row for row in rows if row[2].when is None]
+    for kind, other, rule in rows:
+        if first_name(rule) not in known and _fits(rule, sizes, over):
+            known.add(first_name(rule))
+            yield kind, other.name, first_name(rule), first_name(rule)
+    for kind, other, rule in rows:
+        if len(rule.hf) == 1 and rule.vllm is None and not rule.per_expert:
+            for own in over.keys() - known:
+                if _end(own) == _end(first_name(rule)) and _fits(renamed(rule, own), sizes, over):
+                    known.add(own)
+                    yield kind, other.name, first_name(rule), own
+
+
+def _end(name: str) -> str:
+    """The part of a name that tells what the tensor is."""
+    parts = name.split(".")
+    return ".".join(parts[-2:] if parts[-1] in ("weight", "bias") else parts[-1:])
 
 
 def _fits(rule: Rule, sizes: Mapping[str, int], over: Mapping[str, set[Extents]]) -> bool:
