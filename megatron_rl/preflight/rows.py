@@ -17,6 +17,7 @@ from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
+from megatron_rl.config.teachers import teacher_of
 from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstrations_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
@@ -174,6 +175,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         seconds = ROWS_S / (len(sources) + (heldout is not None))
         columns: set[str] = set()
         unscored: list[str] = []
+        unhinted: dict[str, list[list[str]]] = {}
         forms, named = Counter[Form](), set[Any]()
         tests: list[Any] = []
 
@@ -185,6 +187,9 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             value = given.get("dataset")
             named.update(value if isinstance(value, list | tuple) else [value])
             columns.update(given)
+            number = teacher_of(config.teachers, given)
+            if number is not None and (column := config.teachers[number].prompt) not in (None, *given):
+                unhinted.setdefault(f"teachers.{number}.prompt names the column {column}", []).append(sorted(given))
             if not any(reward.scores(given) for reward in config.rewards):
                 unscored.append(f"no reward has the row's `dataset`, {given.get('dataset')!r}, in its `datasets`")
             for reward in config.rewards:
@@ -212,9 +217,12 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             tell(f"data.train: {forms[form]:,} of the rows that were checked {is_in} {DESCRIPTIONS[form]}")
         if unscored:
             tell(f"data.train: {len(unscored)} of the rows will have no reward; the first reason is: {unscored[0]}")
-        asked = {name for reward in config.rewards for name in reward.datasets or ()}
-        if unseen := sorted(asked - named):
-            tell(f"rewards: no row that was checked has the `dataset` {unseen[0]!r}, which a reward's `datasets` names")
+        for told, rows in unhinted.items():
+            has = ", ".join(rows[0]) or "none"
+            faults.append(f"{told}, which {len(rows):,} of the rows that were checked lack; the first has {has}")
+        for key, sections in (("rewards", config.rewards), ("teachers", config.teachers)):
+            if unseen := sorted({name for one in sections for name in one.datasets or ()} - named):
+                tell(f"{key}: no row that was checked has the `dataset` {unseen[0]!r}, which `datasets` there names")
         known = frozenset(columns) if forms else None
         if heldout:
             faults += check_source(heldout)

@@ -569,7 +569,7 @@ def test_a_data_set_that_no_row_has_is_told(home):
     reward = {"kind": "exact_answer", "datasets": ["gsm8k", "maht"]}
     rows("train.jsonl", {"prompt": "1", "ground_truth": "1", "dataset": "gsm8k"})
     assert preflight(grpo(rewards=[reward]), notes.append) == []
-    assert "rewards: no row that was checked has the `dataset` 'maht', which a reward's `datasets` names" in notes
+    assert "rewards: no row that was checked has the `dataset` 'maht', which `datasets` there names" in notes
 
 
 def test_weights_of_megatrons_form_are_checked_by_their_manifest(home):

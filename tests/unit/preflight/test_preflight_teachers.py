@@ -6,7 +6,16 @@ import json
 import shutil
 
 import pytest
-from test_preflight_checks import CONFIG, VOCABULARY, faults, grpo, home, safetensors, write_tokenizer  # noqa: F401
+from test_preflight_checks import (  # noqa: F401
+    CONFIG,
+    VOCABULARY,
+    faults,
+    grpo,
+    home,
+    preflight,
+    safetensors,
+    write_tokenizer,
+)
 
 from megatron_rl.models import FAMILIES, read_shape
 
@@ -52,3 +61,13 @@ def test_too_few_positions_and_a_mesh_are_named(teacher):
     assert f"has {positions} positions" in fault and f"an answer may have {positions + 1}" in fault
     [fault] = faults(taught(parallel={"tensor": 3}))
     assert fault.startswith("teachers.0: ") and "3" in fault
+
+
+def test_a_row_without_its_teachers_prompt_and_a_data_set_without_rows_are_named(teacher):
+    row = {"prompt": "1", "ground_truth": "1", "dataset": "a"}
+    (teacher.parent / "train.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"hint": "1 1"}) + "\n")
+    [fault] = faults(taught(prompt="hint"))
+    assert fault.startswith("teachers.0.prompt names the column hint, which 1 of the rows") and "ground_truth" in fault
+    notes: list[str] = []
+    assert preflight(taught(prompt="hint", datasets=["b"]), notes.append) == [], "no row has this teacher"
+    assert "teachers: no row that was checked has the `dataset` 'b', which `datasets` there names" in notes
