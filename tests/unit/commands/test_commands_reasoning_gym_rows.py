@@ -76,7 +76,7 @@ def test_the_same_arguments_give_the_same_file_whatever_the_hashes_are(tmp_path)
         (["lcm", "gcd", "lcm"], "the task lcm is named twice"),
         ([], "name one or more tasks"),
         (["lcm", "--size", "0"], "--size 0 must be 1 or more"),
-        (["lcm", "--config", "lcm.max_value"], "No such file or directory: 'lcm.max_value'"),
+        (["lcm", "--config", "lcm.max_value"], "lcm.max_value: No such file or directory"),
         (["lcm", "--config", "max_value=3"], "must have the form task.key=value"),
         (["lcm", "--config", "lcm.max_value=["], "the value is not YAML"),
         (["lcm", "--config", "gcd.max_value=3"], "gcd is none of the tasks lcm; remove it"),

@@ -144,7 +144,7 @@ CONFLICTS = [
     ([*VALUES, "rollout.beams={width: 2, catalogue: items.json}", THINKING], "rollout.beams has several answers"),
     ([*VALUES, "rollout.environment={kind: agent, path: 'agents:agent'}"], "an agent's calls may be neither"),
     ([*VALUES, "rollout.prefix_values.rollouts=2", TURNS], "in the middle of an answer"),
-    ([*VALUES, "rollout.delimiter=''"], "with an empty rollout.delimiter there are none"),
+    ([*VALUES, "rollout.delimiter=''"], "with an empty rollout.delimiter there is none"),
     (["rollout.beams={width: 2, catalogue: items.json}"], "set rollout.thinking with mode two_call"),
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.thinking.thought_tokens=0"], "may be 0"),
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.sampling.top_k=5"], "the engine's full"),

@@ -74,7 +74,7 @@ def test_markers_that_never_occur_are_told_in_the_first_step():
     thoughts.count({"passages/single": 0.75}, world)
     thoughts.count({"passages/single": 1.0}, world)
     [warning] = world.warnings
-    assert warning.startswith("75% of the answers have at most one passage of a thought")
+    assert warning.startswith("75% of the answers have at most one passage of reasoning")
     later = UnsplitThoughts()
     later.count({"passages/single": 0.5}, world)
     later.count({"passages/single": 1.0}, world)

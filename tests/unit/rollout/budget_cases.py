@@ -57,7 +57,7 @@ CASES = {
     "delimiter after n": Case([x, x, x, x, x, D, y], closed([x, x, x, x, D, D, y, y], at=4)),
     "delimiter twice": Case([x, D, y, D, y], same([x, D, y, D, y])),
     "no delimiter": Case([x], closed([x, x, x, x, D, x, x, x], at=4)),
-    "end in the thought": Case([x, EOS], same([x, EOS], [], "stop", False, 2)),
+    "end in the reasoning": Case([x, EOS], same([x, EOS], [], "stop", False, 2)),
     "end at n - 1": Case([x, x, x, EOS], same([x, x, x, EOS], [], "stop", False, 4)),
     "end at n": Case([x, x, x, x, EOS, y], closed([x, x, x, x, D, y, y, y], at=4)),
     "end after the closing": Case([x, x, x, x, x, EOS], closed([x, x, x, x, D, EOS], at=4, finish="stop")),
