@@ -64,7 +64,7 @@ def read_adapters(folder: Path) -> Adapters:
     path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{folder} has no {CONFIG}; give a folder that PEFT or an export has written") from error
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error

@@ -53,27 +53,25 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
             ]
     if config.cluster.gpus_per_engine_rank:
         return []
+    path, instead = config.model.path, "run the engines on GPUs"
     if shape.family == "minimax_m2":  # 0.32.0: `CPURouter` asserts softmax for routers without groups
-        return [
-            f"{config.model.path} is a minimax_m2, and vLLM on CPUs has no sigmoid router without groups of "
-            "experts; run the engines on GPUs"
-        ]
+        return [f"{path} is a minimax_m2, and vLLM on CPUs has no sigmoid router without groups of experts; {instead}"]
     if any(isinstance(mlp, SquaredReluMixture) for mlp in shape.mlps):  # 0.32.0: its layer asserts gated experts
-        return [
-            f"{config.model.path} has experts with a squared ReLU, and vLLM on CPUs computes only gated experts; run "
-            "the engines on GPUs"
-        ]
+        return [f"{path} has experts with a squared ReLU, and vLLM on CPUs computes only gated experts; {instead}"]
+    if shape.family.startswith("qwen3_5") and not PathFinder.find_spec("torchvision"):  # beside its class for images
+        return [f"vLLM's class for a {shape.family} needs torchvision, which the packages for CPUs lack; {instead}"]
     if shape.has_delta_rule and config.model.dtype != "bfloat16":
         return [
             f"model.dtype is {config.model.dtype}, and vLLM's gated delta rule on CPUs computes in bfloat16 alone; set "
-            "it to bfloat16, or run the engines on GPUs"
+            f"it to bfloat16, or {instead}"
         ]
     heads = {block.head_dim for block in shape.attentions if isinstance(block, SoftmaxAttention)} - {*CPU_HEAD_DIMS}
     if not heads:
         return []
+    known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [
-        f"{config.model.path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows "
-        f"{', '.join(map(str, CPU_HEAD_DIMS))}; take a model with one of these, or run the engines on GPUs"
+        f"{path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows {known}; take a model with one of "
+        f"these, or {instead}"
     ]
 
 

@@ -213,6 +213,8 @@ def test_missing_key_file_and_broken_yaml(tmp_path):
     assert "sft" not in str(told.value), "prompts have no epochs"
     with pytest.raises(ValueError, match="no such file"):
         merge_arguments([str(tmp_path / "none.yaml")])
+    with pytest.raises(ValueError, match="it is a folder; give a YAML file, or an override"):
+        merge_arguments([str(tmp_path)])
     (tmp_path / "bad.yaml").write_text("run: {name: x\n")
     with pytest.raises(ValueError, match=r"(?s)bad.yaml is not valid YAML.*line 2"):
         merge_arguments([str(tmp_path / "bad.yaml")])

@@ -230,3 +230,6 @@ def test_a_file_without_its_keys_is_refused(tmp_path):
         (tmp_path / CONFIG).write_bytes(text.encode("latin-1"))
         with pytest.raises(ValueError, match=f"adapter_config.json {fault}"):
             read_adapters(tmp_path)
+    for nowhere in (tmp_path / "absent", tmp_path / CONFIG):  # the second one is a file
+        with pytest.raises(ValueError, match="has no adapter_config.json; give a folder that PEFT"):
+            read_adapters(nowhere)

@@ -331,3 +331,10 @@ def test_a_number_that_float16_cannot_hold_is_told_with_its_tensor(tmp_path):
             save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=f"{name} has a number above 65,504"):
         write(to_hub(open_checkpoint(hub), Options(dtype="float16")), tmp_path / "half")
+
+
+def test_a_folder_that_holds_no_checkpoint_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, fault in (("absent", "does not exist"), ("file", "has neither config.json nor"), (".", "has neither")):
+        with pytest.raises(ValueError, match=f"{fault}.*; give the folder of a model, or of a checkpoint"):
+            open_checkpoint(tmp_path / name)

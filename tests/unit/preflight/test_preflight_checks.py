@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from numbered import SHAPES
@@ -1003,7 +1004,7 @@ def test_a_head_dim_that_vllm_cannot_compute_on_a_cpu_is_refused(home):
         assert not any("head dim" in one for one in faults(elsewhere))
 
 
-def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused():
+def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused(monkeypatch):
     glm, linear = (read_shape(CONFIGS / f"{name}.json") for name in ("GLM-4.6", "Qwen3-Next-80B-A3B-Instruct"))
     on_gpus = {"cluster__gpus_per_trainer": 1, "cluster__gpus_per_engine_rank": 1}
     [fault] = devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), glm)
@@ -1017,6 +1018,11 @@ def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused(
     [fault] = devices.faults_of_engine(grpo(), ungated)
     assert "vLLM on CPUs computes only gated experts" in fault
     assert devices.faults_of_engine(grpo(**on_gpus), ungated) == []
+    monkeypatch.setattr(devices, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
+    with_images = read_shape(CONFIGS / "Qwen3.5-35B-A3B-text.json")
+    [fault] = devices.faults_of_engine(grpo(), with_images)
+    assert "a qwen3_5_moe_text needs torchvision, which the packages for CPUs lack; run the engines on GPUs" in fault
+    assert devices.faults_of_engine(grpo(**on_gpus), with_images) == []
     plain = replace(glm, layers=(replace(glm.layers[-1], mlp=replace(glm.mixture, scaling_factor=1.0)),))
     assert devices.faults_of_engine(grpo(model__dtype="float16", **on_gpus), plain) == []
     for dtype in ("float16", "float32"):
