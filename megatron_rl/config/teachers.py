@@ -170,7 +170,7 @@ class TeacherConfig(Section):
                     f"parallel whose ranks divide {trainers}"
                 )
             if run.cluster.pools.get("teacher") not in (None, run.cluster.pools.get("trainer")):
-                yield "cluster.pools.teacher has no effect, because teachers share GPUs with trainers; remove it"
+                yield "cluster.pools: teacher has no effect, because teachers share GPUs with trainers; remove it"
         if self.is_policy and rollout.backend is not None:
             yield "teachers: the policy scores itself with vLLM only; remove rollout.backend"
 

@@ -50,7 +50,7 @@ and edits once more after a failure; and how often it copies a letter wrongly.""
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class FaultyProgram:
     """A function of one operator, and an example of what it should compute."""
 
     name: str
@@ -94,17 +94,17 @@ class Program:
         return "\n".join(f"{number} {line}" for number, line in enumerate(self.text.splitlines(), 1))
 
 
-def programs(rng: random.Random) -> Iterator[Program]:
+def programs(rng: random.Random) -> Iterator[FaultyProgram]:
     """Programs whose examples tell the operators apart."""
     while True:
         first, second, left, right = rng.sample(LETTERS, 4)
         operator, wanted = rng.sample(sorted(OPERATORS), 2)
         a, b = rng.randrange(2, 10), rng.randrange(2, 10)
         if len({compute(a, b) for compute in OPERATORS.values()}) == len(OPERATORS):
-            yield Program(first + second, left, right, operator, wanted, a, b)
+            yield FaultyProgram(first + second, left, right, operator, wanted, a, b)
 
 
-def demonstration(program: Program, rng: random.Random) -> list[dict[str, str]]:
+def demonstration(program: FaultyProgram, rng: random.Random) -> list[dict[str, str]]:
     """The turns after the question."""
     turns: list[dict[str, str]] = []
 

@@ -55,7 +55,7 @@ CONFLICTS = [
             (
                 "by: engine, form: sampled",
                 f"{COLOCATED}\ncluster.pools={{teacher: large}}",
-                "cluster.pools.teacher has no effect",
+                "cluster.pools: teacher has no effect",
             ),
             ("by: trainer, form: sampled", f"teachers=[{TEACHER}, {TEACHER}]", "room for one teacher"),
             ("by: trainer, form: sampled", "teachers=[{server: s}]", "room for one teacher"),
