@@ -83,7 +83,7 @@ class TeacherGroup(EngineGroup):
 
     @property
     def num_ranks(self) -> int:
-        """Of each engine."""
+        """The number of ranks of each engine."""
         return self._config.rollout.engine_ranks
 
     def begin(self, gpus: Sequence[str | None]) -> None:

@@ -95,7 +95,7 @@ class Rejection(Section):
     """How the statistics of the tokens of a segment or a sequence become one number; leave it out for level token. With
     max, one token beyond either bound is enough."""
     low: PositiveFloat | None = None
-    """For k1 only: the smallest w that is kept; null means no lower bound. With over sum, w is the product of the
+    """The smallest w that is kept, for k1 only; null means no lower bound. With over sum, w is the product of the
     tokens' ratios; with over mean, it is their geometric mean."""
     high: PositiveFloat | None = None
     """The largest statistic that is kept, or for k1 the largest w that is kept; null means no upper bound."""

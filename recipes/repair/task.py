@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3, write_rows, write_task_of
+from megatron_rl.recipes.tiny.model import chat_tokenizer, write_random_qwen3, write_rows, write_task_of
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
@@ -36,7 +36,6 @@ EDIT = ('<tool_call>{"name": "edit_file", "arguments": {"path": "f.py", "old": "
 DONE = "done"
 TURNS = ["<user>", "<assistant>", "<tool>"]
 CHARACTERS = "0123456789-+*%(),:[]'._ \n" + "abcdefghijklmnopqrstuvwxyz" + "ETN"
-VOCABULARY = ["<pad>", "<end>", "<unk>", *TURNS, READ, RUN, *EDIT, *CHARACTERS]
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
@@ -156,18 +155,7 @@ def write_task(folder: Path, seed: int = 0) -> None:
 
 
 def write_model(folder: Path, seed: int) -> None:
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = list(dict.fromkeys(VOCABULARY))
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")  # type: ignore[no-untyped-call]
-    fast.add_special_tokens({"additional_special_tokens": TURNS})
-    fast.add_tokens([READ, RUN, *EDIT])  # they are no special tokens, so that they are part of the text
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    chat_tokenizer(TURNS, [READ, RUN, *EDIT], CHARACTERS, TEMPLATE).save_pretrained(folder)
     write_random_qwen3(folder, seed, vocab_size=80, pad_token_id=0, eos_token_id=1, max_position_embeddings=384)
 
 

@@ -54,17 +54,42 @@ def write_character_model(
     Args:
         added: they are no special tokens, so that people and rewards see them in the text.
     """
+    _character_tokenizer(vocabulary, ".", "<eos>", added).save_pretrained(folder)
+    sizes = {"vocab_size": 64, "max_position_embeddings": num_positions}
+    write_random_qwen3(folder, seed, pad_token_id=0, eos_token_id=1, **sizes)
+
+
+def chat_tokenizer(turns: Sequence[str], added: Sequence[str], characters: str, template: str) -> Any:
+    """A tokenizer with a chat template, whose tokens are single characters, also line feeds, and these texts.
+
+    Args:
+        turns: the texts that begin turns, as special tokens. `<end>` ends each turn.
+        added: pieces of what the model writes, which are no special tokens.
+    """
+    vocabulary = list(dict.fromkeys(["<pad>", "<end>", "<unk>", *turns, *added, *characters]))
+    tokenizer = _character_tokenizer(vocabulary, r"[\s\S]", "<end>", added, turns)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _character_tokenizer(
+    vocabulary: Sequence[str], character: str, end: str, added: Sequence[str], turns: Sequence[str] = ()
+) -> Any:
+    """
+    Args:
+        character: the pattern of what is a character.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(character), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token=end, unk_token="<unk>")  # type: ignore[no-untyped-call]
+    if turns:
+        fast.add_special_tokens({"additional_special_tokens": list(turns)})
     fast.add_tokens(list(added))
-    fast.save_pretrained(folder)
-    sizes = {"vocab_size": 64, "max_position_embeddings": num_positions}
-    write_random_qwen3(folder, seed, pad_token_id=0, eos_token_id=1, **sizes)
+    return fast
 
 
 def write_rows(folder: Path, train: Rows, heldout: Rows, demonstrations: Rows) -> None:

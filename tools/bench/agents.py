@@ -3,7 +3,7 @@ with a stub in place of the engine, and agents in another process.
 
 Each agent makes calls one after the other; its conversation grows by an answer and an observation from call to call.
 The stub answers random tokens after a fixed time. `cores` is the CPU time of the server's process over the wall time,
-with reading, rendering and tokenising; an engine beside it would have the rest of its core.
+with reading, rendering and tokenising.
 
     python tools/bench/agents.py
     python tools/bench/agents.py --json --agents 1000 --calls 6 --answer-seconds 8

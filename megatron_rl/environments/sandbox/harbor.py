@@ -9,8 +9,9 @@
 A task has `instruction.md`, `task.toml`, `environment/` and `tests/test.sh`, which writes a number to
 `/logs/verifier/reward.txt`, or `reward.json` with `reward`. With `docker_image` in `task.toml` the sandbox is made of
 this image. Without it the programs of the machine take the place of the base image, and the Dockerfile may only set the
-working directory and copy files. The network is off, whatever a task says, and `agent.timeout_sec` has no effect
-(`rollout.environment.answer_timeout_s` bounds an answer).
+working directory and copy files. With an image, commands run in `environment.workdir`, by default `/app`. The network
+is off, whatever a task says, and `agent.timeout_sec` has no effect (`rollout.environment.answer_timeout_s` bounds an
+answer).
 
 Invariants (tests/unit/environments): nothing below `tests/` or `solution/` is in the sandbox before the test; what the
 model has left in `/tests` and `/logs` is gone then; a test that writes no reward is a failure, and never a reward.

@@ -34,11 +34,7 @@ def _engine_kv_heads(sizes: Sizes, lengths: tuple[int, ...], ways: int, rank: in
 _ATTENTION = (
     INPUT_NORM,
     QKV_WEIGHT,
-    Rule(
-        ROWS,
-        hf=(HfTensor("self_attn.q_norm.weight", ("q",)),),
-        megatron="self_attention.q_layernorm.weight",
-    ),
+    Rule(ROWS, hf=(HfTensor("self_attn.q_norm.weight", ("q",)),), megatron="self_attention.q_layernorm.weight"),
     Rule(
         SplitKind(ROWS.megatron, _engine_kv_heads),
         hf=(HfTensor("self_attn.k_norm.weight", ("kv",)),),

@@ -20,11 +20,7 @@ FINAL_NORM = Rule(
     hf=(HfTensor("model.norm.weight", ("hidden",)),),
     megatron="decoder.final_layernorm.weight",
 )
-OUTPUT = Rule(
-    VOCABULARY,
-    hf=(HfTensor("lm_head.weight", ("vocab", "hidden")),),
-    megatron="output_layer.weight",
-)
+OUTPUT = Rule(VOCABULARY, hf=(HfTensor("lm_head.weight", ("vocab", "hidden")),), megatron="output_layer.weight")
 
 
 class Ends(TypedDict):
@@ -88,11 +84,7 @@ MLP_NORM = Rule(
     fused="mlp.linear_fc1.layer_norm_weight",
 )
 """The norm in front of a dense MLP."""
-MIXTURE_NORM = Rule(
-    REPLICATED,
-    hf=MLP_NORM.hf,
-    megatron=MLP_NORM.megatron,
-)
+MIXTURE_NORM = Rule(REPLICATED, hf=MLP_NORM.hf, megatron=MLP_NORM.megatron)
 """The norm in front of a mixture of experts. Router and experts read its output, so it is never fused."""
 GATED_MLP = (
     Rule(

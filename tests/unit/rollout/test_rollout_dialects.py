@@ -86,7 +86,8 @@ def test_a_conversation_with_a_tool_is_one_sample_in_every_dialect(agent, status
 def test_an_answer_that_a_limit_has_cut_says_so_in_every_dialect():
     async def agent(url: str):
         async with client(url) as model:
-            response = await model.responses.create(model="m", input="a", max_output_tokens=3)
+            turns = [{"role": "developer", "content": "Be brief."}, user("a")]
+            response = await model.responses.create(model="m", input=turns, max_output_tokens=3)
         async with anthropic(url) as model:
             message = await model.messages.create(model="m", max_tokens=3, messages=[user("a")])
         return response.status, response.incomplete_details.reason, message.stop_reason

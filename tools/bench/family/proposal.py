@@ -41,7 +41,7 @@ class _Read(dict[str, Any]):
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
         self.keys_read: dict[str, None] = {}
-        """In the order in which they were read last."""
+        """The keys, in the order in which they were read last."""
 
     def _note(self, key: object) -> None:
         self.keys_read.pop(str(key), None)
