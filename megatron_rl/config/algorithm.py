@@ -216,6 +216,11 @@ class AlgorithmConfig(Section):
         return self.is_around_engine or (self.correction is not None and bool(self.correction.reject))
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards change the policy; without it, a run learns from its teachers alone."""
+        return self.distillation is None or self.distillation.outcome
+
+    @property
     def is_per_token(self) -> bool:
         """Whether each token has an advantage of its own."""
         of_tokens = {"values", "token_rewards", "thoughts", "energy"}
@@ -287,8 +292,7 @@ class AlgorithmConfig(Section):
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         estimator, rollout = self.adv_estimator, run.rollout
-        has_outcome = self.distillation is None or self.distillation.outcome
-        if "group" in estimator.needs and rollout.samples_per_prompt == 1 and has_outcome:
+        if "group" in estimator.needs and rollout.samples_per_prompt == 1 and self.learns_from_rewards:
             yield f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
         environment = rollout.environment
         has_rewards = environment and (environment.kind != "tools" or environment.objects)

@@ -32,7 +32,7 @@ HealthRule = Literal[
 MEANINGS: Mapping[HealthRule, str] = {
     "jump": "the gradient norm is more than 20 times its median over the last steps",
     "no_signal": "no group of answers had a signal in two steps in a row, so that nothing was trained",
-    "no_score": "no answer of a step scores above 0",
+    "no_score": "no answer of a step scores above 0, in a run that learns from rewards",
     "silent_reward": "a reward scores no answer, cannot score some of them, or, as one of several, gives 0 to all of "
     "them in two steps",
     "one_reward": "one of several rewards makes 95 % of the differences between answers in five steps in a row",

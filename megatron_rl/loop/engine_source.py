@@ -49,7 +49,7 @@ class EngineSource:
         self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "wait")
         self._sampling = ActiveSampling(config, prompts.train)
         self._journal = self._open_journal(config.run_folder / "journal", rollout.max_lag)
-        self._warnings = StepWarnings(config.rewards, config.rollout.environment)
+        self._warnings = StepWarnings(config)
         self._budgets = ThoughtBudgets(config)
         self._given: dict[int, tuple[int, ...]] = {}
         """The thinking budgets of the requested groups that are not complete, by their numbers: a repeated request has

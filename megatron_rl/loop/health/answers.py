@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_rl.algorithms.advantages import why_untrained
-from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.rewards import RewardConfig
+from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.ports import Sink
 from megatron_rl.types import Group, Metrics, Verdict
@@ -23,9 +23,11 @@ class StepWarnings:
     """Warns about the answers of each step: rewards that score nothing, reasons that all answers share, thoughts that
     are not divided."""
 
-    def __init__(self, rewards: Sequence[RewardConfig], environment: EnvironmentConfig | None = None) -> None:
-        self._silent, self._unscored, self._unsplit = SilentRewards(rewards), UnscoredPrompts(), UnsplitThoughts()
-        self._scoreless = ScorelessSteps()
+    def __init__(self, config: GrpoRunConfig) -> None:
+        environment = config.rollout.environment
+        self._silent, self._unscored = SilentRewards(config.rewards), UnscoredPrompts()
+        self._unsplit = UnsplitThoughts()
+        self._scoreless = ScorelessSteps() if config.algorithm.learns_from_rewards else None
         self._failed = FailedEnvironments(1.0 if environment is None else environment.max_failed)
 
     def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
@@ -38,7 +40,8 @@ class StepWarnings:
         self._unscored.count(groups, sink)
         self._silent.count(groups, metrics, sink)
         self._unsplit.count(metrics, sink)
-        self._scoreless.count(groups, sink)
+        if self._scoreless:
+            self._scoreless.count(groups, sink)
 
 
 class SilentRewards:

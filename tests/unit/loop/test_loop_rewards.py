@@ -12,6 +12,7 @@ from megatron_rl.loop.health.answers import (
     UNSCORED_PROMPTS,
     ScorelessSteps,
     SilentRewards,
+    StepWarnings,
     UnscoredPrompts,
     UntrainedSteps,
 )
@@ -134,6 +135,14 @@ def test_a_step_in_which_no_answer_scores_tells_the_most_frequent_reason():
     assert len(sink.warnings) == 1, "a user's penalties differ, so there is something to learn"
     ScorelessSteps().count(answers(Verdict(-1.0), Verdict(-1.0)), sink)
     assert sink.warnings[1:] == ["none of 2 answers scores above 0"]
+
+
+@pytest.mark.parametrize("outcome", [True, False])
+def test_answers_without_a_score_are_told_where_rewards_train(outcome: bool):
+    sink = World()
+    teachers = {"teachers": [{"path": "teacher"}], "algorithm": {"distillation": {"outcome": outcome}}}
+    StepWarnings(config(**teachers)).count(answers(*[Verdict(0.0, parts=(0.0,))] * 2), {}, sink)
+    assert sink.warnings == ["none of 2 answers scores above 0"] * outcome
 
 
 def test_steps_without_a_score_are_told_less_and_less_often():
