@@ -152,6 +152,10 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
                 f"partial_rotary_factor is {rope.share}, which rotates {attention.rotary_dim} of the {head_dim} "
                 "dims of a head; only even numbers are supported"
             )
+        if (dims := config.get("rotary_dim") or attention.rotary_dim) != attention.rotary_dim:
+            raise ValueError(
+                f"rotary_dim is {dims}, but {attention.rotary_dim} of the {head_dim} dims of a head are rotated"
+            )
     if (blocks := special.get("blocks")) is None:
         blocks = _blocks(special, sliding, [GatedMlp(ffn_size, **special.get("dense", {}))] * num_layers)
     mixture = next((mlp for _, mlp in blocks if isinstance(mlp, Mixture)), None)

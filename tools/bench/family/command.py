@@ -59,12 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         config = read(given.folder)
-        tensors = {
-            name: extents for path in weight_files(given.folder) for name, (_, extents, _) in read_header(path).items()
-        }
-        if not tensors:
-            raise ValueError("it has no *.safetensors; download the weights, of which only the headers are read")
-        proposal = propose(config, tensors)
+        proposal = propose(config, tensors := names_and_extents(given.folder))
     except (OSError, ValueError) as error:
         said = message_of(error)
         named = "" if str(given.folder) in said else f"{given.folder}: "
@@ -112,6 +107,17 @@ def read(folder: Path) -> dict[str, Any]:
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ValueError(f"architectures of config.json must be a list of names, but it is {json.dumps(named)}")
     return config
+
+
+def names_and_extents(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The tensors of the files.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if tensors := {name: held[1] for path in weight_files(folder) for name, held in read_header(path).items()}:
+        return tensors
+    raise ValueError("it has no *.safetensors; download the weights, of which only the headers are read")
 
 
 def counts(proposal: Proposal) -> dict[str, Any]:
@@ -173,7 +179,7 @@ def _faulty(part: Any, *arguments: Any) -> str | None:
 
 
 def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config.json with small sizes."""
+    """The same config.json with small sizes, and with `NUM_LAYERS` layers, of each kind that lists of layers name."""
     tiny: dict[str, Any] = {key: _TINY.get(key, value) if value is not None else None for key, value in config.items()}
     if config.get("num_key_value_heads") != config.get("num_attention_heads"):
         tiny["num_key_value_heads"] = 2
@@ -181,9 +187,19 @@ def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
         tiny["num_key_value_heads"] = _TINY["num_attention_heads"]
     if "head_dim" in tiny and config["head_dim"] == config.get("qk_rope_head_dim"):  # one size by two names
         tiny["head_dim"] = tiny["qk_rope_head_dim"]
-    for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
-        if tiny.get(key):
-            tiny[key] = tiny[key][:NUM_LAYERS]
+    if tiny.get("rotary_dim") and config.get("head_dim"):
+        tiny["rotary_dim"] = config["rotary_dim"] * _TINY["head_dim"] // config["head_dim"]
+    num_layers = config.get("num_hidden_layers", len(config.get("layers_block_type", ())))
+    of_layers = {
+        key: value
+        for key, value in config.items()
+        if (isinstance(value, list) or key == "hybrid_override_pattern") and len(value) == num_layers
+    }
+    kinds = [*zip(*of_layers.values(), strict=True)]
+    first = [n for n, kind in enumerate(kinds) if kinds.index(kind) == n]  # one layer of each kind
+    kept = sorted([*first, *(n for n in range(len(kinds)) if n not in first)][:NUM_LAYERS])
+    for key, value in of_layers.items():
+        tiny[key] = [value[n] for n in kept] if isinstance(value, list) else "".join(value[n] for n in kept)
     return tiny
 
 
