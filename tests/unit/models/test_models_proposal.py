@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 
 import pytest
+from test_models_config import BASES as OF_FAMILIES
 from test_models_config import DEEPSEEK as PUBLISHED
 from test_models_config import MINIMAX, MIXTRAL, QWEN3
 
@@ -210,3 +211,13 @@ def test_a_nearer_family_that_refuses_config_json_is_told():
     }
     assert propose(without, tensors).refused["kimi_k2"] == "the key 'first_k_dense_replace' is missing"
     assert not propose(DEEPSEEK, tensors).refused
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_claims_to_read_a_key_that_it_does_not_know(monkeypatch, name):
+    """A reader that copies config.json would hide what a model computes with."""
+    config = OF_FAMILIES[name] | {"model_type": "new", "residual_multiplier": 0.2}
+    for other in FAMILIES.keys() - {name}:
+        monkeypatch.delitem(FAMILIES, other)
+    found = propose(config, {})
+    assert found.unread["residual_multiplier"] == 0.2 and "'residual_multiplier': 0.2" in found.source()

@@ -137,6 +137,12 @@ def patterns(names: Mapping[str, Any]) -> dict[str, int]:
     return dict(Counter(map(pattern, names)))
 
 
+def with_extents(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The same, and the extents of the first one of each."""
+    first = {pattern(name): list(extents) for name, extents in [*tensors.items()][::-1]}
+    return {name: f"{number} of {first[name]}" for name, number in patterns(tensors).items()}
+
+
 def pattern(name: str) -> str:
     return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
@@ -289,7 +295,8 @@ def _logprobs(folder: Path, _: Path) -> str | None:
         return None
     return (
         f"they differ by up to {difference:.2g} nats in a row of 24 tokens, where {allowed:.2g} are rounding; the "
-        "forward pass is another one"
+        "forward pass is another one: by a key that nothing reads, or see transformers' "
+        f"modeling_{spec.shape.family}.py"
     )
 
 
@@ -308,8 +315,8 @@ def tell(proposal: Proposal, num_tensors: int, checks: Mapping[str, str | None],
         table.add_column(heading, overflow="fold")
     differing = {pattern(name): both for name, both in reversed(proposal.differing.items())}
     told: list[tuple[str, Mapping[str, Any]]] = [
-        ("no row describes it", patterns(proposal.unknown)),
-        ("a row asks for it", patterns(proposal.missing)),
+        ("no row describes it", with_extents(proposal.unknown)),
+        ("a row asks for it", with_extents(proposal.missing)),
         ("ignored", patterns(proposal.ignored)),
         (
             "it has other extents",

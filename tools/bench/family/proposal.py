@@ -133,8 +133,8 @@ class Proposal:
         text = "\n".join(f"    {change}," for change in changes)
         modules = {family: module_of(family) for family in imported}
         lines = [f"from megatron_rl.models.families.{modules[one]} import {one.upper()}" for one in imported]
-        for module, names in _SHARED.items():
-            if used := [name for name in names if re.search(rf"\b{name}\b", text)]:
+        for module, shared in _SHARED.items():
+            if used := [name for name in shared if re.search(rf"\b{name}\b", text)]:
                 lines.append(f"from megatron_rl.models.families.{module} import {', '.join(used)}")
         return (
             f'"""{name}: like {self.nearest}. Name the paper here, and what differs."""\n\n'
@@ -172,12 +172,13 @@ def propose(config: Mapping[str, Any], tensors: Mapping[str, Extents]) -> Propos
         key=lambda one: (
             len(one.unknown) + len(one.missing) + len(one.differing),
             len(one.taken) + len(one.dropped),
+            len(one.unread),
         ),
     )
     num_named = _num_named(best.family, tensors)
     refused = faults.keys() - {one.nearest for one in found}  # some were read with another mixture
     nearer = [name for name in FAMILIES if name in refused and _num_named(FAMILIES[name], tensors) > num_named]
-    return replace(best, refused={name: faults[name] for name in (nearer if whole else [best.nearest])})
+    return replace(best, refused={name: faults[name] for name in nearer}) if whole else best
 
 
 def _read(nearest: str, family: Family, config: Mapping[str, Any]) -> tuple[ModelShape | None, set[str], str]:
@@ -256,7 +257,7 @@ def _complete(
     biased = any(rule.megatron == ROUTER_BIAS for rule in whole.mixture)
     if biased and shape.mixture and shape.mixture.score != "sigmoid":
         whole, reader = replace(whole, read_config=sigmoid_scored(family.read_config)), f"sigmoid_scored({reader})"
-    again, read, _ = _read(nearest, whole, config)  # its rows and its reader say more of the layers
+    again, read, fault = _read(nearest, whole, config)  # its rows and its reader say more of the layers
     shape = again or replace(shape, family=name)
     unread = {
         key: value
@@ -284,7 +285,7 @@ def _complete(
             key: (extents, tensors[key]) for key, extents in described.items() if tensors.get(key, extents) != extents
         },
         unread=unread,
-        refused={},
+        refused={nearest: fault} if fault else {},
     )
 
 
