@@ -18,7 +18,6 @@ from megatron_rl.commands import hf_to_megatron, megatron_to_hf
 from megatron_rl.convert import Options, Verification, open_checkpoint, to_open, to_ranks
 from megatron_rl.models import check_model, read_shape
 from megatron_rl.models.composite import check_text_alone
-from megatron_rl.rollout.start import text_model
 from megatron_rl.types import Mesh
 
 PARTS = {
@@ -153,18 +152,6 @@ def test_a_run_begins_with_the_folder_unless_its_engines_load_weights_from_it(ma
         check_text_alone(folder)
     assert megatron_to_hf.main([str(folder), str(tmp_path / "text")]) == 0
     check_text_alone(tmp_path / "text")
-
-
-def test_an_engine_reads_the_configuration_of_the_text_model(made):
-    one = made("kimi_k25")
-    with text_model(one.folder) as folder:
-        assert read_shape(folder) == read_shape(one.folder)
-        config = json.loads((folder / "config.json").read_text())
-        assert config["architectures"] == ["DeepseekV3ForCausalLM"] and "text_config" not in config
-        assert (folder / "tokenizer.json").exists() and not [*folder.glob("*.safetensors")]
-    assert not folder.exists()
-    with text_model(one.alone) as folder:
-        assert folder == one.alone
 
 
 @pytest.mark.parametrize("where", cover.essential(["text_config", "whole", "both"], "text_config"))
