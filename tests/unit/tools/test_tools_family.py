@@ -32,9 +32,18 @@ def write(folder: Path, family: str) -> Path:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("family", "nearest", "fits"), [("SeedOss", "qwen2", True), ("Ernie4_5", "llama", False)])
+@pytest.mark.parametrize(
+    ("family", "nearest", "fits"),
+    [
+        ("SeedOss", "qwen2", True),
+        ("Ministral", "mistral", True),
+        ("Ernie4_5", "llama", False),
+        ("Exaone4", "olmo3", False),
+    ],
+)
 def test_a_model_without_a_table_is_proposed_and_checked(tmp_path, family, nearest, fits):
-    """Seed-OSS has Qwen2's tensors and forward pass. ERNIE 4.5 has Llama's tensors, but it rotates pairs."""
+    """Seed-OSS has Qwen2's tensors and forward pass, Ministral Mistral's. ERNIE 4.5 has Llama's tensors, but it rotates
+    pairs; EXAONE 4 has windows as OLMo 3, but it rotates nothing in the other layers."""
     folder = write(tmp_path / "model", family)
     command = [sys.executable, "-m", "megatron_rl", "family", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
