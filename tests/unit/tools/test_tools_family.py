@@ -58,11 +58,13 @@ USED_AS_PRINTED = """
 import json, sys
 from pathlib import Path
 from megatron_rl.models import FAMILIES
-from megatron_rl.tools.bench.family.command import check, names_and_extents, read
+from megatron_rl.models.hub import read_header
+from megatron_rl.tools.bench.family.command import check, read
 from megatron_rl.tools.bench.family.proposal import propose
 
 folder = Path(sys.argv[1])
-config, tensors = read(folder), names_and_extents(folder)
+config = read(folder)
+tensors = {name: held[1] for name, held in read_header(folder / "model.safetensors").items()}
 del FAMILIES[config["model_type"]]
 names = {}
 exec(propose(config, tensors).source(), names)

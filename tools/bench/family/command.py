@@ -59,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         config = read(given.folder)
-        proposal = propose(config, tensors := names_and_extents(given.folder))
+        tensors = {name: held[1] for path in weight_files(given.folder) for name, held in read_header(path).items()}
+        if not tensors:
+            raise ValueError("it has no *.safetensors; download the weights, of which only the headers are read")
+        proposal = propose(config, tensors)
     except (OSError, ValueError) as error:
         said = message_of(error)
         named = "" if str(given.folder) in said else f"{given.folder}: "
@@ -107,17 +110,6 @@ def read(folder: Path) -> dict[str, Any]:
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise ValueError(f"architectures of config.json must be a list of names, but it is {json.dumps(named)}")
     return config
-
-
-def names_and_extents(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The tensors of the files.
-
-    Raises:
-        ValueError: there is none.
-    """
-    if tensors := {name: held[1] for path in weight_files(folder) for name, held in read_header(path).items()}:
-        return tensors
-    raise ValueError("it has no *.safetensors; download the weights, of which only the headers are read")
 
 
 def counts(proposal: Proposal) -> dict[str, Any]:
