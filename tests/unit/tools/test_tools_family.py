@@ -26,7 +26,8 @@ SIZES = dict(
 
 
 def write(folder: Path, family: str) -> Path:
-    config = getattr(transformers, f"{family}Config")(**SIZES)
+    more = {"head_dim": 16, "sliding_window": 8} if family == "Ministral" else {}
+    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     return folder
 
