@@ -24,6 +24,7 @@ from megatron_rl.data.cache import contents_digest
 from megatron_rl.data.files import files_of
 from megatron_rl.loop.health.answers import common_reason
 from megatron_rl.loop.rollouts import verdicts_of
+from megatron_rl.models.composite import check_text_alone
 from megatron_rl.models.peft import base_digest
 from megatron_rl.ports import StopRequested
 from megatron_rl.preflight.backend_source import faults_of_backend
@@ -61,6 +62,8 @@ def config_without_trainers(arguments: Sequence[str], out: Path) -> GrpoRunConfi
             f"the engines load Hugging Face's form, but model.weights is {config.model.weights}; convert it with "
             f"`megatron-rl convert to-hf`, give the result as model.path, and set model.weights=null"
         )
+    if (config.model.path / "config.json").is_file():
+        check_text_alone(config.model.path)
     return config
 
 

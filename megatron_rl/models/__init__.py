@@ -10,7 +10,7 @@ from megatron_rl.models.config import critic_config, critic_shape, hub_hint, rea
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.fused import obstacle_to_fused_layers
-from megatron_rl.models.hub import HubIndex, check_model, check_startable, scan
+from megatron_rl.models.hub import HubIndex, check_model, scan
 from megatron_rl.models.matrices import is_matrix
 from megatron_rl.models.placement import engine_layers
 from megatron_rl.models.shards import Box, Shard, check_parameters, slices, volume
@@ -63,7 +63,6 @@ __all__ = [
     "Shard",
     "check_model",
     "check_parameters",
-    "check_startable",
     "critic_config",
     "critic_shape",
     "engine_layers",

@@ -5,10 +5,10 @@ config.json has the text model's own configuration under `text_config`, and the 
 with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
 that a folder of its own has. All other tensors are counted and told by the beginnings of their names.
 
-No run begins with such a folder. vLLM's classes for it (KimiK25ForConditionalGeneration,
+Trainers load such a folder as it is. vLLM's classes for it (KimiK25ForConditionalGeneration,
 Qwen3_5ForConditionalGeneration) also build the tower, which nothing here trains, and name the parameters differently.
-Its classes for text (DeepseekV3ForCausalLM, Qwen3_5ForCausalLM) and transformers' read the folder that the converter
-makes.
+So engines read the configuration of the text model alone (`rollout/start.py`), for which vLLM has classes for text
+(DeepseekV3ForCausalLM, Qwen3_5ForCausalLM), and cannot load weights from it.
 
 Sources of the names: transformers, conversion_mapping.py (`kimi_k25`), modeling_qwen3_5.py and modeling_qwen3_5_moe.py
 (Qwen3_5MoeExperts); vLLM, kimi_k25.py and qwen3_5.py (`hf_to_vllm_mapper`).
@@ -197,16 +197,14 @@ def _stacked(rule: Rule, transposed: bool) -> Rule:
 
 
 def check_text_alone(folder: Path) -> None:
-    """Check that a run can begin with a Hugging Face folder, as far as its parts matter.
+    """Check that an engine can load the weights of a Hugging Face folder, as far as its parts matter.
 
     Raises:
         ValueError: the folder holds other parts than a text model; the error says what to do.
     """
-    config = json.loads((folder / "config.json").read_text())
-    if config.get("model_type") in COMPOSITES:
+    if composite_of(folder):
         raise ValueError(
-            f"model.path: {folder} holds a {config['model_type']}, a text model with a vision tower, and no run can "
-            f"begin with it. Please take the text model out once with "
-            f"`megatron-rl convert to-megatron {folder} TARGET`, and then set model.weights=TARGET and "
-            f"model.path=TARGET/hf"
+            f"model.path: {folder} has a vision tower next to its text model, and the engines of this run load weights "
+            f"from it, of which vLLM's class for text knows no names. Please take the text model out once with "
+            f"`megatron-rl convert to-hf {folder} TARGET`, and give TARGET in place of it"
         )

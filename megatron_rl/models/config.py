@@ -79,8 +79,6 @@ def read_shape(folder: Path) -> ModelShape:
         config = text_of(config)
         family = config["model_type"]
         _check_class(FAMILIES[family], config)
-        if "sliding_window" in FAMILIES[family].known:
-            kinds_of_layers(config, (FULL,), f" for the family {family}")
         return shape_of(FAMILIES[family], config)
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
@@ -129,6 +127,8 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
     for key, value in table.known.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {table.name} only {value!r} is supported")
+    if "sliding_window" in table.known:
+        kinds_of_layers(config, (FULL,), f" for the family {table.name}")
     heads, hidden = size(config, "num_attention_heads"), size(config, "hidden_size")
     # transformers leaves the number out where a list names the block of each layer.
     num_layers = size(config, "num_hidden_layers", derived=len(config.get("layers_block_type") or ()) or None)
@@ -151,6 +151,10 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
             raise ValueError(
                 f"partial_rotary_factor is {rope.share}, which rotates {attention.rotary_dim} of the {head_dim} "
                 "dims of a head; only even numbers are supported"
+            )
+        if (dims := config.get("rotary_dim") or attention.rotary_dim) != attention.rotary_dim:
+            raise ValueError(
+                f"rotary_dim is {dims}, but {attention.rotary_dim} of the {head_dim} dims of a head are rotated"
             )
     if (blocks := special.get("blocks")) is None:
         blocks = _blocks(special, sliding, [GatedMlp(ffn_size, **special.get("dense", {}))] * num_layers)

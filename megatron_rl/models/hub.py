@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_rl.models.composite import Composite, as_in_files, check_text_alone, composite_of
+from megatron_rl.models.composite import Composite, as_in_files, composite_of
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.quantisation import FP8, Blocks, Form, Int4, Packed, check_unquantised, read_blocks
@@ -76,24 +76,13 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
     """Check everything about a checkpoint that can be checked before a process starts.
 
     Raises:
-        ValueError: the mesh does not divide the model, or the weights are damaged, incomplete or quantised, or belong
-            to more than a text model.
+        ValueError: the mesh does not divide the model, or the weights are damaged, incomplete or quantised.
     """
-    check_startable(folder)
+    check_unquantised(folder)
     FAMILIES[shape.family].check_mesh(shape, mesh)
     ignored, needed = scan(folder, shape.served).ignored, FAMILIES[shape.family].file_tensors(shape)
     for reason, count in Counter(reason for name, reason in ignored.items() if name not in needed).items():
         log.warning("%s: %d tensors are ignored: %s", folder, count, reason)
-
-
-def check_startable(folder: Path) -> None:
-    """Check that the weights of a Hugging Face folder need no conversion before a run.
-
-    Raises:
-        ValueError: they do; the error has the command.
-    """
-    check_text_alone(folder)
-    check_unquantised(folder)
 
 
 def find_head(folder: Path, shape: ModelShape) -> dict[str, Path]:

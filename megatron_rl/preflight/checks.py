@@ -25,8 +25,10 @@ from megatron_rl.config.rewards import ReasoningGymReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
-from megatron_rl.models import FAMILIES, check_startable, hub_hint, obstacle_to_fused_layers, read_shape, scan
+from megatron_rl.models import FAMILIES, hub_hint, obstacle_to_fused_layers, read_shape, scan
+from megatron_rl.models.composite import check_text_alone
 from megatron_rl.models.hub import MANIFEST
+from megatron_rl.models.quantisation import check_unquantised
 from megatron_rl.observe.provenance import check_own
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
@@ -210,7 +212,9 @@ def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
 
 
 def _check_weights(config: BaseConfig, shape: ModelShape) -> None:
-    check_startable(config.model.path)
+    check_unquantised(config.model.path)
+    if isinstance(config, GrpoRunConfig) and config.served_adapters:
+        check_text_alone(config.model.path)
     if config.model.weights:
         _check_manifest(config.model.weights, shape)
     else:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.models import FAMILIES, check_startable, critic_shape, read_shape, scan
+from megatron_rl.models import FAMILIES, critic_shape, read_shape, scan
+from megatron_rl.models.quantisation import check_unquantised
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.types import ModelShape
 
@@ -38,7 +39,7 @@ def _faults(config: GrpoRunConfig, policy: ModelShape, tokenizer: TokenizerFiles
             f"{config.rollout.max_model_tokens} tokens; lower rollout.max_response_tokens, or choose another critic"
         )
     if own.weights is None:
-        check_startable(own.path)
+        check_unquantised(own.path)
         scan(own.path, shape)
     other = TokenizerFiles(own.path)
     if tokenizer is None or tokenizer.core is None or other.core is None:

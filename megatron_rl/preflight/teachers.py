@@ -7,7 +7,9 @@ from pathlib import Path
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.config.teachers import TeacherConfig, engine_config
-from megatron_rl.models import FAMILIES, check_startable, read_shape, scan
+from megatron_rl.models import FAMILIES, read_shape, scan
+from megatron_rl.models.composite import check_text_alone
+from megatron_rl.models.quantisation import check_unquantised
 from megatron_rl.preflight.rows import Tell
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
@@ -47,12 +49,13 @@ def _faults(
         own = teacher.parallel
         FAMILIES[shape.family].check_engine(shape, own.tensor, own.expert_parallel, own.pipeline)
         longest = engine_config(config, number).rollout.max_engine_tokens
+        check_text_alone(path)
     if longest > shape.max_positions:
         yield (
             f"{path} has {shape.max_positions} positions, and with its prompt and the token that an engine adds, an "
             f"answer may have {longest}; lower rollout.max_response_tokens, or choose another teacher"
         )
-    check_startable(path)
+    check_unquantised(path)
     scan(path, shape)
     theirs = TokenizerFiles(path).core
     if tokenizer is None or tokenizer.core is None or theirs is None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from megatron_rl.config.engine_options import ELSEWHERE, REFUSED
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.convert.hub import companions
 from megatron_rl.models import linear_layers, read_shape
 from megatron_rl.models.adapters import PINNED_ID, SERVED_ID
+from megatron_rl.models.composite import composite_of
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
@@ -66,13 +72,14 @@ def make_engine(spec: EngineSpec, progress: Progress | None) -> LLMEngine:
 
     defaults = {} if on_gpu else _cpu_defaults(rollout, shape)
     ours = _own_arguments(spec, shape, on_gpu)
-    arguments = EngineArgs(**{**defaults, **rollout.vllm, **ours})
     look_at_classes_here()
-    # vLLM chooses the tokens of a step by GPU and usage; without a usage it takes 2,048 on every GPU.
-    config = arguments.create_engine_config(UsageContext.LLM_CLASS)
-    # On a CPU vLLM refuses it, because its workers do not collect them; ours do.
-    config.aux_output_config.enable_return_routed_experts = returns_routes
-    engine = LLMEngine(config, Executor.get_class(config), log_stats=spec.keeps_statistics, multiprocess_mode=False)
+    with text_model(model.path) as folder:
+        arguments = EngineArgs(**{**defaults, **rollout.vllm, **ours, "model": str(folder)})
+        # vLLM chooses the tokens of a step by GPU and usage; without a usage it takes 2,048 on every GPU.
+        config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+        # On a CPU vLLM refuses it, because its workers do not collect them; ours do.
+        config.aux_output_config.enable_return_routed_experts = returns_routes
+        engine = LLMEngine(config, Executor.get_class(config), log_stats=spec.keeps_statistics, multiprocess_mode=False)
     remove_own_names()
     if forbidden := spec.forbidden_ids:
         engine.collective_rpc("forbid", args=(forbidden,))
@@ -94,6 +101,17 @@ def make_engine(spec: EngineSpec, progress: Progress | None) -> LLMEngine:
     if progress is not None:
         _record_steps(engine, progress)
     return engine
+
+
+@contextmanager
+def text_model(folder: Path) -> Iterator[Path]:
+    """The folder that vLLM reads the model's configuration in. Next to a vision tower it is another one, which has the
+    text model's configuration and no weights."""
+    with TemporaryDirectory() as temporary:
+        if composite_of(folder):
+            for name, content in companions(folder, None).items():
+                Path(temporary, name).write_bytes(content)
+        yield Path(temporary) if composite_of(folder) else folder
 
 
 def look_at_classes_here() -> None:
@@ -146,7 +164,6 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
 
     model, rollout = spec.model, spec.rollout
     ours: dict[str, Any] = {
-        "model": str(model.path),
         "load_format": "auto" if spec.loads_weights or spec.adapters else "dummy",
         "dtype": model.dtype,
         "hf_overrides": {"head_dtype": "float32"},  # the trainer's logits are float32 too (algorithms/logprobs.py)

@@ -52,6 +52,8 @@ def test_the_gradient_is_that_of_the_text_model_alone(trainers, converted, name)
     rows, parallel = random_rows(VOCAB_SIZE, num_rows=8, longest=64, seed=3), parse_layout(LAYOUTS[name])
     alone = numbers_of(trainers, one.alone, rows, parallel, 2)
     found = numbers_of(trainers, checkpoint / "hf", rows, parallel, 2, weights=checkpoint)
+    direct = numbers_of(trainers, one.folder, rows, parallel, 2)
+    assert all(np.array_equal(tensor, direct[0][2][key]) for key, tensor in found[0][2].items())
     assert [ranks[:2] for ranks in found] == [ranks[:2] for ranks in alone]
     assert found[0][2].keys() == alone[0][2].keys() != set()
     assert all(np.array_equal(tensor, alone[0][2][key]) for key, tensor in found[0][2].items())

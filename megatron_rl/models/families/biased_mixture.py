@@ -7,7 +7,7 @@ The router's bias has no gradient; it is a parameter in HF and vLLM and a float3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +69,18 @@ def only(config: Mapping[str, Any], **known: Any) -> None:
     for key, value in known.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; only {value!r} is supported")
+
+
+def sigmoid_scored(read: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same `Family.read_config` for routers with sigmoid scores, which Megatron-Core demands of routers with a
+    bias."""
+
+    def read_sigmoid(config: Mapping[str, Any]) -> dict[str, Any]:
+        only(config, scoring_func="sigmoid")
+        found = read(config)
+        return found | {"mixture": replace(found["mixture"], score="sigmoid")}
+
+    return read_sigmoid
 
 
 def read_experts(config: Mapping[str, Any]) -> dict[str, Any]:

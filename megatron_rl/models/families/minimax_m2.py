@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.models.config_values import size
-from megatron_rl.models.families.biased_mixture import ROUTER_BIAS_ROW, served_in_float32
+from megatron_rl.models.families.biased_mixture import ROUTER_BIAS_ROW, served_in_float32, sigmoid_scored
 from megatron_rl.models.families.mixtral import MIXTRAL
 from megatron_rl.models.families.rows import ATTENTION_OUTPUT, ENDS, INPUT_NORM, QKV_WEIGHT, renamed
 from megatron_rl.models.family import WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import ROWS, Piece, Sizes, SplitKind, part
-from megatron_rl.types import Mixture
 
 _NEEDED = {"scoring_func": "sigmoid", "use_routing_bias": True}
 """What vLLM's class reads from config.json, and transformers' class always does."""
@@ -49,17 +48,10 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in _NEEDED.items():
         if config[key] != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family minimax_m2 only {value!r} is supported")
-    if 2 * size(config, "rotary_dim") != (head_dim := size(config, "head_dim", 128)):
-        raise ValueError(f"rotary_dim is {config['rotary_dim']}; only a half of head_dim, {head_dim}, is supported")
+    size(config, "rotary_dim")  # vLLM needs it
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):
         raise ValueError(f"attn_type_list is {config['attn_type_list']}; only 1, softmax attention, is supported")
-    mixture = Mixture(
-        num_experts=size(config, "num_local_experts"),
-        num_active=size(config, "num_experts_per_tok", at_most="num_local_experts"),
-        ffn_size=size(config, "intermediate_size"),
-        score="sigmoid",
-    )
-    return {"mixture": mixture}
+    return sigmoid_scored(MIXTRAL.read_config)(config)
 
 
 MINIMAX_M2 = Family(

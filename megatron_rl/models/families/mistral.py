@@ -10,9 +10,9 @@ from megatron_rl.models.families.windows import all_layers
 MISTRAL = replace(
     LLAMA,
     name="mistral",
-    absent={"num_key_value_heads": 8},
+    absent={"num_key_value_heads": 8, "sliding_window": 4096},
     vllm_model="MistralForCausalLM",
-    read_config=lambda config: all_layers({"sliding_window": 4096, **config}),  # transformers' default
+    read_config=all_layers,
     known={name: value for name, value in LLAMA.known.items() if name != "sliding_window"}
     | {"llama_4_scaling": None, "ada_rms_norm_t_cond": False},  # vLLM's class reads them
 )

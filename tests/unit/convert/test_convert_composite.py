@@ -17,6 +17,7 @@ from test_convert_int4 import INT4, write_int4
 from megatron_rl.commands import hf_to_megatron, megatron_to_hf
 from megatron_rl.convert import Options, Verification, open_checkpoint, to_open, to_ranks
 from megatron_rl.models import check_model, read_shape
+from megatron_rl.models.composite import check_text_alone
 from megatron_rl.types import Mesh
 
 PARTS = {
@@ -144,10 +145,13 @@ def test_a_head_that_config_json_does_not_name_is_named_when_it_is_left_out(tmp_
     assert json.loads((dropped / "config.json").read_text()) == json.loads(plain) | {"num_nextn_predict_layers": 0}
 
 
-def test_a_run_is_told_to_take_the_text_model_out(made):
+def test_a_run_begins_with_the_folder_unless_its_engines_load_weights_from_it(made, tmp_path):
     folder = made("kimi_k25").folder
-    with pytest.raises(ValueError, match="kimi_k25"):
-        check_model(folder, read_shape(folder), Mesh())
+    check_model(folder, read_shape(folder), Mesh())
+    with pytest.raises(ValueError, match=f"tower .*`megatron-rl convert to-hf {folder} TARGET`, and give TARGET"):
+        check_text_alone(folder)
+    assert megatron_to_hf.main([str(folder), str(tmp_path / "text")]) == 0
+    check_text_alone(tmp_path / "text")
 
 
 @pytest.mark.parametrize("where", cover.essential(["text_config", "whole", "both"], "text_config"))

@@ -657,7 +657,7 @@ def test_a_key_that_the_vendors_classes_compute_with_is_read_or_refused(tmp_path
         (LLAMA, {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "'linear' is not supported"),
         (MINIMAX, {"scoring_func": "softmax"}, "scoring_func is 'softmax'; for the family minimax_m2 only 'sigmoid'"),
         (MINIMAX, {"use_routing_bias": False}, "use_routing_bias is False; .* only True"),
-        (MINIMAX, {"rotary_dim": 32}, "rotary_dim is 32; only a half of head_dim, 128"),
+        (MINIMAX, {"rotary_dim": 32}, "rotary_dim is 32, but 64 of the 128 dims of a head"),
         (MINIMAX, {"attn_type_list": [1, 0]}, r"attn_type_list is \[1, 0\]; only 1"),
         (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'; .* only 'per_layer'"),
         (MINIMAX, {"tie_word_embeddings": True}, "tie_word_embeddings is True"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
+from test_models_config import BASES as OF_FAMILIES
 from test_models_config import DEEPSEEK as PUBLISHED
 from test_models_config import MINIMAX, MIXTRAL, QWEN3
 
@@ -137,9 +139,31 @@ def test_a_row_is_taken_for_a_tensor_that_another_module_holds(monkeypatch):
     assert found.family.hf_tensors(found.shape) == family.hf_tensors(shape)
     name = "block_sparse_moe.e_score_correction_bias"
     assert rows_of(found.family, name) == rows_of(family, name) and found.shape.mixture.router_bias
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_the_text_reads_how_a_router_scores_and_how_many_dims_are_rotated(monkeypatch, published):
+    """The file of MiniMax-M2, unchanged, reads the same layers as its own table. In a folder that transformers wrote,
+    config.json has no key for the scores, and none for the rotation if heads are rotated whole."""
+    name, more = "minimax_m2", {"use_qk_norm": True, "shared_intermediate_size": 0}
+    of_own = MINIMAX | {"num_hidden_layers": 2} | more
+    family, config = FAMILIES[name], dict(of_own)
+    if not published:
+        family, of_own = replace(family, rotary_share=1.0), of_own | {"rotary_dim": of_own["head_dim"]}
+        config = {key: of_own[key] for key in of_own.keys() - {"scoring_func", "use_routing_bias", "rotary_dim", *more}}
+    wanted = shape_of(family, of_own)
+    monkeypatch.delitem(FAMILIES, name)
+    found = propose(config, {key: held.extents for key, held in family.file_tensors(wanted).items()})
     names: dict = {}
     exec(found.source(), names)
-    assert names["MINIMAX_M2"].rules == found.family.rules
+    written = names["MINIMAX_M2"]
+    assert written.rules == found.family.rules and written.known == found.family.known
+    assert shape_of(written, config) == found.shape == wanted
+    assert found.unread.keys() == ({"use_routing_bias", *more} if published else set())
+    for key, other in {"scoring_func": "softmax", "rotary_dim": 32, "use_routing_bias": False}.items():
+        if published or key != "use_routing_bias":
+            with pytest.raises(ValueError, match=f"{key} is "):
+                shape_of(written, config | {key: other})
 
 
 @pytest.mark.parametrize(("lost", "num_missing"), [("up_proj", 4), ("norm", 17)])
@@ -187,3 +211,13 @@ def test_a_nearer_family_that_refuses_config_json_is_told():
     }
     assert propose(without, tensors).refused["kimi_k2"] == "the key 'first_k_dense_replace' is missing"
     assert not propose(DEEPSEEK, tensors).refused
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_claims_to_read_a_key_that_it_does_not_know(monkeypatch, name):
+    """A reader that copies config.json would hide what a model computes with."""
+    config = OF_FAMILIES[name] | {"model_type": "new", "residual_multiplier": 0.2}
+    for other in FAMILIES.keys() - {name}:
+        monkeypatch.delitem(FAMILIES, other)
+    found = propose(config, {})
+    assert found.unread["residual_multiplier"] == 0.2 and "'residual_multiplier': 0.2" in found.source()

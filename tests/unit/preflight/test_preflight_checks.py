@@ -137,6 +137,23 @@ def test_a_run_without_fault_passes_and_leaves_nothing_behind(home):
     assert sorted(home.rglob("*")) == before
 
 
+def test_a_folder_with_a_vision_tower_is_refused_only_where_engines_load_weights_from_it(home):
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): extents
+        for name, extents in FAMILIES["qwen3"].hf_tensors(read_shape(home / "model")).items()
+    }
+    for path in (home / "model").glob("*.safetensors*"):
+        path.unlink()
+    (home / "model/model.safetensors").write_bytes(safetensors(tensors | {"model.visual.pos_embed.weight": (4, 8)}))
+    text = CONFIG | {"model_type": "qwen3_vl_text"}
+    (home / "model/config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
+    assert faults(grpo()) == faults(grpo(policy={"lora": {}}, rollout__lora="merged")) == []
+    [told] = faults(grpo(policy={"lora": {}}))
+    assert (
+        told.startswith("model.path: model has a vision tower") and "`megatron-rl convert to-hf model TARGET`" in told
+    )
+
+
 def test_adapters_that_cannot_be_trained_or_served_are_named(home):
     def lora(**keys):
         return grpo(policy={"lora": keys})

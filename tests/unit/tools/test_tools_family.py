@@ -26,15 +26,25 @@ SIZES = dict(
 
 
 def write(folder: Path, family: str) -> Path:
-    config = getattr(transformers, f"{family}Config")(**SIZES)
+    more = {"head_dim": 16, "sliding_window": 8} if family == "Ministral" else {}
+    config = getattr(transformers, f"{family}Config")(**SIZES, **more)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     return folder
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("family", "nearest", "fits"), [("SeedOss", "qwen2", True), ("Ernie4_5", "llama", False)])
+@pytest.mark.parametrize(
+    ("family", "nearest", "fits"),
+    [
+        ("SeedOss", "qwen2", True),
+        ("Ministral", "mistral", True),
+        ("Ernie4_5", "llama", False),
+        ("Exaone4", "olmo3", False),
+    ],
+)
 def test_a_model_without_a_table_is_proposed_and_checked(tmp_path, family, nearest, fits):
-    """Seed-OSS has Qwen2's tensors and forward pass. ERNIE 4.5 has Llama's tensors, but it rotates pairs."""
+    """Seed-OSS has Qwen2's tensors and forward pass, Ministral Mistral's. ERNIE 4.5 has Llama's tensors, but it rotates
+    pairs; EXAONE 4 has windows as OLMo 3, but it rotates nothing in the other layers."""
     folder = write(tmp_path / "model", family)
     command = [sys.executable, "-m", "megatron_rl", "family", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -43,6 +53,69 @@ def test_a_model_without_a_table_is_proposed_and_checked(tmp_path, family, neare
     of_logprobs = told["checks"].pop("Megatron's log-probs equal transformers'")
     assert set(told["checks"].values()) == {None}
     assert of_logprobs is None if fits else "the forward pass is another one" in of_logprobs
+
+
+USED_AS_PRINTED = """
+import json, sys
+from pathlib import Path
+from megatron_rl.models import FAMILIES
+from megatron_rl.models.hub import read_header
+from megatron_rl.tools.bench.family.command import check, read
+from megatron_rl.tools.bench.family.proposal import propose
+
+folder = Path(sys.argv[1])
+config = read(folder)
+tensors = {name: held[1] for name, held in read_header(folder / "model.safetensors").items()}
+del FAMILIES[config["model_type"]]
+names = {}
+exec(propose(config, tensors).source(), names)
+FAMILIES[config["model_type"]] = names[config["model_type"].upper()]
+proposal = propose(config, tensors)
+print(json.dumps({"is_known": proposal.is_known, "checks": check(proposal, config)}))
+"""
+"""Puts the file that the command prints for a model whose family is taken away in the family's place, unchanged."""
+
+
+@pytest.mark.deep
+def test_the_printed_file_of_minimax_m2_computes_as_transformers(tmp_path):
+    config = dict(SIZES, head_dim=16, num_local_experts=8, num_experts_per_tok=2)
+    transformers.MiniMaxM2ForCausalLM(transformers.MiniMaxM2Config(**config)).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields |= {"rotary_dim": 8, "scoring_func": "sigmoid", "use_routing_bias": True, "attn_type_list": [1] * 4}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    command = [sys.executable, "-c", USED_AS_PRINTED, str(tmp_path)]
+    told = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout)
+    assert told["is_known"] and len(told["checks"]) == 4 and set(told["checks"].values()) == {None}
+
+
+def hybrid(folder: Path, **settings) -> Path:
+    """A Nemotron-H whose first layers have no attention, as the published ones."""
+    config = transformers.NemotronHConfig(
+        **{key: value for key, value in SIZES.items() if key != "num_hidden_layers"},
+        layers_block_type=["mamba", "mlp", "mamba", "mlp", "mamba", "moe", "full_attention", "mlp"],
+        **dict(mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8, n_groups=2, head_dim=16, n_routed_experts=8),
+        **dict(num_experts_per_tok=2, moe_intermediate_size=16, moe_shared_expert_intermediate_size=16),
+    )
+    transformers.NemotronHForCausalLM(config).save_pretrained(folder)
+    fields = json.loads((folder / "config.json").read_text()) | settings
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.deep
+def test_a_model_of_layers_with_one_block_is_checked_with_a_layer_of_each_kind(tmp_path):
+    command = [sys.executable, "-m", "megatron_rl", "family", str(hybrid(tmp_path)), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert set(json.loads(done.stdout)["checks"].values()) == {None} and done.returncode == 0
+
+
+def test_a_config_json_that_transformers_refuses_is_told_and_ends_in_no_traceback(tmp_path, capsys):
+    assert main([str(hybrid(tmp_path, use_cache="maybe")), "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert checks.pop("every tensor has its row") is None
+    made, *others = checks.values()
+    assert "transformers makes none of this config.json" in made and "use_cache" in made
+    assert set(others) == {"not checked"}
 
 
 @pytest.mark.deep
@@ -87,9 +160,22 @@ def test_a_config_json_that_nothing_can_be_proposed_for_is_named(tmp_path, capsy
 def test_a_tiny_model_keeps_what_sizes_have_in_common():
     latent = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 64, "qk_rope_head_dim": 64}
     assert tiny_config(latent) == dict.fromkeys(latent, 4) | {"head_dim": 8, "qk_rope_head_dim": 8}
-    grouped = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "layer_types": ["full"] * 9}
-    small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "layer_types": ["full"] * 4}
+    grouped = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "rotary_dim": 64}
+    small = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rotary_dim": 8}
     assert tiny_config(grouped) == small
+
+
+def test_a_tiny_model_has_a_layer_of_each_kind():
+    lists = {"layer_types": ["sliding"] * 5 + ["full"], "scales": [1, 1, 1, 2, 1, 1], "of_heads": [1] * 5}
+    kept = {"layer_types": ["sliding", "sliding", "sliding", "full"], "scales": [1, 1, 2, 1], "of_heads": [1] * 5}
+    assert tiny_config({"num_hidden_layers": 6} | lists) == {"num_hidden_layers": 4} | kept
+    assert (
+        tiny_config({"num_hidden_layers": 9, "hybrid_override_pattern": "M-M-ME*M-"})["hybrid_override_pattern"]
+        == "M-E*"
+    )
+    assert tiny_config({"layers_block_type": ["mamba"] * 5 + ["attention"]}) == {
+        "layers_block_type": ["mamba", "mamba", "mamba", "attention"]
+    }
 
 
 def test_a_folder_that_holds_no_model_is_named(tmp_path, capsys):

@@ -59,9 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         config = read(given.folder)
-        tensors = {
-            name: extents for path in weight_files(given.folder) for name, (_, extents, _) in read_header(path).items()
-        }
+        tensors = {name: held[1] for path in weight_files(given.folder) for name, held in read_header(path).items()}
         if not tensors:
             raise ValueError("it has no *.safetensors; download the weights, of which only the headers are read")
         proposal = propose(config, tensors)
@@ -131,6 +129,12 @@ def patterns(names: Mapping[str, Any]) -> dict[str, int]:
     return dict(Counter(map(pattern, names)))
 
 
+def with_extents(tensors: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """The same, and the extents of the first one of each."""
+    first = {pattern(name): list(extents) for name, extents in [*tensors.items()][::-1]}
+    return {name: f"{number} of {first[name]}" for name, number in patterns(tensors).items()}
+
+
 def pattern(name: str) -> str:
     return ".".join("{}" if part.isdigit() else part for part in name.split("."))
 
@@ -173,7 +177,7 @@ def _faulty(part: Any, *arguments: Any) -> str | None:
 
 
 def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config.json with small sizes."""
+    """The same config.json with small sizes, and with `NUM_LAYERS` layers, of each kind that lists of layers name."""
     tiny: dict[str, Any] = {key: _TINY.get(key, value) if value is not None else None for key, value in config.items()}
     if config.get("num_key_value_heads") != config.get("num_attention_heads"):
         tiny["num_key_value_heads"] = 2
@@ -181,9 +185,19 @@ def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
         tiny["num_key_value_heads"] = _TINY["num_attention_heads"]
     if "head_dim" in tiny and config["head_dim"] == config.get("qk_rope_head_dim"):  # one size by two names
         tiny["head_dim"] = tiny["qk_rope_head_dim"]
-    for key in ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
-        if tiny.get(key):
-            tiny[key] = tiny[key][:NUM_LAYERS]
+    if tiny.get("rotary_dim") and config.get("head_dim"):
+        tiny["rotary_dim"] = config["rotary_dim"] * _TINY["head_dim"] // config["head_dim"]
+    num_layers = config.get("num_hidden_layers", len(config.get("layers_block_type", ())))
+    of_layers = {
+        key: value
+        for key, value in config.items()
+        if (isinstance(value, list) or key == "hybrid_override_pattern") and len(value) == num_layers
+    }
+    kinds = [*zip(*of_layers.values(), strict=True)]
+    first = [n for n, kind in enumerate(kinds) if kinds.index(kind) == n]  # one layer of each kind
+    kept = sorted([*first, *(n for n in range(len(kinds)) if n not in first)][:NUM_LAYERS])
+    for key, value in of_layers.items():
+        tiny[key] = [value[n] for n in kept] if isinstance(value, list) else "".join(value[n] for n in kept)
     return tiny
 
 
@@ -273,7 +287,8 @@ def _logprobs(folder: Path, _: Path) -> str | None:
         return None
     return (
         f"they differ by up to {difference:.2g} nats in a row of 24 tokens, where {allowed:.2g} are rounding; the "
-        "forward pass is another one"
+        "forward pass is another one: by a key that nothing reads, or see transformers' "
+        f"modeling_{spec.shape.family}.py"
     )
 
 
@@ -292,8 +307,8 @@ def tell(proposal: Proposal, num_tensors: int, checks: Mapping[str, str | None],
         table.add_column(heading, overflow="fold")
     differing = {pattern(name): both for name, both in reversed(proposal.differing.items())}
     told: list[tuple[str, Mapping[str, Any]]] = [
-        ("no row describes it", patterns(proposal.unknown)),
-        ("a row asks for it", patterns(proposal.missing)),
+        ("no row describes it", with_extents(proposal.unknown)),
+        ("a row asks for it", with_extents(proposal.missing)),
         ("ignored", patterns(proposal.ignored)),
         (
             "it has other extents",

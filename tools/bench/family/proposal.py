@@ -16,11 +16,12 @@ from typing import Any
 
 from megatron_rl.models.config import shape_of
 from megatron_rl.models.families import FAMILIES, module_of
-from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts
+from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts, sigmoid_scored
 from megatron_rl.models.families.qwen3_moe import QWEN3_MOE
 from megatron_rl.models.families.rows import first_name, renamed, rows_of, rows_without
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import HfTensor, Rule
+from megatron_rl.models.traits import ROUTER_BIAS
 from megatron_rl.types import ModelShape
 
 Extents = tuple[int, ...]
@@ -33,6 +34,11 @@ HARMLESS = {
     "router_jitter_noise",
 }
 """Keys of config.json that change no logits of a trained model."""
+_SHARED = {
+    "biased_mixture": ("BIASED_MIXTURE", "read_experts", "sigmoid_scored"),
+    "rows": ("renamed", "rows_of", "rows_without"),
+}
+"""What the text of a file may use of modules that have no family."""
 
 
 class _Read(dict[str, Any]):
@@ -67,6 +73,8 @@ class Proposal:
     shape: ModelShape
     nearest: str
     """The family that it begins with."""
+    reader: str
+    """The text of `read_config`."""
     taken: tuple[tuple[str, str, str, str], ...]
     """(kind of row, family, the row's first HF name there, and here) of each row that comes from another family."""
     dropped: tuple[str, ...]
@@ -95,7 +103,7 @@ class Proposal:
     def source(self) -> str:
         """The text of the file `models/families/<model_type>.py`."""
         name, begin = self.family.name, FAMILIES[self.nearest]
-        base, biased = self.nearest.upper(), self.family.read_config is read_experts
+        base, biased = self.nearest.upper(), self.reader == "read_experts"
         imported = {self.nearest, *(family for _, family, *_ in self.taken)}
         changes = [f'name="{name}"', f'vllm_model="{self.family.vllm_model}"']
         if begin.published_model:
@@ -116,20 +124,18 @@ class Proposal:
                 changes.append(f"{kind}=(*{rows}{added})")
             elif rows != f"{base}.{kind}":
                 changes.append(f"{kind}={rows}")
-        if self.family.read_config is not begin.read_config:
-            changes.append(f"read_config={'read_experts' if biased else 'QWEN3_MOE.read_config'}")
-        if (share := self.shape.attention.rope.share) != 1.0 and begin.rotary_share is None:
+        if self.reader != f"{base}.read_config":
+            changes.append(f"read_config={self.reader}")
+        if (share := self.shape.attention.rope.share) != (begin.rotary_share or 1.0):
             changes.append(f"rotary_share={share}")
-        if self.family.known != begin.known:
-            differing = [f"{key!r}: {value!r}" for key, value in self.family.known.items() if value != begin.known[key]]
-            changes.append(f"known={{**{base}.known, {', '.join(differing)}}}")
+        if pinned := [f"{key!r}: {value!r}" for key, value in self.unread.items() if key in self.family.known]:
+            changes.append(f"known={{**{base}.known, {', '.join(pinned)}}}")
         text = "\n".join(f"    {change}," for change in changes)
         modules = {family: module_of(family) for family in imported}
         lines = [f"from megatron_rl.models.families.{modules[one]} import {one.upper()}" for one in imported]
-        if biased:
-            lines.append("from megatron_rl.models.families.biased_mixture import BIASED_MIXTURE, read_experts")
-        if used := [name for name in ("renamed", "rows_of", "rows_without") if f"{name}(" in text]:
-            lines.append(f"from megatron_rl.models.families.rows import {', '.join(used)}")
+        for module, shared in _SHARED.items():
+            if used := [name for name in shared if re.search(rf"\b{name}\b", text)]:
+                lines.append(f"from megatron_rl.models.families.{module} import {', '.join(used)}")
         return (
             f'"""{name}: like {self.nearest}. Name the paper here, and what differs."""\n\n'
             "from __future__ import annotations\n\nfrom dataclasses import replace\n\n"
@@ -166,12 +172,13 @@ def propose(config: Mapping[str, Any], tensors: Mapping[str, Extents]) -> Propos
         key=lambda one: (
             len(one.unknown) + len(one.missing) + len(one.differing),
             len(one.taken) + len(one.dropped),
+            len(one.unread),
         ),
     )
     num_named = _num_named(best.family, tensors)
     refused = faults.keys() - {one.nearest for one in found}  # some were read with another mixture
     nearer = [name for name in FAMILIES if name in refused and _num_named(FAMILIES[name], tensors) > num_named]
-    return replace(best, refused={name: faults[name] for name in (nearer if whole else [best.nearest])})
+    return replace(best, refused={name: faults[name] for name in nearer}) if whole else best
 
 
 def _read(nearest: str, family: Family, config: Mapping[str, Any]) -> tuple[ModelShape | None, set[str], str]:
@@ -203,12 +210,19 @@ def _candidates(config: Mapping[str, Any]) -> Iterator[tuple[str, Family]]:
     if (own := config.get("model_type")) in FAMILIES:
         yield own, FAMILIES[own]
         return
+    share = _rotary_share(config)
     for name, family in FAMILIES.items():
-        whole = replace(family, rotary_share=family.rotary_share or 1.0)
+        whole = replace(family, rotary_share=share or family.rotary_share or 1.0)
         yield name, whole
         if not family.mixture:
             yield name, replace(whole, mixture=BIASED_MIXTURE, read_config=read_experts)
             yield name, replace(whole, mixture=QWEN3_MOE.mixture, read_config=QWEN3_MOE.read_config)
+
+
+def _rotary_share(config: Mapping[str, Any]) -> float | None:
+    """The share of each head's dims that `rotary_dim` of config.json counts; None without it."""
+    dims, head = config.get("rotary_dim"), config.get("head_dim")
+    return dims / head if isinstance(dims, int) and isinstance(head, int) and 0 < dims <= head else None
 
 
 def _complete(
@@ -237,18 +251,30 @@ def _complete(
         rows[kind] += of_other if own == hf_name else (renamed(of_other[0], own),)
     name = str(config.get("model_type"))
     of_vllm = (config.get("architectures") or [family.published_model or family.vllm_model])[0]
-    known = {key: config.get(key, value) for key, value in family.known.items()}  # where they differ, rows show it
-    whole = replace(replace(family, **rows), name=name, vllm_model=of_vllm, published_model=None, known=known)
-    layers = tuple(whole.layer(layer.attention, layer.mlp) for layer in shape.layers)
+    whole = replace(replace(family, **rows), name=name, vllm_model=of_vllm, published_model=None)
+    own = nearest if family.read_config is FAMILIES[nearest].read_config else "qwen3_moe"
+    reader = "read_experts" if family.read_config is read_experts else f"{own.upper()}.read_config"
+    biased = any(rule.megatron == ROUTER_BIAS for rule in whole.mixture)
+    if biased and shape.mixture and shape.mixture.score != "sigmoid":
+        whole, reader = replace(whole, read_config=sigmoid_scored(family.read_config)), f"sigmoid_scored({reader})"
+    again, read, fault = _read(nearest, whole, config)  # its rows and its reader say more of the layers
+    shape = again or replace(shape, family=name)
+    unread = {
+        key: value
+        for key, value in config.items()
+        if (key not in read | HARMLESS and value is not None) or family.known.get(key, value) != value
+    }
+    pinned = {key: value for key, value in unread.items() if key in family.known or _is_switch(value)}
     described = {key: tensor.extents for key, tensor in whole.file_tensors(shape).items()}
     understood = [key for key, extents in described.items() if tensors.get(key) == extents]
     ignored = {
         key: one.reason for key in tensors.keys() - described.keys() for one in whole.ignored if one.matches(key, shape)
     }
     return Proposal(
-        family=whole,
-        shape=replace(shape, family=name, layers=layers),
+        family=replace(whole, known={**family.known, **pinned}),
+        shape=shape,
         nearest=nearest,
+        reader=reader,
         taken=taken,
         dropped=dropped,
         understood=len(understood),
@@ -258,13 +284,15 @@ def _complete(
         differing={
             key: (extents, tensors[key]) for key, extents in described.items() if tensors.get(key, extents) != extents
         },
-        unread={
-            key: value
-            for key, value in config.items()
-            if (key not in read | HARMLESS and value is not None) or family.known.get(key, value) != value
-        },
-        refused={},
+        unread=unread,
+        refused={nearest: fault} if fault else {},
     )
+
+
+def _is_switch(value: Any) -> bool:
+    """Whether a value of config.json turns something on or off, or chooses it. All other values may be sizes, which
+    differ between the models of a family."""
+    return isinstance(value, bool | str | float) or value == 0
 
 
 def _num_named(family: Family, tensors: Iterable[str]) -> int:
