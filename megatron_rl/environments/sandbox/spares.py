@@ -14,7 +14,7 @@ import threading
 from megatron_rl.environments.sandbox.box import FOLDER, Box, BoxError, BoxLimits
 
 MOST = 128
-"""The largest number of sandboxes that wait; each has about 8 MB of memory."""
+"""The largest number of sandboxes that wait; each has about 7 MB of memory."""
 
 
 class Spares:
