@@ -185,9 +185,11 @@ def _neighbours_without_score(step: ExplainedStep) -> Iterator[str]:
 
 
 def _equal_prompts(step: ExplainedStep) -> Iterator[str]:
-    names: dict[tuple[int, ...], list[str]] = {}
+    names: dict[tuple[Sequence[int], str], list[str]] = {}
     for group in step.groups:
-        names.setdefault(tuple(group[0].prompt.token_ids), []).append(group[0].prompt.uid)
+        prompt = group[0].prompt
+        columns = str(prompt.columns) if group[0].rollout.episode else ""  # they make the task of an environment
+        names.setdefault((prompt.token_ids, columns), []).append(prompt.uid)
     for uids in names.values():
         if len(uids) > 1:
             yield f"equal prompts: {' and '.join(uids[:3])} are the same tokens, so that their answers count double"

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.algorithms.advantages import why_untrained
+from megatron_rl.explain.episodes import bad_episodes, wrong_turns
 from megatron_rl.explain.search import FoundSpan
 from megatron_rl.explain.step import LOGGED, STORED, ExplainedAnswer, ExplainedStep
 from megatron_rl.observe.records import explained_file
@@ -55,6 +56,11 @@ def show(told: Explanation, tokenizer: Tokenizer, console: Console) -> None:
         say(f"the step trained nothing: {why_untrained(step.records.get(step.number, {}))}")
     else:
         _show_answers(told, console)
+    bad = bad_episodes(step.answers)
+    for answer in bad[:NUM_ANSWERS]:
+        say(f"an answer that went wrong, one of {len(bad)}: {describe_answer(answer, step.num_updates)}")
+        for turn in wrong_turns(answer):
+            say(f"  {turn}")
     with_others = "" if told.is_exact else ", with other weights than the run's"
     say("what is odd about this step:" if told.causes else f"nothing that is known to be odd was found{with_others}")
     if told.metric in STORED:
@@ -158,6 +164,10 @@ def as_json(told: Explanation) -> dict[str, Any]:
                 "norm": one.gradient.norm,
             }
             for one in told.found
+        ],
+        "episodes": [
+            {"uid": answer.prompt.uid, "index": answer.number, "turns": wrong_turns(answer)}
+            for answer in bad_episodes(told.step.answers)
         ],
         "samples": [_sample(answer) for answer in told.step.answers],
     }

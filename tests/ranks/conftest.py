@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import trainers as worlds
+from agent_conversations import TOKENIZER
 from shares import TrainSample
 from sizes import VOCAB_SIZE
 
@@ -44,7 +45,14 @@ def deep_model_folder(tmp_path_factory) -> Path:
     return _random_qwen3(tmp_path_factory.mktemp("qwen3_deep"), tied=False, num_layers=5)
 
 
-def _random_qwen3(folder: Path, tied: bool, num_layers: int = 4) -> Path:
+@pytest.fixture(scope="session")
+def chat_model_folder(tmp_path_factory) -> Path:
+    """Two layers for the tokens of `agent_conversations.py`, and three rows that no token has."""
+    size = TOKENIZER.get_vocab_size() + 3
+    return _random_qwen3(tmp_path_factory.mktemp("qwen3_chat"), tied=False, num_layers=2, vocab_size=size)
+
+
+def _random_qwen3(folder: Path, tied: bool, num_layers: int = 4, vocab_size: int = VOCAB_SIZE) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -55,7 +63,7 @@ def _random_qwen3(folder: Path, tied: bool, num_layers: int = 4) -> Path:
         num_key_value_heads=2,
         head_dim=16,
         intermediate_size=48,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         tie_word_embeddings=tied,
         rope_theta=10000.0,
         max_position_embeddings=128,

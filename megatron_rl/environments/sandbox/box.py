@@ -86,7 +86,7 @@ class Ran:
         return self.why or f"exit status {self.status}"
 
 
-@dataclass
+@dataclass(eq=False)
 class Box:
     """
     Args:
@@ -129,6 +129,10 @@ class Box:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def run(self, command: str, timeout_s: float | None = None) -> Ran:
         """Run a command of a shell in the tree. Everything that it has started ends with it.

@@ -31,7 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.environments.sandbox.box import Box, BoxError
+from megatron_rl.environments.sandbox.box import BoxError
+from megatron_rl.environments.sandbox.spares import SPARES
 from megatron_rl.environments.sandbox.workspace import Workspace
 
 WITHOUT_EFFECT = ("CMD", "EXPOSE", "LABEL", "MAINTAINER")
@@ -60,7 +61,7 @@ class HarborTask(Workspace):
             limits = replace(limits, files_bytes=min(storage << 20, limits.files_bytes))
         image = wanted.get("docker_image")
         workdir, files = (wanted.get("workdir") or DEFAULT_FOLDER, {}) if image else copied(self._folder)
-        self._box = Box({}, limits, workdir, image)
+        self._box = SPARES.take(limits, workdir, image)
         for path, source in files.items():
             self._box.write(path, source.read_bytes(), os.access(source, os.X_OK))
 

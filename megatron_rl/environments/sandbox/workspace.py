@@ -17,13 +17,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from megatron_rl.environments.sandbox.box import Box, BoxError, BoxLimits
+from megatron_rl.environments.sandbox.box import BoxError, BoxLimits
+from megatron_rl.environments.sandbox.spares import SPARES
 
 SHOWN_LINES = 400
 
 
 class Workspace:
     limits = BoxLimits()
+    image: str | None = None
+    """See `Box.image`."""
     test_timeout_s = 60.0
     """The longest time of `setup`, and of `test`."""
 
@@ -39,7 +42,9 @@ class Workspace:
             BoxError: the sandbox cannot be made, or `setup` failed.
         """
         self._test, self._test_files = test, dict(test_files or {})
-        self._box = Box(files, self.limits)
+        self._box = SPARES.take(self.limits, image=self.image)
+        for path, text in files.items():
+            self._box.write(path, text)
         if setup is not None:
             ran = self._box.run(setup, self.test_timeout_s)
             if ran.status != 0:
@@ -106,4 +111,4 @@ class Workspace:
 
     def __exit__(self, *error: Any) -> None:
         if (box := getattr(self, "_box", None)) is not None:
-            box.close()
+            SPARES.replace(box)

@@ -18,6 +18,7 @@ from patience import deadline
 from megatron_rl.config.environment import ToolsEnvironment
 from megatron_rl.environments import EnvironmentFault, Sessions
 from megatron_rl.environments.sandbox import Box, BoxError, BoxLimits, Ran
+from megatron_rl.environments.sandbox.spares import Spares
 from megatron_rl.environments.sandbox.workspace import Workspace
 
 try:
@@ -277,7 +278,7 @@ def test_the_tools_of_a_workspace_tell_what_they_did():
         assert own.read_file("long", 500).endswith("\n899 x\n[101 more lines]")
 
 
-def test_a_setup_that_fails_is_a_fault():
+def test_a_setup_that_fails_is_a_fault(spares):
     async def begin() -> None:
         path = "megatron_rl.environments.sandbox.workspace:Workspace"
         session = Sessions(ToolsEnvironment(objects=path), "").new()
@@ -289,4 +290,62 @@ def test_a_setup_that_fails_is_a_fault():
     before = len(processes_of("--tmpfs"))
     with pytest.raises(EnvironmentFault, match="the row's setup 'echo no compiler; exit 2' exit status 2: no compiler"):
         asyncio.run(begin())
+    spares.close()
     assert len(processes_of("--tmpfs")) == before, "its sandbox was closed"
+
+
+def waiting(spares: Spares, number: int) -> list[Box]:
+    """The sandboxes that were begun ahead, once there are as many as this number."""
+    end = time.monotonic() + deadline(20)
+    while len(spares._waiting) < number:
+        assert time.monotonic() < end, "no sandbox has begun"
+        time.sleep(0.01)
+    return list(spares._waiting)
+
+
+def test_an_answer_gets_a_sandbox_that_was_begun_ahead_and_that_nobody_had(spares):
+    with Workspace() as first:
+        first.reset(**ROW)
+        first.run("echo left > left; echo left > /tmp/left; touch /dev/shm/left")
+        used = first._box
+    (ready,) = waiting(spares, 1)
+    with Workspace() as second, Workspace() as third:
+        second.reset(**ROW)
+        third.reset(**ROW)
+        assert second._box is ready is not used and third._box not in (ready, used)
+        assert second.run("ls /tree /tmp /dev/shm") == "/dev/shm:\n\n/tmp:\n\n/tree:\nadd.py\n\n[exit status 0]"
+        assert second.get_reward() == third.get_reward() == 0.0
+    assert used._process.poll() is not None and not used.is_alive
+
+
+def test_sandboxes_that_wait_are_bounded_and_of_the_kind_that_is_asked_for(spares):
+    large = BoxLimits(memory_bytes=2 << 30)
+    for _ in range(3):
+        spares.replace(Box())
+    first, _ = waiting(spares, 2)
+    with spares.take(large, "/app") as own:
+        assert own.limits == large and len(spares._waiting) == 2, "it was begun for this answer"
+    spares.replace(Box({}, large))
+    end = time.monotonic() + deadline(20)
+    while first.is_alive:
+        assert time.monotonic() < end, "the oldest one makes room"
+        time.sleep(0.01)
+    assert [box.limits for box in spares._waiting] == [BoxLimits(), large]
+
+
+def test_a_sandbox_that_has_ended_while_it_waited_is_not_given(spares):
+    spares.replace(Box())
+    (ready,) = waiting(spares, 1)
+    ready._process.kill()
+    ready._process.wait()
+    with spares.take(BoxLimits()) as other:
+        assert other is not ready and other.run("echo ok").output == "ok\n"
+
+
+def test_a_subclass_may_have_an_image(monkeypatch):
+    class InAnImage(Workspace):
+        image = "python:3.12"
+
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(BoxError, match="the image python:3.12 needs one of podman, docker, apptainer"):
+        InAnImage().reset(**ROW)

@@ -13,7 +13,8 @@ import pytest
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import schemas_of
-from megatron_rl.environments.sandbox import Box, BoxError
+from megatron_rl.environments.sandbox import Box, BoxError, workspace
+from megatron_rl.environments.sandbox.spares import Spares
 from megatron_rl.environments.sandbox.workspace import Workspace
 from megatron_rl.recipes.repair import task
 from megatron_rl.recipes.repair.task import DONE, EDIT, OPERATORS, READ, RUN, TOOLS, demonstration, programs, write_task
@@ -60,12 +61,13 @@ def test_the_tasks_are_disjoint_and_their_texts_are_tokens(tmp_path, monkeypatch
 
 
 @pytest.mark.deep
-def test_demonstrations_say_what_a_sandbox_does():
+def test_demonstrations_say_what_a_sandbox_does(monkeypatch):
     """Each call of a demonstration, carried out: the tool's text is the one that the demonstration has."""
     try:
         Box().close()
     except BoxError as error:
         pytest.skip(f"this machine permits no sandbox: {error}")
+    monkeypatch.setattr(workspace, "SPARES", Spares(most=0))
     rng, seen = random.Random(3), set()
     for one in islice(programs(rng), 12):
         turns = demonstration(one, rng)
