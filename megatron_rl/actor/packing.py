@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_rl.algorithms.columns import ComparedColumns, GroupedColumns, PackedColumns, TaughtColumns
 from megatron_rl.algorithms.process_rewards import at_actions
-from megatron_rl.types import ModelShape, Share, Tokens
+from megatron_rl.models.vision import positions
+from megatron_rl.types import ModelShape, Picture, Share, Tokens, Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,18 @@ class SharedPrompts:
 
 
 @dataclass(frozen=True, slots=True)
+class RowImages:
+    """The images of a row, M tokens together."""
+
+    pictures: tuple[Picture, ...]
+    """In the order of their tokens. An image that several sequences hold is there several times."""
+    index_M: Tensor
+    """int64, on the CPU: the packed positions of their tokens."""
+    position_3T: Tensor
+    """int64, on the CPU: the positions of all tokens of the row in time, height and width."""
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
     """One packed row. A micro-batch without samples holds one dummy sequence without actions.
 
@@ -77,6 +90,8 @@ class Microbatch:
     """None if the engine told no choice for any token."""
     shared: SharedPrompts | None = None
     """None if every sequence holds all its tokens."""
+    images: RowImages | None = None
+    """None if no sequence has an image."""
 
     def to(self, device: torch.device) -> Microbatch:
         columns = {f.name: getattr(self.columns, f.name) for f in fields(self.columns)}
@@ -105,19 +120,22 @@ SHORTEST_SHARED = 16
 """Prompts of fewer tokens are not shared: there is little to win, and each shared prompt has its own kernel calls."""
 
 
-def pack(share: Share, share_prompts: bool = False) -> list[list[Microbatch]]:
+def pack(share: Share, share_prompts: bool = False, vision: Vision | None = None) -> list[list[Microbatch]]:
     """Pack the samples of a share, whose tokens are at hand, as `[mini-batch][micro-batch]`.
 
     Args:
         share_prompts: whether a prompt that several samples of a row have in common is in the row once.
+        vision: how the model sees the samples' images.
 
     Raises:
-        ValueError: a sample is empty or its arrays differ in length; the error names the sample.
+        ValueError: a sample is empty, its arrays differ in length, or its tokens are not the ones of its images; the
+            error names the sample.
     """
-    return [[_pack_row(share, samples, share_prompts) for samples in minibatch] for minibatch in share.minibatches]
+    rows = share.minibatches
+    return [[_pack_row(share, samples, share_prompts, vision) for samples in minibatch] for minibatch in rows]
 
 
-def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Microbatch:
+def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool, vision: Vision | None) -> Microbatch:
     names, tokens = [share.names[i] for i in samples], [share.tokens[i] for i in samples]
     lengths = [_length(name, of_sample) for name, of_sample in zip(names, tokens, strict=True)]
     holders = _holders(tokens) if share_prompts else [(i, 0) for i in range(len(tokens))]
@@ -178,7 +196,37 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         columns=columns,
         routes=_pack_routes(tokens, padded, [skipped for _, skipped in holders]),
         shared=_shared(starts, holders),
+        images=_images(names, tokens, padded, [skipped for _, skipped in holders], vision),
     )
+
+
+def _images(
+    names: Sequence[str],
+    tokens: Sequence[Tokens],
+    padded: Sequence[int],
+    skipped: Sequence[int],
+    vision: Vision | None,
+) -> RowImages | None:
+    """
+    Args:
+        padded, skipped: see `_pack_routes`.
+    """
+    if vision is None or not any(mine.pictures for mine in tokens):
+        return None
+    position_3T, start = np.zeros((3, sum(padded)), np.int64), 0
+    pictures: list[Picture] = []
+    held = [np.empty(0, np.int64)]
+    for name, mine, room, left_out in zip(names, tokens, padded, skipped, strict=True):
+        try:
+            own = positions(mine.ids, mine.pictures, vision)[:, left_out:]
+        except ValueError as error:
+            raise ValueError(f"sample {name}: {error}") from None
+        position_3T[:, start : start + own.shape[1]] = own
+        if not left_out:
+            pictures += mine.pictures
+            held.append(start + np.flatnonzero(mine.ids == vision.image_token))
+        start += room
+    return RowImages(tuple(pictures), torch.from_numpy(np.concatenate(held)), torch.from_numpy(position_3T))
 
 
 def _holders(tokens: Sequence[Tokens]) -> list[tuple[int, int]]:
@@ -189,13 +237,13 @@ def _holders(tokens: Sequence[Tokens]) -> list[tuple[int, int]]:
         for each sample the index of that sample, and the number of tokens of the prompt that it leaves out: 0 for the
         first sample, and all but the last token for the others.
     """
-    first: dict[tuple[bytes, bytes], int] = {}
+    first: dict[tuple[bytes, bytes, tuple[Picture, ...]], int] = {}
     holders = []
     for i, mine in enumerate(tokens):
         num_before, holder = int(mine.action_mask.argmax()), i
         if num_before >= SHORTEST_SHARED:
             routes = b"" if mine.routes is None else mine.routes[: num_before - 1].tobytes()
-            holder = first.setdefault((mine.ids[:num_before].tobytes(), routes), i)
+            holder = first.setdefault((mine.ids[:num_before].tobytes(), routes, mine.pictures), i)
         holders.append((holder, 0 if holder == i else num_before - 1))
     return holders
 

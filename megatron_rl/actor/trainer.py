@@ -43,11 +43,13 @@ from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
+from megatron_rl.actor.tower import Tower
 from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import FirstPass, PackedColumns, with_support
 from megatron_rl.algorithms.logprobs import Extra
 from megatron_rl.algorithms.objective import Metric, NotFiniteError
 from megatron_rl.algorithms.passes import REPEATED, STOPPED, Column
+from megatron_rl.data.pictures import Pictures
 from megatron_rl.models import check_parameters, megatron_shards
 from megatron_rl.models.peft import base_digest
 from megatron_rl.types import Metrics, Phase, Share
@@ -118,7 +120,11 @@ class MegatronTrainer:
                 group = parallel_state.get_context_parallel_group()
                 context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
             also = [one for one in get_args(Extra) if one in spec.objective.needs]
-            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, also, context, spec.forbidden)
+            tower = None
+            if spec.shape.vision and stage == 0:
+                path, dtype = Path(spec.model.path), getattr(torch, spec.model.dtype)
+                tower = Tower(path, Pictures(path, Path(spec.pictures)), dtype)
+            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, also, context, spec.forbidden, tower)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = "Transformer Engine's" if self.fused_norms else "local"
@@ -159,7 +165,9 @@ class MegatronTrainer:
         self.require("training")
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
-            self.rows = EpochRows(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
+            shape = self.spec.shape
+            can_share = can_share_prompts(shape, self.fused_norms, self.mesh.context)
+            self.rows = EpochRows(share, can_share, shape.vision)
             for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
         self.rows.to(platform.device())

@@ -26,6 +26,7 @@ from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import Rule
 from megatron_rl.models.view import InFile
+from megatron_rl.models.vision import TOWERS
 from megatron_rl.types import ModelShape
 
 _DTYPE, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
@@ -203,7 +204,7 @@ def check_text_alone(folder: Path) -> None:
         ValueError: the folder holds other parts than a text model; the error says what to do.
     """
     config = json.loads((folder / "config.json").read_text())
-    if config.get("model_type") in COMPOSITES:
+    if config.get("model_type") in COMPOSITES and config["model_type"] not in TOWERS:
         raise ValueError(
             f"model.path: {folder} holds a {config['model_type']}, a text model with a vision tower, and no run can "
             f"begin with it. Please take the text model out once with "

@@ -1,0 +1,63 @@
+"""A small model with a vision tower, and rows with images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+import transformers
+from composites import SECTIONS, TEXT, TOWER
+
+from megatron_rl.data.pictures import Pictures
+from megatron_rl.types import Tokens
+
+IMAGE_TOKEN, START, END = 57, 58, 59
+PROCESSOR = dict(patch_size=4, merge_size=2, temporal_patch_size=1, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+PROCESSOR |= dict(size={"shortest_edge": 64, "longest_edge": 1024})
+
+
+def write_model(folder: Path) -> transformers.PreTrainedModel:
+    """A Qwen3-VL of four layers; its tower has three, and adds to the outputs of two."""
+    config = transformers.Qwen3VLConfig(
+        text_config=TEXT | SECTIONS | {"tie_word_embeddings": True},
+        vision_config=TOWER | dict(depth=3, deepstack_visual_indexes=[0, 1]),
+        tie_word_embeddings=True,
+        dtype="float32",
+        image_token_id=IMAGE_TOKEN,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    for tensor in model.state_dict().values():
+        tensor.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessor"})
+    )
+    return model
+
+
+def drawing(height: int, width: int, seed: int) -> PIL.Image.Image:
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def row(pictures: Pictures, parts: list, seed: int) -> Tokens:
+    """Random tokens of text, as many as a number says, and images; the text after the last image is the answer."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    own = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(0, IMAGE_TOKEN, part).tolist()
+            continue
+        own.append(pictures.add(part))
+        ids += [START, *[IMAGE_TOKEN] * (own[-1].num_rows * own[-1].num_columns // 4), END]
+    length = len(ids)
+    mask = np.arange(length) >= length - parts[-1]
+    mask[0] = False
+    version = np.where(mask, 0, -1).astype(np.int32)
+    return Tokens(np.array(ids, np.int32), mask, np.zeros(length, np.float32), version, pictures=tuple(own))
