@@ -16,16 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.tower_weights import tower_weights
 from megatron_rl.data.pictures import Pictures
-from megatron_rl.models.hub import weight_files
 from megatron_rl.types import Picture, Vision
-
-PREFIX = "model.visual."
-"""The beginning of the names of a tower's tensors."""
 
 
 class SeenImages(NamedTuple):
@@ -52,12 +48,7 @@ class Tower:
         self._pictures, self._dtype = pictures, dtype
         config = AutoConfig.from_pretrained(folder).vision_config
         self._module: nn.Module = AutoModel.from_config(config, dtype=dtype).eval().requires_grad_(False)
-        weights = {}
-        for path in weight_files(folder):
-            with safe_open(path, "pt") as file:
-                named = [name for name in file.keys() if name.startswith(PREFIX)]
-                weights |= {name.removeprefix(PREFIX): file.get_tensor(name) for name in named}
-        self._module.load_state_dict(weights)
+        self._module.load_state_dict(tower_weights(folder, dtype))
         self._module.to(platform.device())
         self._known: dict[str, tuple[Tensor, ...]] = {}
         """What it has computed in this step, by the digests of the images."""

@@ -42,6 +42,9 @@ from megatron_rl.models.interleaving import are_zeros, described, part, whole
 IN_PLACE = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
 """vLLM's kernels that read unquantised experts in the checkpoint's form. On Hopper vLLM chooses Triton's. On a CPU
 `unpack` has given the experts this form."""
+TOWER = "visual."
+"""The beginning of the names of a vision tower's parameters in vLLM. No push changes them: the engine has loaded them
+from the model's folder."""
 
 
 class ModelParameters(Parameters):
@@ -73,6 +76,7 @@ class ModelParameters(Parameters):
             name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)
         }
         made = {id(parameter) for layer in self._latent.values() for parameter in layer._parameters.values()}
+        made |= {id(parameter) for name, parameter in model.named_parameters() if name.startswith(TOWER)}
         forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
         for prefix, layer, formed in repacked_layers(model):
             for name in layer._parameters:
@@ -214,7 +218,7 @@ def repacked_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str
     """(name, layer, its parameters as vLLM created them) of the layers that vLLM repacks."""
     for name, layer in model.named_modules():
         formed = get_layerwise_info(layer).restore_metadata[0]
-        if formed and _is_repacked(layer):
+        if formed and _is_repacked(layer) and not name.startswith(TOWER):
             yield name, layer, formed
 
 

@@ -110,6 +110,7 @@ class EngineRank(TracedProcess):
                 shares_gpus=config.cluster.colocate,
                 loads_weights=self.loads_weights,
                 make_answers=self._make_answers(),
+                pictures=config.pictures_folder,
                 adapters=config.served_adapters,
                 keeps_statistics=self._endpoint is not None,
             )

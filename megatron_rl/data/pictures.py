@@ -1,4 +1,4 @@
-"""The images of a run. Each is resized once, and kept as a PNG file in the run's folder by a hash of its pixels; whoever
+"""The images of a run. Each is resized once, and kept as a PNG file by a hash of its bytes; whoever
 needs one, an engine, a trainer rank or a report, finds it there by its digest. Nothing else carries pixels.
 
 A file is cut to patches by transformers' processor of the model. Invariant (tests/unit/data): these are the patches
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from functools import cached_property
+from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
+from megatron_rl.data.rows import BadRow
 from megatron_rl.types import Picture
 
 
@@ -37,26 +38,30 @@ class Pictures:
 
         return Qwen2VLImageProcessorPil.from_pretrained(self._model)
 
-    def add(self, image: PIL.Image.Image) -> Picture:
+    def add(self, data: bytes) -> Picture:
         """Resize an image as the model's processor does, and keep it.
 
+        Args:
+            data: a file in a format that Pillow reads.
+
         Raises:
-            ValueError: the processor refuses its extents.
+            BadRow: this is no whole image, or the processor refuses its extents.
         """
         own = self._processor
-        resized = own.resize(
-            np.asarray(image.convert("RGB")).transpose(2, 0, 1), own.size, own.resample, own.patch_size * own.merge_size
-        )
-        pixels = np.ascontiguousarray(resized.transpose(1, 2, 0))
-        rows, columns = (length // own.patch_size for length in pixels.shape[:2])
-        name = hashlib.blake2b(pixels.tobytes() + repr(pixels.shape).encode(), digest_size=16).hexdigest()
-        if not (path := self.path(name)).exists():
+        settings = repr((own.size, own.resample, own.patch_size, own.merge_size)).encode()
+        digest = hashlib.blake2b(data, digest_size=16, key=hashlib.sha256(settings).digest()).hexdigest()
+        if not (path := self.path(digest)).exists():
+            try:
+                image = np.asarray(PIL.Image.open(BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
+                resized = own.resize(image, own.size, own.resample, own.patch_size * own.merge_size)
+            except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+                raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
             path.parent.mkdir(parents=True, exist_ok=True)
-            (data := BytesIO(), PIL.Image.fromarray(pixels).save(data, "png"))
             temporary = path.with_suffix(f".{os.getpid()}")
-            temporary.write_bytes(data.getvalue())
+            PIL.Image.fromarray(np.ascontiguousarray(resized.transpose(1, 2, 0))).save(temporary, "png")
             temporary.replace(path)
-        return Picture(name, rows, columns)
+        width, height = PIL.Image.open(path).size
+        return Picture(digest, height // own.patch_size, width // own.patch_size)
 
     def path(self, digest: str) -> Path:
         return self._folder / f"{digest}.png"
@@ -70,3 +75,20 @@ class Pictures:
         image = np.asarray(PIL.Image.open(self.path(picture.digest)))
         found: np.ndarray = self._processor(images=image, do_resize=False, return_tensors="np")["pixel_values"]
         return found
+
+
+def require_image(data: bytes) -> None:
+    """
+    Raises:
+        BadRow: these bytes do not begin as an image does.
+    """
+    try:
+        PIL.Image.open(BytesIO(data))
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
+
+
+@cache
+def pictures_of(model: Path, folder: Path) -> Pictures:
+    """The same object for the same folders."""
+    return Pictures(model, folder)

@@ -20,7 +20,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
@@ -29,6 +29,7 @@ from megatron_rl.models.view import InFile
 from megatron_rl.models.vision import TOWERS
 from megatron_rl.types import ModelShape
 
+T = TypeVar("T")
 _DTYPE, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
 _INHERITED = (
     *_DTYPE,
@@ -60,6 +61,10 @@ class Composite:
                 return own + name.removeprefix(theirs)
         return None
 
+    def whole_name(self, name: str) -> str:
+        """The inverse of `own_name`."""
+        return next(theirs + name.removeprefix(own) for theirs, own in self.prefixes if name.startswith(own))
+
     def part(self, name: str) -> str:
         """The beginning of the name of a tensor that belongs to another part, such as `model.visual.`"""
         known = [theirs.split(".") for theirs, _ in self.prefixes]
@@ -89,6 +94,19 @@ COMPOSITES = {
     ),
 }
 """The supported ones, by the `model_type` of the whole config.json."""
+
+
+def in_whole(shape: ModelShape, tensors: Mapping[str, T]) -> dict[str, T]:
+    """What belongs to tensors of a text model, by their names in files of the whole model, if the model sees images."""
+    if shape.vision is None:
+        return dict(tensors)
+    composite = COMPOSITES[shape.vision.model_type]
+    return {composite.whole_name(name): value for name, value in tensors.items()}
+
+
+def name_alone(shape: ModelShape, name: str) -> str:
+    """The name that a tensor of the text model has in a folder of its own."""
+    return name if shape.vision is None else COMPOSITES[shape.vision.model_type].own_name(name) or name
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     first, second, third = whole_numbers(rope, "mrope_section", least=0)
     return Vision(
+        model_type=config["model_type"],
         image_token=size(config, "image_token_id"),
         merge=size(tower, "spatial_merge_size", 2),
         num_deep=len(tower.get("deepstack_visual_indexes", ())),

@@ -177,6 +177,9 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
         ours["reasoning_config"] = _reasoning(Budgets(model.path, rollout, on_gpu))
     if rollout.beams is not None:
         ours["max_logprobs"] = min(rollout.beams.candidates, shape.vocab_size)
+    if shape.vision is not None:  # the tower's weights are the folder's, and the images patches already
+        ours |= {"load_format": "auto", "mm_device_do_normalize": False, "skip_mm_profiling": True}
+        ours |= {"mm_processor_cache_gb": 0}
     if spec.adapters is not None:
         ours |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
         ours["max_loras"] = rollout.num_adapters

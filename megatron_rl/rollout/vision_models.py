@@ -11,9 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_rl.data.pictures import Pictures
@@ -71,10 +69,10 @@ class FinishedImages(Qwen3VLMultiModalProcessor):
 
 @MULTIMODAL_REGISTRY.register_processor(FinishedImages, info=Limits, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class Qwen3VL(Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    pass
+    """`worker.die_with_parent` gives vLLM this class in place of its own."""
 
 
-def request_of(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision, files: Pictures, **more: Any) -> MultiModalInput:
+def request_of(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision, files: Pictures) -> MultiModalInput:
     """vLLM's input of a prompt whose ids have all tokens of its images."""
     offset, items, places = 0, [], []
     for picture in pictures:
@@ -83,7 +81,7 @@ def request_of(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision, 
         places.append(PlaceholderRange(offset=offset, length=vision.num_tokens(picture)))
         offset += places[-1].length
     hashes = {"image": [picture.digest for picture in pictures]}
-    return mm_input(list(ids), MultiModalKwargsItems({"image": items}), hashes, {"image": places}, **more)
+    return mm_input(list(ids), MultiModalKwargsItems({"image": items}), hashes, {"image": places})
 
 
 def _item(patches: torch.Tensor, picture: Picture) -> MultiModalKwargsItem:
