@@ -123,7 +123,7 @@ class Schedule:
                 self.context,
                 batch.shared,
                 varlen=platform.HAS_CUDA and self._in_two_bytes,
-                position_3T=batch.images and batch.images.position_3T,
+                position_3T=None if batch.images is None else batch.images.position_3T,
             )
             if self.shape.mixture is not None:
                 packed.routed = self._routed(batch)

@@ -47,7 +47,8 @@ class Tower:
 
         self._pictures, self._dtype = pictures, dtype
         config = AutoConfig.from_pretrained(folder).vision_config
-        self._module: nn.Module = AutoModel.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        build: Any = AutoModel.from_config
+        self._module: nn.Module = build(config, dtype=dtype).eval().requires_grad_(False)
         self._module.load_state_dict(tower_weights(folder, dtype))
         self._module.to(platform.device())
         self._known: dict[str, tuple[Tensor, ...]] = {}
@@ -59,7 +60,7 @@ class Tower:
 
     @torch.no_grad()
     def outputs(self, pictures: Sequence[Picture]) -> list[Tensor]:
-        """[M, H] each: the embeddings, and what each of the first layers adds, of the tokens of these images in turn."""
+        """[M, H] each: the embeddings of the tokens of these images in turn, and what each of the first layers adds."""
         for picture in pictures:
             if picture.digest not in self._known:
                 patches = torch.from_numpy(self._pictures.patches(picture)).to(platform.device(), self._dtype)

@@ -163,6 +163,8 @@ class MegatronTrainer:
             ValueError: a sample is malformed (the error names it), or the alignment does not suit the layout.
         """
         self.require("training")
+        if self.schedule.tower is not None:
+            self.schedule.tower.forget()
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
             shape = self.spec.shape

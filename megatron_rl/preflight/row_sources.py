@@ -84,7 +84,7 @@ def _images(config: GrpoRunConfig) -> ImageRules | None:
     """How the images of rows are read, if the model sees any."""
     model = config.model.path
     vision = read_vision(read_fields(model / "config.json"))
-    return vision and ImageRules(vision, model, config.pictures_folder)
+    return None if vision is None else ImageRules(vision, model, config.pictures_folder)
 
 
 def _reading(data: DataConfig, environment: EnvironmentConfig | None) -> Reading:

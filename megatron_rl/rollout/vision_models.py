@@ -17,12 +17,17 @@ import torch
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.types import Picture, Vision
 
-_IMPORTED = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional")
+_IMPORTED = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
 
 
 def _stand_in_for_torchvision() -> None:
     """Let vLLM's modules import torchvision where it is not installed. Nothing calls it."""
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if is_torchvision_available() or PathFinder.find_spec("torchvision"):  # transformers keeps its answer: no
         return
@@ -53,7 +58,7 @@ from vllm.multimodal.inputs import (  # noqa: E402
 )
 
 
-class Limits(Qwen3VLProcessingInfo):
+class Limits(Qwen3VLProcessingInfo):  # type: ignore[misc]
     """What vLLM asks of the processor of a model before a request comes."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -63,7 +68,7 @@ class Limits(Qwen3VLProcessingInfo):
         return dict.fromkeys(mm_counts, seq_len)
 
 
-class FinishedImages(Qwen3VLMultiModalProcessor):
+class FinishedImages(Qwen3VLMultiModalProcessor):  # type: ignore[misc]
     requires_tokenizer = False
 
 

@@ -25,7 +25,8 @@ class Vision:
     """The part of a model that stands between a vision tower and the text model. The tower's outputs take the place of
     the embeddings of image tokens, and a token has a position in time, height and width (M-RoPE, arXiv:2409.12191).
 
-    Example: Qwen3-VL-8B has `Vision("qwen3_vl", image_token=151655, merge=2, num_deep=3, sections=(24, 20, 20), interleaved=True)`.
+    Example: Qwen3-VL-8B has
+    `Vision("qwen3_vl", image_token=151655, merge=2, num_deep=3, sections=(24, 20, 20), interleaved=True)`.
     """
 
     model_type: str

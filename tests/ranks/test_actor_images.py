@@ -10,7 +10,6 @@ from test_actor_gradients import numbers_of
 
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.data.pictures import Pictures
-from megatron_rl.models.vision import positions
 from megatron_rl.tools.bench.compare_layouts import parse_layout, relative
 
 LAYOUTS = ("tp2", "pp2", "cp2", "dp2", "tp2-cp2", "tp2-pp2", "pp2-cp2", "pp2-vpp2")
