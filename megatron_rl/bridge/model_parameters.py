@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from megatron_rl.bridge.intake import Parameters
 from megatron_rl.bridge.messages import Message
+from megatron_rl.bridge.unpacking import TOWER
 from megatron_rl.bridge.verification import (
     Arrived,
     Sums,
@@ -42,9 +43,6 @@ from megatron_rl.models.interleaving import are_zeros, described, part, whole
 IN_PLACE = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
 """vLLM's kernels that read unquantised experts in the checkpoint's form. On Hopper vLLM chooses Triton's. On a CPU
 `unpack` has given the experts this form."""
-TOWER = "visual."
-"""The beginning of the names of a vision tower's parameters in vLLM. No push changes them: the engine has loaded them
-from the model's folder."""
 
 
 class ModelParameters(Parameters):

@@ -5,7 +5,8 @@ config.json has the text model's own configuration under `text_config`, and the 
 with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
 that a folder of its own has. All other tensors are counted and told by the beginnings of their names.
 
-No run begins with such a folder. vLLM's classes for it (KimiK25ForConditionalGeneration,
+Of the models whose towers run here (`models.vision`), a run begins with such a folder, and exports one. No run begins
+with another one. vLLM's classes for it (KimiK25ForConditionalGeneration,
 Qwen3_5ForConditionalGeneration) also build the tower, which nothing here trains, and name the parameters differently.
 Its classes for text (DeepseekV3ForCausalLM, Qwen3_5ForCausalLM) and transformers' read the folder that the converter
 makes.

@@ -7,6 +7,10 @@ from megatron_rl.types import ModelShape
 
 
 def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """
+    Args:
+        shape: of the run's model.
+    """
     if (vision := shape.vision) is None:
         return []
     mesh, faults = config.policy.parallel.mesh, []
@@ -37,6 +41,6 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
         if isinstance(why, str):
             faults.append(
                 f"{key} and a model that sees images ({vision.model_type}) do not go together yet"
-                f"{f': {why}' if why else ''}; or train its text alone, which `megatron-rl convert to-megatron` takes out"
+                f"{f': {why}' if why else ''}; or train its text alone: take it out by `megatron-rl convert to-megatron`"
             )
     return faults

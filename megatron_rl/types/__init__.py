@@ -57,7 +57,7 @@ from megatron_rl.types.step import (
     TokenSpan,
     TrainingRow,
 )
-from megatron_rl.types.vision import Picture, Vision
+from megatron_rl.types.vision import Picture, Vision, text_of_turn
 
 __all__ = [
     "Adapters",
@@ -114,4 +114,5 @@ __all__ = [
     "Verdict",
     "Vision",
     "YarnRope",
+    "text_of_turn",
 ]

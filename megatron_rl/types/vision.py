@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +58,9 @@ class Vision:
 
     def num_tokens(self, picture: Picture) -> int:
         return picture.num_rows * picture.num_columns // self.merge**2
+
+
+def text_of_turn(turn: Mapping[str, Any]) -> str:
+    """What a turn says, with `<image>` for each image."""
+    content = turn["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)

@@ -22,9 +22,9 @@ from megatron_rl.recipes.tiny.model import chat_tokenizer, write_task_of
 
 SIZE, LARGEST = 48, 9
 NUM_TRAIN, NUM_EVAL = 2000, 200
-WRONG = 0.6
+WRONG = 0.5
 """The share of wrong answers in the warm start; they differ from the right one by 1 or 2."""
-WARM_STEPS, WARM_BATCH = 250, 64
+WARM_STEPS, WARM_BATCH = 700, 64
 PICTURE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 TEMPLATE = (
     "{% for m in messages %}<turn>{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
