@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,8 @@ def row(pictures: Pictures, parts: list, seed: int) -> Tokens:
         if isinstance(part, int):
             ids += rng.integers(0, IMAGE_TOKEN, part).tolist()
             continue
-        own.append(pictures.add(part))
+        part.save(data := BytesIO(), "png")
+        own.append(pictures.add(data.getvalue()))
         ids += [START, *[IMAGE_TOKEN] * (own[-1].num_rows * own[-1].num_columns // 4), END]
     length = len(ids)
     mask = np.arange(length) >= length - parts[-1]

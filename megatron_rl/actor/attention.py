@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,14 @@ class PackedSequences(PackedSeqParams):
     """What the tower has computed for the rank's tokens, on the first pipeline stage."""
 
 
+class Turns(NamedTuple):
+    """How the tokens of a row with images are rotated."""
+
+    position_3T: Tensor
+    axes: Sequence[int]
+    """See `Vision.axes`."""
+
+
 def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool:
     """Whether these layers let sequences see a prompt that another one holds. What the others would need:
 
@@ -129,17 +137,17 @@ def packed_sequences(
         position_3T: the positions of a row with images, of layers that are not Transformer Engine's.
     """
     if not fused:
-        axes = () if position_3T is None or shape.vision is None else shape.vision.axes
+        turns = None if position_3T is None or shape.vision is None else Turns(position_3T, shape.vision.axes)
 
         def plan(block: SoftmaxAttention | LatentAttention) -> AttentionPlan:
             turned, scaling, window = (lengths_S, block.rotary_dim, block.rope.theta), block.rope.scaling, block.window
             if varlen and context is None:
-                angles = _rotation_of(*turned, scaling, None, shared, position_3T, axes)
+                angles = _rotation_of(*turned, scaling, None, shared, turns)
                 return AttentionPlan(*angles, varlen=plan_varlen(lengths_S, window, shared))
             plan = plan_attention(*turned, scaling=scaling, window=window, context=context, shared=shared)
-            if position_3T is None:
+            if turns is None:
                 return plan
-            cos_T, sin_T = _rotation_of(*turned, scaling, context, shared, position_3T, axes)
+            cos_T, sin_T = _rotation_of(*turned, scaling, context, shared, turns)
             return replace(plan, cos_T=cos_T, sin_T=sin_T)
 
         sliding = next((one for one in shape.attentions if isinstance(one, SoftmaxAttention) and one.window), None)
@@ -216,21 +224,20 @@ def _rotation_of(
     scaling: Scaling | None,
     context: ContextRank | None,
     shared: SharedPrompts | None = None,
-    position_3T: Tensor | None = None,
-    axes: Sequence[int] = (),
+    turns: Turns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine for the tokens of the row that the rank has, [T, 1, R] each. Positions restart at each
     sequence."""
-    if position_3T is None:
+    if turns is None:
         starts_S = lengths_S.cumsum(0) - lengths_S
         position_T = torch.arange(int(lengths_S.sum())) - torch.repeat_interleave(starts_S, lengths_S)
         if shared is not None:
             position_T += torch.repeat_interleave(shared.length_S, lengths_S)
     else:
-        position_T = position_3T
+        position_T = turns.position_3T
     if context is not None:
         position_T = position_T[..., context.part(lengths_S)]
-    cos_T, sin_T = rotation(position_T, rotary_dim, theta, scaling, axes)
+    cos_T, sin_T = rotation(position_T, rotary_dim, theta, scaling, turns.axes if turns else ())
     return cos_T.to(platform.device()), sin_T.to(platform.device())
 
 

@@ -43,7 +43,7 @@ class ActorSpec:
     forbidden: tuple[int, ...] = ()
     """The tokens that are never sampled (`rollout.sampling.forbid`), in ascending order."""
     pictures: str = ""
-    """The folder of the run's images, if the model sees images (`data.pictures`)."""
+    """The folder of the run's images, if the model sees images (data/pictures.py)."""
     collective_timeout: timedelta = timedelta(minutes=10)
     """The longest time that a rank waits for others in a collective."""
 

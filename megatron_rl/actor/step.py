@@ -165,6 +165,11 @@ class Schedule:
         )
         return results
 
+    def forget_images(self) -> None:
+        """Free what the tower has computed of the images of earlier samples."""
+        if self.tower is not None:
+            self.tower.forget()
+
     def top(self, microbatches: Sequence[Microbatch], k: int) -> list[Tensor]:
         """int64 [T, k] of each micro-batch: the most probable tokens at each action, on the last pipeline stage; an
         empty list on others."""

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.tower_weights import tower_weights
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.types import Picture, Vision
@@ -68,6 +69,14 @@ class Tower:
                 out = self._module(patches, grid_thw=grid)
                 self._known[picture.digest] = (out.pooler_output, *out.deepstack_features)
         return [torch.cat(parts) for parts in zip(*(self._known[one.digest] for one in pictures), strict=True)]
+
+
+def tower_of(spec: ActorSpec) -> Tower | None:
+    """The tower of a model that sees images; None for others."""
+    if spec.shape.vision is None:
+        return None
+    folder = Path(spec.model.path)
+    return Tower(folder, Pictures(folder, Path(spec.pictures)), getattr(torch, spec.model.dtype))
 
 
 def add_deep(gpt: GPTModel, vision: Vision) -> None:

@@ -43,13 +43,12 @@ from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
-from megatron_rl.actor.tower import Tower
+from megatron_rl.actor.tower import tower_of
 from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import FirstPass, PackedColumns, with_support
 from megatron_rl.algorithms.logprobs import Extra
 from megatron_rl.algorithms.objective import Metric, NotFiniteError
 from megatron_rl.algorithms.passes import REPEATED, STOPPED, Column
-from megatron_rl.data.pictures import Pictures
 from megatron_rl.models import check_parameters, megatron_shards
 from megatron_rl.models.peft import base_digest
 from megatron_rl.types import Metrics, Phase, Share
@@ -120,10 +119,7 @@ class MegatronTrainer:
                 group = parallel_state.get_context_parallel_group()
                 context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
             also = [one for one in get_args(Extra) if one in spec.objective.needs]
-            tower = None
-            if spec.shape.vision and stage == 0:
-                path, dtype = Path(spec.model.path), getattr(torch, spec.model.dtype)
-                tower = Tower(path, Pictures(path, Path(spec.pictures)), dtype)
+            tower = tower_of(spec) if stage == 0 else None
             self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, also, context, spec.forbidden, tower)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
@@ -163,16 +159,14 @@ class MegatronTrainer:
             ValueError: a sample is malformed (the error names it), or the alignment does not suit the layout.
         """
         self.require("training")
-        if self.schedule.tower is not None:
-            self.schedule.tower.forget()
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
-            shape = self.spec.shape
-            can_share = can_share_prompts(shape, self.fused_norms, self.mesh.context)
-            self.rows = EpochRows(share, can_share, shape.vision)
+            can_share = can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context)
+            self.rows = EpochRows(share, can_share, self.spec.shape.vision)
             for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
         self.rows.to(platform.device())
+        self.schedule.forget_images()
 
     def columns(self, names: Sequence[Column]) -> dict[Column, dict[int, np.ndarray]]:
         """Columns of the samples that `take` was given, as numbers at the tokens of each sample by its index in the

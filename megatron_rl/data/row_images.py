@@ -7,7 +7,7 @@
 | a part `{"type": "image", "image": X}` or `{"type": "image_url", "image_url": {"url": X}}` | X |
 
 An image is the path of a file, absolute or beside the rows, or a text `data:image/png;base64,...`. Bytes, `datasets`'
-feature Image and images of Pillow have become such a text (`data.rows`).
+feature Image and images of Pillow have become such a text (rows.py).
 
 Invariant (tests/unit/data): each image of a row is in its turns once, in order, or the row is refused.
 """

@@ -3,7 +3,9 @@ al. 2024, arXiv:2409.12191)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,14 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
         sections=(first, second, third),
         interleaved=flag(rope, "mrope_interleaved", absent=True),
     )
+
+
+def vision_of(folder: Path) -> Vision | None:
+    """How the model of a Hugging Face folder sees images; None if it sees none, or if config.json cannot be read."""
+    try:
+        return read_vision(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # `models.config.read_shape` tells it
+        return None
 
 
 def positions(ids: np.ndarray, pictures: Sequence[Picture], vision: Vision) -> np.ndarray:

@@ -103,9 +103,8 @@ def preflight(
     splits = tokenizer = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
-        faults += _positions(config, shape) + faults_of_adapters(config, shape)
+        faults += _positions(config, shape) + faults_of_adapters(config, shape) + faults_of_images(config, shape)
         faults += faults_of_start_timeout(config, shape) + faults_of_engine(config, shape)
-        faults += faults_of_images(config, shape)
         for note in notes_on_adapters(config):
             tell(note)
     if elsewhere:

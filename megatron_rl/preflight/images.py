@@ -41,6 +41,6 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
         if isinstance(why, str):
             faults.append(
                 f"{key} and a model that sees images ({vision.model_type}) do not go together yet"
-                f"{f': {why}' if why else ''}; or train its text alone: take it out by `megatron-rl convert to-megatron`"
+                f"{f': {why}' if why else ''}; or train its text alone, taken out by `megatron-rl convert to-megatron`"
             )
     return faults

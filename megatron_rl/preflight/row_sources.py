@@ -12,8 +12,7 @@ from megatron_rl.data.forms import Reading
 from megatron_rl.data.mixture import whole_shares
 from megatron_rl.data.prompts import ImageRules, Rules
 from megatron_rl.environments import object_columns, schemas_of
-from megatron_rl.models.config import read_fields
-from megatron_rl.models.vision import read_vision
+from megatron_rl.models.vision import vision_of
 from megatron_rl.verifiers.columns import required_columns
 
 
@@ -82,9 +81,8 @@ def prompt_rules(config: GrpoRunConfig) -> Rules:
 
 def _images(config: GrpoRunConfig) -> ImageRules | None:
     """How the images of rows are read, if the model sees any."""
-    model = config.model.path
-    vision = read_vision(read_fields(model / "config.json"))
-    return None if vision is None else ImageRules(vision, model, config.pictures_folder)
+    vision = vision_of(config.model.path)
+    return None if vision is None else ImageRules(vision, config.model.path, config.pictures_folder)
 
 
 def _reading(data: DataConfig, environment: EnvironmentConfig | None) -> Reading:

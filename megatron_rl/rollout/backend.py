@@ -22,6 +22,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Recording
 from megatron_rl.models import read_shape
+from megatron_rl.models.vision import vision_of
 from megatron_rl.rollout.coroutine import resolve
 from megatron_rl.rollout.program import Completion, Request
 from megatron_rl.rollout.vocabulary import forbidden_ids, image_tokens, stop_ids
@@ -119,7 +120,7 @@ class EngineSpec:
     keeps_statistics: bool = False
     """Whether vLLM keeps statistics of its steps and requests, which its own metrics are made of."""
     pictures: Path = Path()
-    """The folder of the run's images (`data.pictures`)."""
+    """The folder of the run's images (data/pictures.py)."""
     make_answers: MakeAnswers | None = None
     """Makes what carries out the answers, if there is `rollout.environment`."""
 
@@ -131,7 +132,7 @@ class EngineSpec:
     @property
     def vision(self) -> Vision | None:
         """How the model sees images; None if it reads text alone."""
-        return read_shape(self.model.path).vision
+        return vision_of(self.model.path)
 
     @property
     def forbidden_ids(self) -> tuple[int, ...]:

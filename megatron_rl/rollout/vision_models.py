@@ -1,7 +1,7 @@
 """vLLM's classes of models with a vision tower, for requests whose images are patches already.
 
-vLLM would process an image itself, and count its tokens a second time. Here `data.pictures` does both once for all, and
-the engine gets ids with all image tokens. So vLLM needs none of transformers' processors, some of which need
+vLLM would process an image itself, and count its tokens a second time. Here `data/pictures.py` does both, once for all,
+and the engine gets ids with all image tokens. So vLLM needs none of transformers' processors, some of which need
 torchvision, which the packages for CPUs lack: vLLM's modules import its names alone.
 """
 
@@ -58,7 +58,7 @@ from vllm.multimodal.inputs import (  # noqa: E402
 )
 
 
-class Limits(Qwen3VLProcessingInfo):  # type: ignore[misc]
+class ImageLimits(Qwen3VLProcessingInfo):  # type: ignore[misc]
     """What vLLM asks of the processor of a model before a request comes."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
@@ -72,7 +72,7 @@ class FinishedImages(Qwen3VLMultiModalProcessor):  # type: ignore[misc]
     requires_tokenizer = False
 
 
-@MULTIMODAL_REGISTRY.register_processor(FinishedImages, info=Limits, dummy_inputs=Qwen3VLDummyInputsBuilder)
+@MULTIMODAL_REGISTRY.register_processor(FinishedImages, info=ImageLimits, dummy_inputs=Qwen3VLDummyInputsBuilder)
 class Qwen3VL(Qwen3VLForConditionalGeneration):  # type: ignore[misc]
     """`worker.die_with_parent` gives vLLM this class in place of its own."""
 

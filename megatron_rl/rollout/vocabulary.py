@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.data.tokenizer import end_ids
-from megatron_rl.models.vision import read_vision
+from megatron_rl.models.vision import vision_of
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
@@ -109,8 +109,7 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
 
 def image_tokens(folder: Path) -> tuple[int, ...]:
     """The token that stands for images, if the model sees any."""
-    config = folder / "config.json"
-    vision = read_vision(json.loads(config.read_text())) if config.is_file() else None
+    vision = vision_of(folder)
     return () if vision is None else (vision.image_token,)
 
 
