@@ -20,9 +20,9 @@ dims of a head, W the window.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ from megatron_rl.actor.delta_net import DeltaPlan, plan_delta
 from megatron_rl.actor.dot_product import dot_product_attention
 from megatron_rl.actor.exchange import HeadExchange, plan_exchange
 from megatron_rl.actor.packing import RoutedRow, SharedPrompts
-from megatron_rl.actor.rotary import rotation
+from megatron_rl.actor.rotary import AxialPositions, rotation
 from megatron_rl.actor.sinks import attend_with_sinks
 from megatron_rl.actor.tower import SeenImages
 from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
@@ -96,14 +96,6 @@ class PackedSequences(PackedSeqParams):
     """What the tower has computed for the rank's tokens, on the first pipeline stage."""
 
 
-class Turns(NamedTuple):
-    """How the tokens of a row with images are rotated."""
-
-    position_3T: Tensor
-    axes: Sequence[int]
-    """See `Vision.axes`."""
-
-
 def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool:
     """Whether these layers let sequences see a prompt that another one holds. What the others would need:
 
@@ -137,7 +129,7 @@ def packed_sequences(
         position_3T: the positions of a row with images, of layers that are not Transformer Engine's.
     """
     if not fused:
-        turns = None if position_3T is None or shape.vision is None else Turns(position_3T, shape.vision.axes)
+        turns = None if position_3T is None or shape.vision is None else AxialPositions(position_3T, shape.vision.axes)
 
         def plan(block: SoftmaxAttention | LatentAttention) -> AttentionPlan:
             turned, scaling, window = (lengths_S, block.rotary_dim, block.rope.theta), block.rope.scaling, block.window
@@ -224,7 +216,7 @@ def _rotation_of(
     scaling: Scaling | None,
     context: ContextRank | None,
     shared: SharedPrompts | None = None,
-    turns: Turns | None = None,
+    turns: AxialPositions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine for the tokens of the row that the rank has, [T, 1, R] each. Positions restart at each
     sequence."""

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.actor.row_images import RowImages, row_images
 from megatron_rl.algorithms.columns import ComparedColumns, GroupedColumns, PackedColumns, TaughtColumns
 from megatron_rl.algorithms.process_rewards import at_actions
-from megatron_rl.models.vision import positions
 from megatron_rl.types import ModelShape, Picture, Share, Tokens, Vision
 
 
@@ -54,18 +54,6 @@ class SharedPrompts:
     """int64, on the CPU: the packed position of the first token that each sequence shares."""
     length_S: Tensor
     """int64, on the CPU: how many tokens it shares; 0 if it holds all its tokens itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowImages:
-    """The images of a row, M tokens together."""
-
-    pictures: tuple[Picture, ...]
-    """In the order of their tokens. An image that several sequences hold is there several times."""
-    index_M: Tensor
-    """int64, on the CPU: the packed positions of their tokens."""
-    position_3T: Tensor
-    """int64, on the CPU: the positions of all tokens of the row in time, height and width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,37 +184,8 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool, vision:
         columns=columns,
         routes=_pack_routes(tokens, padded, [skipped for _, skipped in holders]),
         shared=_shared(starts, holders),
-        images=_images(names, tokens, padded, [skipped for _, skipped in holders], vision),
+        images=row_images(names, tokens, padded, [skipped for _, skipped in holders], vision),
     )
-
-
-def _images(
-    names: Sequence[str],
-    tokens: Sequence[Tokens],
-    padded: Sequence[int],
-    skipped: Sequence[int],
-    vision: Vision | None,
-) -> RowImages | None:
-    """
-    Args:
-        padded, skipped: see `_pack_routes`.
-    """
-    if vision is None or not any(mine.pictures for mine in tokens):
-        return None
-    position_3T, start = np.zeros((3, sum(padded)), np.int64), 0
-    pictures: list[Picture] = []
-    held = [np.empty(0, np.int64)]
-    for name, mine, room, left_out in zip(names, tokens, padded, skipped, strict=True):
-        try:
-            own = positions(mine.ids, mine.pictures, vision)[:, left_out:]
-        except ValueError as error:
-            raise ValueError(f"sample {name}: {error}") from None
-        position_3T[:, start : start + own.shape[1]] = own
-        if not left_out:
-            pictures += mine.pictures
-            held.append(start + np.flatnonzero(mine.ids == vision.image_token))
-        start += room
-    return RowImages(tuple(pictures), torch.from_numpy(np.concatenate(held)), torch.from_numpy(position_3T))
 
 
 def _holders(tokens: Sequence[Tokens]) -> list[tuple[int, int]]:

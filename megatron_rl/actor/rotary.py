@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl.types import LinearRope, Llama3Rope, Scaling, YarnRope
+
+
+class AxialPositions(NamedTuple):
+    """The positions of the tokens of a row with images."""
+
+    position_3T: Tensor
+    """int64: in time, height and width."""
+    axes: tuple[int, ...]
+    """See `Vision.axes`."""
 
 
 def rotation(

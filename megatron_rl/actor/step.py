@@ -30,7 +30,8 @@ from megatron_rl.actor.attention import PackedSequences, packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
-from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, RowImages, multiplicity, targets_after_next
+from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
+from megatron_rl.actor.row_images import RowImages
 from megatron_rl.actor.tower import SeenImages, Tower
 from megatron_rl.actor.value_head import values
 from megatron_rl.algorithms.columns import FirstPass, support_of
@@ -164,11 +165,6 @@ class Schedule:
             forward_only=forward_only,
         )
         return results
-
-    def forget_images(self) -> None:
-        """Free what the tower has computed of the images of earlier samples."""
-        if self.tower is not None:
-            self.tower.forget()
 
     def top(self, microbatches: Sequence[Microbatch], k: int) -> list[Tensor]:
         """int64 [T, k] of each micro-batch: the most probable tokens at each action, on the last pipeline stage; an

@@ -24,6 +24,9 @@ from megatron_rl.actor.tower_weights import tower_weights
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.types import Picture, Vision
 
+MOST_BYTES = 2**30
+"""What a tower keeps of images that it has seen. With more it begins again."""
+
 
 class SeenImages(NamedTuple):
     """What a tower has computed for the image tokens that a rank has of a row."""
@@ -53,15 +56,13 @@ class Tower:
         self._module.load_state_dict(tower_weights(folder, dtype))
         self._module.to(platform.device())
         self._known: dict[str, tuple[Tensor, ...]] = {}
-        """What it has computed in this step, by the digests of the images."""
-
-    def forget(self) -> None:
-        """Free what it has computed."""
-        self._known.clear()
+        """What it has computed, by the digests of the images. It never changes, because the tower is frozen."""
 
     @torch.no_grad()
     def outputs(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """[M, H] each: the embeddings of the tokens of these images in turn, and what each of the first layers adds."""
+        if sum(part.nbytes for parts in self._known.values() for part in parts) > MOST_BYTES:
+            self._known.clear()
         for picture in pictures:
             if picture.digest not in self._known:
                 patches = torch.from_numpy(self._pictures.patches(picture)).to(platform.device(), self._dtype)
@@ -71,9 +72,9 @@ class Tower:
         return [torch.cat(parts) for parts in zip(*(self._known[one.digest] for one in pictures), strict=True)]
 
 
-def tower_of(spec: ActorSpec) -> Tower | None:
-    """The tower of a model that sees images; None for others."""
-    if spec.shape.vision is None:
+def tower_of(spec: ActorSpec, stage: int) -> Tower | None:
+    """The tower of a rank of the first stage, if the model sees images."""
+    if stage or spec.shape.vision is None:
         return None
     folder = Path(spec.model.path)
     return Tower(folder, Pictures(folder, Path(spec.pictures)), getattr(torch, spec.model.dtype))

@@ -114,13 +114,10 @@ class MegatronTrainer:
             self.optimizer = build_optimizer(self.chunks, spec.policy, spec.total_steps, place)
             self._state = TrainingState(self.chunks, self.optimizer, spec.shape, self.mesh, rank, self.fused_norms)
             self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
-            context = None
-            if parallel.context > 1:
-                group = parallel_state.get_context_parallel_group()
-                context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
+            context = ContextRank.of(self.mesh, rank)
             also = [one for one in get_args(Extra) if one in spec.objective.needs]
-            tower = tower_of(spec) if stage == 0 else None
-            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, also, context, spec.forbidden, tower)
+            more = also, context, spec.forbidden, tower_of(spec, stage)
+            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, *more)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = "Transformer Engine's" if self.fused_norms else "local"
@@ -166,7 +163,6 @@ class MegatronTrainer:
             for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
         self.rows.to(platform.device())
-        self.schedule.forget_images()
 
     def columns(self, names: Sequence[Column]) -> dict[Column, dict[int, np.ndarray]]:
         """Columns of the samples that `take` was given, as numbers at the tokens of each sample by its index in the

@@ -22,7 +22,7 @@ from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstratio
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of
-from megatron_rl.data.prompts import check_columns, check_length, question_of
+from megatron_rl.data.prompts import check_columns, check_length, question_of, without_images
 from megatron_rl.data.row_images import folder_of
 from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.scored_texts import scored_text
@@ -167,7 +167,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     if isinstance(config, OfflineRunConfig):
         faults += _faults_of_offline_rows(config, lengths, tell)
     elif isinstance(config, GrpoRunConfig):
-        required = required_columns(config.rewards)
+        required, images = required_columns(config.rewards), prompt_rules(config).images
         longest, data, environment = config.rollout.max_prompt_tokens, config.data, config.rollout.environment
         try:
             sources = training_sources(data, environment)
@@ -181,12 +181,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         forms, named = Counter[Form](), set[Any]()
         tests: list[Any] = []
 
-        images = prompt_rules(config).images
-
         def check_prompt(row: Row, reading: Reading, folder: Path) -> None:
-            question = question_of(row, required, reading)
-            if images is not None:
-                question = images.check(question, folder)
+            question = without_images(question_of(row, required, reading), images, folder)
             given = question.columns
             check_columns(given, config.rollout.thought_column, config.rollout.prefix_values, objects)
             forms[question.form] += 1
@@ -213,8 +209,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         def check_source(source: RowSource) -> list[str]:
             needs = config.algorithm.adv_estimator.needs
             is_rated = source.reading.rated or (source is not heldout and "pass_rate" in needs)
-            reading = replace(source.reading, rated=is_rated, sees_images=images is not None)
-            check = partial(check_prompt, reading=reading, folder=folder_of(source.path))
+            seen = replace(source.reading, rated=is_rated, sees_images=images is not None)
+            check = partial(check_prompt, reading=seen, folder=folder_of(source.path))
             return _file(source.key, source.path, check, data.on_bad_row, seconds, tell)
 
         for source in sources:

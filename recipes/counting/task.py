@@ -1,7 +1,8 @@
 """Counting in pictures: how many discs does a drawing of 48 x 48 pixels have, 1 to 9?
 
-The command draws the pictures, and writes the rows and a small Qwen3-VL, with a vision tower of two layers, that has
-been trained for about a minute on answers most of which are wrong. All depends only on the seed.
+The command draws the pictures, and writes the rows and a small Qwen3-VL, with a vision tower of two layers. It has been
+trained for about two minutes, first on right answers, and then on answers most of which are wrong. All depends only on
+the seed.
 
     python -m megatron_rl.recipes.counting.task runs/counting/task
 """
@@ -22,9 +23,10 @@ from megatron_rl.recipes.tiny.model import chat_tokenizer, write_task_of
 
 SIZE, LARGEST = 48, 9
 NUM_TRAIN, NUM_EVAL = 2000, 200
-WRONG = 0.5
-"""The share of wrong answers in the warm start; they differ from the right one by 1 or 2."""
-WARM_STEPS, WARM_BATCH = 700, 64
+WRONG = 0.6
+"""The share of wrong answers in the second part of the warm start; they differ from the right one by 1 or 2."""
+RIGHT_STEPS, WRONG_STEPS, BATCH = 450, 120, 64
+"""The steps of the warm start, with right answers alone and then with wrong ones, and their pictures."""
 PICTURE = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
 TEMPLATE = (
     "{% for m in messages %}<turn>{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
@@ -99,11 +101,13 @@ def warm_start(model: Any, folder: Path, pictures: Sequence[PIL.Image.Image], co
     ids = letters(text.replace("<|image_pad|>", "<|image_pad|>" * 9))["input_ids"]
     patches = torch.from_numpy(processor(images=list(pictures), return_tensors="np")["pixel_values"])
     patches = patches.view(len(pictures), -1, patches.shape[-1])
+    steps = RIGHT_STEPS + WRONG_STEPS
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, WARM_STEPS)
-    for _ in range(WARM_STEPS):
-        batch = source.sample(range(len(pictures)), WARM_BATCH)
-        said = [misjudged(counts[i], source) if source.random() < WRONG else counts[i] for i in batch]
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
+    for step in range(steps):
+        batch = source.sample(range(len(pictures)), BATCH)
+        wrong = WRONG if step >= RIGHT_STEPS else 0.0
+        said = [misjudged(counts[i], source) if source.random() < wrong else counts[i] for i in batch]
         answers = torch.tensor([letters.convert_tokens_to_ids([str(count), "<end>"]) for count in said])
         whole = torch.cat((torch.tensor(ids).repeat(len(batch), 1), answers), 1)
         out = model(
