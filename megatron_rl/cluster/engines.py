@@ -56,8 +56,7 @@ ALIVE_S = 30.0
 CLOSE_S = 30.0
 """The time that engines get to shut down before Ray kills them."""
 MAX_CALLS = 2**20
-"""The number of calls of an engine that Ray runs at once. Weights must get through, even if very many answers are
-running."""
+"""The calls of an engine that Ray runs at once: weights must get through, even if very many answers are running."""
 ATTEMPTS = 3
 """How often a prompt is asked at most if its engine dies."""
 
