@@ -21,7 +21,7 @@ dims of a head, W the window.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,8 +40,9 @@ from megatron_rl.actor.delta_net import DeltaPlan, plan_delta
 from megatron_rl.actor.dot_product import dot_product_attention
 from megatron_rl.actor.exchange import HeadExchange, plan_exchange
 from megatron_rl.actor.packing import RoutedRow, SharedPrompts
-from megatron_rl.actor.rotary import rotation
+from megatron_rl.actor.rotary import AxialPositions, rotation
 from megatron_rl.actor.sinks import attend_with_sinks
+from megatron_rl.actor.tower import SeenImages
 from megatron_rl.actor.varlen import VarlenRow, attend_varlen, plan_varlen
 from megatron_rl.types import LatentAttention, ModelShape, Scaling, SoftmaxAttention
 
@@ -91,6 +92,8 @@ class PackedSequences(PackedSeqParams):
     delta: DeltaPlan | None = None
     """The plan of the layers with linear attention, if the model has any; and `exchange` with context parallelism."""
     exchange: HeadExchange | None = None
+    images: SeenImages | None = None
+    """What the tower has computed for the rank's tokens, on the first pipeline stage."""
 
 
 def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool:
@@ -113,6 +116,7 @@ def packed_sequences(
     context: ContextRank | None = None,
     shared: SharedPrompts | None = None,
     varlen: bool = False,
+    position_3T: Tensor | None = None,
 ) -> PackedSequences:
     """What the layers need to know about a packed row.
 
@@ -122,15 +126,21 @@ def packed_sequences(
         context: the rank's place in its context group; None: it has all tokens of the row.
         shared: the prompts that sequences share; only for layers that `can_share_prompts`.
         varlen: whether attention is one kernel call for the whole row (varlen.py), without a context group.
+        position_3T: the positions of a row with images, of layers that are not Transformer Engine's.
     """
     if not fused:
+        turns = None if position_3T is None or shape.vision is None else AxialPositions(position_3T, shape.vision.axes)
 
         def plan(block: SoftmaxAttention | LatentAttention) -> AttentionPlan:
             turned, scaling, window = (lengths_S, block.rotary_dim, block.rope.theta), block.rope.scaling, block.window
             if varlen and context is None:
-                angles = _rotation_of(*turned, scaling, None, shared)
+                angles = _rotation_of(*turned, scaling, None, shared, turns)
                 return AttentionPlan(*angles, varlen=plan_varlen(lengths_S, window, shared))
-            return plan_attention(*turned, scaling=scaling, window=window, context=context, shared=shared)
+            plan = plan_attention(*turned, scaling=scaling, window=window, context=context, shared=shared)
+            if turns is None:
+                return plan
+            cos_T, sin_T = _rotation_of(*turned, scaling, context, shared, turns)
+            return replace(plan, cos_T=cos_T, sin_T=sin_T)
 
         sliding = next((one for one in shape.attentions if isinstance(one, SoftmaxAttention) and one.window), None)
         linear = shape.has_linear_attention
@@ -206,16 +216,20 @@ def _rotation_of(
     scaling: Scaling | None,
     context: ContextRank | None,
     shared: SharedPrompts | None = None,
+    turns: AxialPositions | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine for the tokens of the row that the rank has, [T, 1, R] each. Positions restart at each
     sequence."""
-    starts_S = lengths_S.cumsum(0) - lengths_S
-    position_T = torch.arange(int(lengths_S.sum())) - torch.repeat_interleave(starts_S, lengths_S)
-    if shared is not None:
-        position_T += torch.repeat_interleave(shared.length_S, lengths_S)
+    if turns is None:
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        position_T = torch.arange(int(lengths_S.sum())) - torch.repeat_interleave(starts_S, lengths_S)
+        if shared is not None:
+            position_T += torch.repeat_interleave(shared.length_S, lengths_S)
+    else:
+        position_T = turns.position_3T
     if context is not None:
-        position_T = position_T[context.part(lengths_S)]
-    cos_T, sin_T = rotation(position_T, rotary_dim, theta, scaling)
+        position_T = position_T[..., context.part(lengths_S)]
+    cos_T, sin_T = rotation(position_T, rotary_dim, theta, scaling, turns.axes if turns else ())
     return cos_T.to(platform.device()), sin_T.to(platform.device())
 
 

@@ -224,8 +224,8 @@ class Saving:
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
         shape, dtype, (folder, choice) = self._identity.shape, self._identity.dtype, self._from_hub
         stored = open_head(folder, shape)
-        companions = hub.companions(folder, dtype, shape.value_head, choice != "drop" if stored else None)
-        small |= {f"hf/{name}": content for name, content in companions.items()}
+        told = folder, dtype, shape.value_head, choice != "drop" if stored else None, shape.vision is not None
+        small |= {f"hf/{name}": content for name, content in hub.companions(*told).items()}
         small |= _torch_dist_files(shape, files, self._open_tensors, TENSORS.format(self._agreement.size))
         files |= {name: write(self._temporary / name, content) for name, content in small.items()}
         if stored and choice == "keep":

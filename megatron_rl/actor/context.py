@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.sinks import sink_gradient
+from megatron_rl.types import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,13 @@ class ContextRank:
     group: dist.ProcessGroup
     rank: int
     size: int
+
+    @classmethod
+    def of(cls, mesh: Mesh, rank: int) -> ContextRank | None:
+        """None without context parallelism."""
+        if mesh.context == 1:
+            return None
+        return cls(parallel_state.get_context_parallel_group(), mesh.context_rank(rank), mesh.context)
 
     def part(self, lengths_S: Tensor) -> Tensor:
         """int64 [t]: the packed positions of this rank's tokens, in their order.

@@ -38,6 +38,7 @@ from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32, prepare_routers
 from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer
+from megatron_rl.actor.tower import add_deep
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
@@ -221,6 +222,8 @@ def _build_chunk(
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
     if gpt.post_process and shape.multi_token:
         add_head(gpt, _head_layer(config, shape), block.layer_norm)
+    if gpt.pre_process and shape.vision is not None:
+        add_deep(gpt, shape.vision)
     prepare_routers(gpt, policy.routing_replay)
     gpt.to(platform.device())
     if adapting is not None:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_rl.actor.row_images import RowImages, row_images
 from megatron_rl.algorithms.columns import ComparedColumns, GroupedColumns, PackedColumns, TaughtColumns
 from megatron_rl.algorithms.process_rewards import at_actions
-from megatron_rl.types import ModelShape, Share, Tokens
+from megatron_rl.types import ModelShape, Picture, Share, Tokens, Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,8 @@ class Microbatch:
     """None if the engine told no choice for any token."""
     shared: SharedPrompts | None = None
     """None if every sequence holds all its tokens."""
+    images: RowImages | None = None
+    """None if no sequence has an image."""
 
     def to(self, device: torch.device) -> Microbatch:
         columns = {f.name: getattr(self.columns, f.name) for f in fields(self.columns)}
@@ -105,19 +108,22 @@ SHORTEST_SHARED = 16
 """Prompts of fewer tokens are not shared: there is little to win, and each shared prompt has its own kernel calls."""
 
 
-def pack(share: Share, share_prompts: bool = False) -> list[list[Microbatch]]:
+def pack(share: Share, share_prompts: bool = False, vision: Vision | None = None) -> list[list[Microbatch]]:
     """Pack the samples of a share, whose tokens are at hand, as `[mini-batch][micro-batch]`.
 
     Args:
         share_prompts: whether a prompt that several samples of a row have in common is in the row once.
+        vision: how the model sees the samples' images.
 
     Raises:
-        ValueError: a sample is empty or its arrays differ in length; the error names the sample.
+        ValueError: a sample is empty, its arrays differ in length, or its tokens are not the ones of its images; the
+            error names the sample.
     """
-    return [[_pack_row(share, samples, share_prompts) for samples in minibatch] for minibatch in share.minibatches]
+    rows = share.minibatches
+    return [[_pack_row(share, samples, share_prompts, vision) for samples in minibatch] for minibatch in rows]
 
 
-def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Microbatch:
+def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool, vision: Vision | None) -> Microbatch:
     names, tokens = [share.names[i] for i in samples], [share.tokens[i] for i in samples]
     lengths = [_length(name, of_sample) for name, of_sample in zip(names, tokens, strict=True)]
     holders = _holders(tokens) if share_prompts else [(i, 0) for i in range(len(tokens))]
@@ -178,6 +184,7 @@ def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Micr
         columns=columns,
         routes=_pack_routes(tokens, padded, [skipped for _, skipped in holders]),
         shared=_shared(starts, holders),
+        images=row_images(names, tokens, padded, [skipped for _, skipped in holders], vision),
     )
 
 
@@ -189,13 +196,13 @@ def _holders(tokens: Sequence[Tokens]) -> list[tuple[int, int]]:
         for each sample the index of that sample, and the number of tokens of the prompt that it leaves out: 0 for the
         first sample, and all but the last token for the others.
     """
-    first: dict[tuple[bytes, bytes], int] = {}
+    first: dict[tuple[bytes, bytes, tuple[Picture, ...]], int] = {}
     holders = []
     for i, mine in enumerate(tokens):
         num_before, holder = int(mine.action_mask.argmax()), i
         if num_before >= SHORTEST_SHARED:
             routes = b"" if mine.routes is None else mine.routes[: num_before - 1].tobytes()
-            holder = first.setdefault((mine.ids[:num_before].tobytes(), routes), i)
+            holder = first.setdefault((mine.ids[:num_before].tobytes(), routes, mine.pictures), i)
         holders.append((holder, 0 if holder == i else num_before - 1))
     return holders
 

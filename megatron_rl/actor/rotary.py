@@ -7,6 +7,8 @@ Shape letters: T packed tokens, R rotated dims of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,10 +16,23 @@ from torch import Tensor
 from megatron_rl.types import LinearRope, Llama3Rope, Scaling, YarnRope
 
 
+class AxialPositions(NamedTuple):
+    """The positions of the tokens of a row with images."""
+
+    position_3T: Tensor
+    """int64: in time, height and width."""
+    axes: tuple[int, ...]
+    """See `Vision.axes`."""
+
+
 def rotation(
-    position_T: Tensor, rotary_dim: int, theta: float, scaling: Scaling | None = None
+    position_T: Tensor, rotary_dim: int, theta: float, scaling: Scaling | None = None, axes: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles, float32 [T, 1, R] each. Both halves have the same values.
+
+    Args:
+        position_T: or [3, T], the positions in time, height and width.
+        axes: for each pair of dims, R / 2 of them, which of the three it turns with.
 
     If a part of each head is rotated, the frequencies belong to a head of this size, as in transformers
     (modeling_glm4_moe.py, Glm4MoeRotaryEmbedding).
@@ -30,7 +45,8 @@ def rotation(
         frequency, factor = _yarn(frequency, theta, scaling), _yarn_factor(scaling)
     elif isinstance(scaling, LinearRope):
         frequency /= scaling.factor
-    angle_T = torch.outer(position_T.float(), frequency).repeat(1, 2).unsqueeze(1)
+    position_TR = position_T[list(axes)].T if axes else position_T[:, None]
+    angle_T = (position_TR.float() * frequency).repeat(1, 2).unsqueeze(1)
     return angle_T.cos() * factor, angle_T.sin() * factor
 
 

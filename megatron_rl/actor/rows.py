@@ -12,21 +12,21 @@ from torch import Tensor
 from megatron_rl.actor.packing import Microbatch, by_sample, column_of, pack
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.passes import Column
-from megatron_rl.types import Denominators, Share
+from megatron_rl.types import Denominators, Share, Vision
 
 
 class EpochRows:
     """
     Args:
         share: its tokens and columns are at hand.
-        share_prompts: see `pack`.
+        share_prompts, vision: see `pack`.
 
     Raises:
         ValueError: a sample is malformed; the error names it.
     """
 
-    def __init__(self, share: Share, share_prompts: bool) -> None:
-        self.minibatches = pack(share, share_prompts)
+    def __init__(self, share: Share, share_prompts: bool, vision: Vision | None = None) -> None:
+        self.minibatches = pack(share, share_prompts, vision)
         """`[mini-batch][micro-batch]`"""
         self.denominators: Sequence[Denominators] = share.denominators
         self._columns = share.columns

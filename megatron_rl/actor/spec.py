@@ -42,6 +42,8 @@ class ActorSpec:
     """The number of tokens in a support (`algorithm.distillation.top_k`)."""
     forbidden: tuple[int, ...] = ()
     """The tokens that are never sampled (`rollout.sampling.forbid`), in ascending order."""
+    pictures: str = ""
+    """The folder of the run's images, if the model sees images (data/pictures.py)."""
     collective_timeout: timedelta = timedelta(minutes=10)
     """The longest time that a rank waits for others in a collective."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -30,6 +31,8 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
 from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
+from megatron_rl.actor.row_images import RowImages
+from megatron_rl.actor.tower import SeenImages, Tower
 from megatron_rl.actor.value_head import values
 from megatron_rl.algorithms.columns import FirstPass, support_of
 from megatron_rl.algorithms.logprobs import Extra, VocabularyShard, draft_logprobs, token_logprobs
@@ -60,6 +63,7 @@ class Schedule:
         also: Collection[Extra] = (),
         context: ContextRank | None = None,
         forbidden: Sequence[int] = (),
+        tower: Tower | None = None,
     ):
         """
         Args:
@@ -67,9 +71,10 @@ class Schedule:
             also: what the passes compute besides log-probs. `energy` is only computed without gradients.
             context: the rank's place in its context group; None without context parallelism.
             forbidden: the tokens that are never sampled (`rollout.sampling.forbid`).
+            tower: of a first pipeline stage whose model sees images.
         """
         self.chunks, self.shape, self.temperature, self.also = list(chunks), shape, temperature, also
-        self.context, self._forbidden = context, forbidden
+        self.context, self._forbidden, self.tower = context, forbidden, tower
         self._vocabulary: VocabularyShard | None = None
         """This rank's part of the vocabulary, once a pass has needed it."""
         self.last = unwrap_model(self.chunks[-1])
@@ -111,7 +116,7 @@ class Schedule:
             i = next(indices)
             batch = microbatches[i]
             # Hidden states keep their type, because the products with the output layer's rows run in it.
-            extra = {"fp32_output": False} if self._in_two_bytes else {}
+            extra: dict[str, Any] = {"fp32_output": False} if self._in_two_bytes else {}
             packed = packed_sequences(
                 batch.lengths_S,
                 self.shape,
@@ -119,10 +124,13 @@ class Schedule:
                 self.context,
                 batch.shared,
                 varlen=platform.HAS_CUDA and self._in_two_bytes,
+                position_3T=None if batch.images is None else batch.images.position_3T,
             )
             if self.shape.mixture is not None:
                 packed.routed = self._routed(batch)
             with spans.span("forward", i):
+                if batch.images and (gpt := unwrap_model(model)).pre_process:
+                    packed.images, extra["decoder_input"] = self._seen(batch, batch.images, gpt)
                 output = model(
                     input_ids=self._part(batch.ids_T, batch)[None],
                     position_ids=None,
@@ -247,13 +255,27 @@ class Schedule:
 
     def _routed(self, batch: Microbatch) -> RoutedRow:
         """What this rank's routers know of the tokens that they see."""
-        group, routes = parallel_state.get_tensor_model_parallel_group(), batch.routes
+        routes = batch.routes
+        known = routes and Routes(self._own(routes.expert_TLK, batch), self._own(routes.is_known_T, batch))
+        return RoutedRow(self._own(multiplicity(batch), batch), known)
 
-        def own(x_T: Tensor) -> Tensor:
-            x_T = self._part(x_T, batch)
-            return x_T.chunk(group.size())[group.rank()] if self.last.config.sequence_parallel else x_T
+    def _seen(self, batch: Microbatch, images: RowImages, gpt: GPTModel) -> tuple[SeenImages, Tensor]:
+        """What the tower computes for this rank's tokens, and their embeddings with it, [t, 1, H]."""
+        assert self.tower is not None, "a model with images has one on its first stage"
+        embedded_t1H = gpt.embedding(input_ids=self._part(batch.ids_T, batch)[None], position_ids=None)
+        number_T = torch.full((len(batch.ids_T),), -1)
+        number_T[images.index_M] = torch.arange(len(images.index_M))
+        number_t = self._own(number_T, batch)
+        index_I = (number_t >= 0).nonzero().squeeze(1).to(platform.device())
+        mine_I = number_t[number_t >= 0].to(platform.device())
+        embedding_IH, *deep = (whole_MH[mine_I] for whole_MH in self.tower.outputs(images.pictures))
+        seen = SeenImages(index_I, embedding_IH.to(embedded_t1H.dtype), tuple(deep))
+        return seen, embedded_t1H.index_copy(0, index_I, seen.embedding_IH[:, None])
 
-        return RoutedRow(own(multiplicity(batch)), routes and Routes(own(routes.expert_TLK), own(routes.is_known_T)))
+    def _own(self, x_T: Tensor, batch: Microbatch) -> Tensor:
+        """The values of the tokens that this rank's layers see between their linear ones."""
+        group, x_T = parallel_state.get_tensor_model_parallel_group(), self._part(x_T, batch)
+        return x_T.chunk(group.size())[group.rank()] if self.last.config.sequence_parallel else x_T
 
     def _part(self, x_T: Tensor, batch: Microbatch) -> Tensor:
         """The values of this rank's tokens."""

@@ -43,6 +43,7 @@ from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.rows import EpochRows
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
+from megatron_rl.actor.tower import tower_of
 from megatron_rl.actor.training_state import TrainingState
 from megatron_rl.algorithms.columns import FirstPass, PackedColumns, with_support
 from megatron_rl.algorithms.logprobs import Extra
@@ -113,12 +114,10 @@ class MegatronTrainer:
             self.optimizer = build_optimizer(self.chunks, spec.policy, spec.total_steps, place)
             self._state = TrainingState(self.chunks, self.optimizer, spec.shape, self.mesh, rank, self.fused_norms)
             self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
-            context = None
-            if parallel.context > 1:
-                group = parallel_state.get_context_parallel_group()
-                context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
+            context = ContextRank.of(self.mesh, rank)
             also = [one for one in get_args(Extra) if one in spec.objective.needs]
-            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, also, context, spec.forbidden)
+            more = also, context, spec.forbidden, tower_of(spec, stage)
+            self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, *more)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = "Transformer Engine's" if self.fused_norms else "local"
@@ -159,7 +158,8 @@ class MegatronTrainer:
         self.require("training")
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
-            self.rows = EpochRows(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
+            can_share = can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context)
+            self.rows = EpochRows(share, can_share, self.spec.shape.vision)
             for batch in self.rows:
                 check_microbatch(batch, self.spec.shape)
         self.rows.to(platform.device())

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_rl.actor import fp8_weights, platform, state
 from megatron_rl.actor.folders import atomic_folder, write_safetensors, write_text
 from megatron_rl.actor.optimizer.fill import Target, fill
+from megatron_rl.actor.tower_weights import tower_files
 from megatron_rl.convert.adapters import write_merged
 from megatron_rl.convert.forms import split_into_files
 from megatron_rl.convert.head import head_groups, open_head
@@ -32,6 +33,7 @@ from megatron_rl.convert.tensor_files import Maps, rectangle
 from megatron_rl.convert.work import sync
 from megatron_rl.models import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
 from megatron_rl.models.adapters import A, B, is_adapter, trains
+from megatron_rl.models.composite import in_whole
 from megatron_rl.models.hub import INDEX
 from megatron_rl.models.view import View
 from megatron_rl.types import Mesh, ModelShape
@@ -103,7 +105,8 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
         if actor.rank == 0 and (stored := open_head(source, shape)):
             keeps = actor.spec.multi_token != "drop"
             head = head_groups(stored, FAMILIES[shape.family], dtype) if actor.spec.multi_token == "keep" else []
-    num_files = len(files) + len(head)
+    tower = tower_files(source) if shape.vision else []
+    num_files = len(files) + len(head) + len(tower)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
         for i, tensors in enumerate(files):
@@ -111,16 +114,19 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
             _merge_adapters(actor, gathered, tensors, holders)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
-                    write_tensors(temporary / file_name("model", i, num_files), gathered)
+                    write_tensors(temporary / file_name("model", i, num_files), in_whole(shape, gathered))
         with actor.agreement.on_errors():
             if actor.rank == 0:
                 for i, kept in enumerate(head, len(files)):
                     write_safetensors(temporary / file_name("model", i, num_files), kept)
+                for i, of_tower in enumerate(tower, len(files) + len(head)):
+                    write_tensors(temporary / file_name("model", i, num_files), of_tower.read())
                 name = str(dtype).removeprefix("torch.")
-                write_companions(temporary, companions(source, name, shape.value_head, keeps))
+                write_companions(temporary, companions(source, name, shape.value_head, keeps, shape.vision is not None))
                 if num_files > 1:
-                    sized = [{name: tensor.num_bytes for name, tensor in tensors.items()} for tensors in files]
+                    sized = [{n: tensor.num_bytes for n, tensor in in_whole(shape, of).items()} for of in files]
                     sized += [{tensor.name: tensor.num_bytes for tensor in kept} for kept in head]
+                    sized += [of_tower.sizes for of_tower in tower]
                     total = sum(size for names in sized for size in names.values())
                     write_text(temporary / INDEX, index_text(sized, total))
 

@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from megatron_rl.bridge.intake import Parameters
 from megatron_rl.bridge.messages import Message
+from megatron_rl.bridge.unpacking import TOWER
 from megatron_rl.bridge.verification import (
     Arrived,
     Sums,
@@ -73,6 +74,7 @@ class ModelParameters(Parameters):
             name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)
         }
         made = {id(parameter) for layer in self._latent.values() for parameter in layer._parameters.values()}
+        made |= {id(parameter) for name, parameter in model.named_parameters() if name.startswith(TOWER)}
         forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
         for prefix, layer, formed in repacked_layers(model):
             for name in layer._parameters:
@@ -214,7 +216,7 @@ def repacked_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str
     """(name, layer, its parameters as vLLM created them) of the layers that vLLM repacks."""
     for name, layer in model.named_modules():
         formed = get_layerwise_info(layer).restore_metadata[0]
-        if formed and _is_repacked(layer):
+        if formed and _is_repacked(layer) and not name.startswith(TOWER):
             yield name, layer, formed
 
 

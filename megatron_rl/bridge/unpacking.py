@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+TOWER = "visual."
+"""The beginning of the names of a vision tower's parameters in vLLM. The engine has loaded them from the model's
+folder, and no push changes them."""
+
 
 def unpack(model: nn.Module) -> None:
-    """Undo vLLM's packing for a CPU: the forward pass reads full parameters, and the next push gives them values."""
-    for layer in model.modules():
+    """Undo vLLM's packing for a CPU: the forward pass reads full parameters, and the next push gives them values. A
+    vision tower, which no push changes, stays as it is."""
+    for name, layer in model.named_modules():
+        if name.startswith(TOWER):
+            continue
         if hasattr(layer, "cpu_linear"):
             _unpack_linear(layer)
         elif hasattr(layer, "w13_weight"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from megatron_rl.layout import Recording, box_of_view
 from megatron_rl.models import FAMILIES, Box, Family, Shard
+from megatron_rl.models.composite import in_whole, name_alone
 from megatron_rl.models.interleaving import every
 from megatron_rl.models.view import FileTensor
 from megatron_rl.types import ModelShape
@@ -44,7 +46,7 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
     """
     of_vllm: Any = model  # torch's modules load no weights
     family = FAMILIES[shape.family]
-    tensors, sources = family.file_tensors(shape), {}
+    tensors, sources = in_whole(shape, family.file_tensors(shape)), {}
     for name, held in tensors.items():
         is_float32 = family.is_float32(next(iter(held.views), name))
         sources[name] = torch.empty(held.extents, dtype=torch.float32 if is_float32 else dtype, device="meta")
@@ -57,7 +59,7 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
     for shard in copies.shards:
         if family.has_negated_exp(shard.hf_name) != (shard.local_name in copies.negated):
             raise ValueError(f"the table of {family.name} and vLLM differ on whether {shard.local_name} is -exp(x)")
-    return Recording.of(copies.shards, family)
+    return Recording.of([replace(one, hf_name=name_alone(shape, one.hf_name)) for one in copies.shards], family)
 
 
 def _has_turns(family: Family) -> bool:

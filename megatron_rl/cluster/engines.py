@@ -56,8 +56,7 @@ ALIVE_S = 30.0
 CLOSE_S = 30.0
 """The time that engines get to shut down before Ray kills them."""
 MAX_CALLS = 2**20
-"""The number of calls of an engine that Ray runs at once. Weights must get through, even if very many answers are
-running."""
+"""The calls of an engine that Ray runs at once: weights must get through, even if very many answers are running."""
 ATTEMPTS = 3
 """How often a prompt is asked at most if its engine dies."""
 
@@ -110,6 +109,7 @@ class EngineRank(TracedProcess):
                 shares_gpus=config.cluster.colocate,
                 loads_weights=self.loads_weights,
                 make_answers=self._make_answers(),
+                pictures=config.pictures_folder,
                 adapters=config.served_adapters,
                 keeps_statistics=self._endpoint is not None,
             )

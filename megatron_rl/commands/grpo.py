@@ -158,6 +158,7 @@ def policy_spec(config: GrpoRunConfig, shape: ModelShape) -> ActorSpec:
         teacher=teacher_on_ranks(config),
         top_k=config.algorithm.distillation.top_k if config.algorithm.distillation else 0,
         forbidden=forbidden_ids(config.model.path, shape.vocab_size, config.rollout),
+        pictures=str(config.pictures_folder),
     )
 
 

@@ -64,6 +64,10 @@ REFUSED = {
     **dict.fromkeys(
         ("hf_overrides", "hf_config_path"), "trainer and engine read the model's sizes from the same config.json"
     ),
+    **dict.fromkeys(
+        ("mm_device_do_normalize", "skip_mm_profiling", "mm_processor_cache_gb"),
+        "engines get images as the patches that the trainer reads",
+    ),
     "stream_interval": "each token has the version of the weights of its own step",
     "trust_remote_code": "no code of a model's folder is run",
     "hf_token": "the configuration is written into the run's folder",

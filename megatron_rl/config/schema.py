@@ -295,6 +295,11 @@ class GrpoRunConfig(BaseConfig):
         return [i for i, one in enumerate(self.rewards) if isinstance(one, RewardModelReward) and one.path is not None]
 
     @property
+    def pictures_folder(self) -> Path:
+        """The folder of the run's images, if its model sees images."""
+        return (self.data.cache or self.run_folder) / "images"
+
+    @property
     def deciding_rewards(self) -> list[int]:
         """The indices of the rewards that can decide whether an answer is right. The first one that scores the answer
         decides."""

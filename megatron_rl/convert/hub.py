@@ -39,7 +39,11 @@ def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
 
 
 def companions(
-    folder: Path, dtype: str | None, value_head: bool = False, multi_token: bool | None = None
+    folder: Path,
+    dtype: str | None,
+    value_head: bool = False,
+    multi_token: bool | None = None,
+    has_tower: bool = False,
 ) -> dict[str, bytes]:
     """The contents of the configuration, tokenizer, chat template and generation configuration, by file name.
     config.json is the text model's, and loses its `quantization_config`, because no written tensor is quantised. A
@@ -50,8 +54,12 @@ def companions(
         value_head: config.json is to describe the same model with a value head.
         multi_token: whether a multi-token head is kept; None if there is none. Unless it is kept, config.json says that
             there is none, which some readers do not take for granted.
+        has_tower: whether the folder keeps its vision tower, so that config.json is the whole model's.
     """
     config = (folder / "config.json").read_bytes()
+    if has_tower:
+        files = {path.name: path.read_bytes() for path in sorted(folder.glob("*preprocessor_config.json"))}
+        return files | {"config.json": config} | _others(folder)
     fields = read_config(folder)
     is_quantised = fields.pop("quantization_config", None) is not None
     if dtype is not None:
@@ -66,7 +74,12 @@ def companions(
         fields = critic_config(fields, padding_id(folder))
     if fields != json.loads(config):
         config = json.dumps(fields, indent=2).encode()
-    files = {"config.json": config}
+    return {"config.json": config} | _others(folder)
+
+
+def _others(folder: Path) -> dict[str, bytes]:
+    """Tokenizer, chat template and generation configuration."""
+    files = {}
     for pattern in COMPANIONS:
         for path in sorted(folder.glob(pattern)):
             if path.is_file():

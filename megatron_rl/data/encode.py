@@ -58,7 +58,8 @@ def chat_text(
         BadRow: the template refuses the turns, raises any other error, or leaves one out.
     """
     text = rendered(tokenizer, turns, add_generation_prompt, arguments)
-    require_turns(turns, text, lambda other: rendered(tokenizer, other, add_generation_prompt, arguments))
+    of_text = [turn for turn in turns if isinstance(turn["content"], str)]  # the others have images
+    require_turns(of_text, text, lambda other: rendered(tokenizer, other, add_generation_prompt, arguments))
     return text
 
 

@@ -79,6 +79,8 @@ class Reading:
     """Whether answers have several turns (`rollout.environment`), so that rows must be chats, and have no arguments of
     the chat template of their own."""
 
+    sees_images: bool = False
+    """Whether the turns may have images (`row_images.py`)."""
     is_supervised: bool = False
     """Whether rows have answers to train on, so that they may have the forms of `supervised_forms.py`."""
 
@@ -141,7 +143,7 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
     if question == "messages" and question in columns and isinstance(value, str) and not _are_turns(value):
         turns: Turns = ({"role": "user", "content": text_of(renamed, "messages")},)
     else:
-        turns = turns_of(renamed, question)
+        turns = turns_of(renamed, question, reading.sees_images)
     if reading.system_prompt and all(turn["role"] != "system" for turn in turns):
         turns = ({"role": "system", "content": reading.system_prompt}, *turns)
     own = next((name for name in TEMPLATE_COLUMNS if rest.get(name)), None)

@@ -20,14 +20,14 @@ import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import load, save
 
-from megatron_rl.types import Conversation, Episode, Group, Prompt, Rollout, TokenReward, Tokens, Verdict
+from megatron_rl.types import Conversation, Episode, Group, Picture, Prompt, Rollout, TokenReward, Tokens, Verdict
 
 HEAD = struct.Struct("<QQ")
 NAME = re.compile(r"(\d{6,})_\w+\.groups")
@@ -161,6 +161,7 @@ def encode(number: int, group: Group) -> bytes:
         "lengths": [len(tokens.ids) for tokens in payload],
         "routed": routed,
         "taught": taught,
+        "pictures": [[astuple(one) for one in tokens.pictures] for tokens in payload],
         "conversations": [tokens.conversation and asdict(tokens.conversation) for tokens in payload],
     }
     blob: bytes = save(columns, metadata={"group": json.dumps(rest)})
@@ -178,10 +179,12 @@ def decode(blob: bytes) -> tuple[int, Group]:
     taught = rest.get("taught") or [False] * len(routes)  # older files have none
     lengths = [length if is_taught else None for length, is_taught in zip(rest["lengths"], taught, strict=True)]
     teacher = list(_split(columns.get("logp_teacher"), lengths))
-    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, said, teacher, strict=True)
+    seen = [tuple(Picture(*one) for one in own) for own in rest.get("pictures") or [()] * len(routes)]  # as above
+    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, said, teacher, seen, strict=True)
     rollouts, payload = [_rollout(values) for values in rest["samples"]], [Tokens(*row) for row in rows]
     ids = payload[0].ids[: rollouts[0].num_prompt_tokens].tolist() if rollouts else ()
-    prompt, engines = Prompt(rest["uid"], tuple(ids), ""), rest.get("engines", ())  # older files have none
+    prompt = Prompt(rest["uid"], tuple(ids), "", pictures=seen[0] if seen else ())
+    engines = rest.get("engines", ())  # older files have none
     return rest["number"], Group(prompt, rollouts, payload, rest["version"], engines=tuple(engines))
 
 

@@ -15,13 +15,13 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, overload
 
 from megatron_rl.data.rows import counted
-from megatron_rl.types import Prompt
+from megatron_rl.types import Picture, Prompt
 
 FOOT = struct.Struct("<QQQ8s")
 MAGIC = b"prompts1"
@@ -125,8 +125,10 @@ class PromptTable(Sequence[Prompt]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         ids = self._ids[index].values.to_numpy()
-        uid, messages, columns = json.loads(bytes(self._rest[index].as_buffer()))
-        return Prompt(uid, tuple(ids.tolist()), messages if isinstance(messages, str) else tuple(messages), columns)
+        uid, messages, columns, *more = json.loads(bytes(self._rest[index].as_buffer()))
+        pictures = tuple(Picture(*one) for of_prompt in more for one in of_prompt)
+        turns = messages if isinstance(messages, str) else tuple(messages)
+        return Prompt(uid, tuple(ids.tolist()), turns, columns, pictures=pictures)
 
 
 def write_table(sink: Writable, read: Read) -> None:
@@ -146,7 +148,8 @@ def write_table(sink: Writable, read: Read) -> None:
 
         for prompt in read(tally):
             ids.append(prompt.token_ids)
-            rest.append(json.dumps([prompt.uid, prompt.messages, prompt.columns]).encode())
+            pictures = [[astuple(one) for one in prompt.pictures]] if prompt.pictures else []
+            rest.append(json.dumps([prompt.uid, prompt.messages, prompt.columns, *pictures]).encode())
             if len(ids) == BATCH_ROWS:
                 flush()
         flush()

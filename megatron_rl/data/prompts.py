@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,10 +25,12 @@ from megatron_rl.data.cache import Tell, keep, tokenizer_digests
 from megatron_rl.data.encode import batch_ids, chat_text, encodable
 from megatron_rl.data.files import BadRows, ReadRow, good_row, read_rows
 from megatron_rl.data.forms import TEMPLATE_COLUMNS, Question, Reading, recognise
+from megatron_rl.data.pictures import Pictures, pictures_of, require_image
 from megatron_rl.data.prompt_table import PromptTable, Tally
+from megatron_rl.data.row_images import expanded, take_images
 from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, without_none
 from megatron_rl.data.stream import RowsDigest
-from megatron_rl.types import Prompt
+from megatron_rl.types import Picture, Prompt, Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +40,49 @@ BATCH_ROWS = 1024
 """The number of rows that are tokenized at a time."""
 AS_IT_IS = Reading()
 """Rows whose columns have the names of their form, and chats without further turns and arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    vision: Vision
+    model: Path
+    """The folder with the model's `preprocessor_config.json`."""
+    folder: Path
+    """Keeps the images (`pictures.py`)."""
+
+    def take(self, question: Question, place: str) -> tuple[Question, tuple[Picture, ...]]:
+        """The question of a row without the bytes of its images, and these, resized and kept.
+
+        Raises:
+            BadRow: see `take_images`; or an image is broken, or has extents that the model's processor refuses.
+        """
+        question, images = _taken(question, Path(place.rpartition(":")[0]).parent)
+        return question, tuple(self.pictures.add(image) for image in images)
+
+    @property
+    def pictures(self) -> Pictures:
+        return pictures_of(self.model, self.folder)
+
+
+def without_images(question: Question, rules: ImageRules | None, folder: Path) -> Question:
+    """The same question as `ImageRules.take` has, without keeping anything. Of the images only the heads are read.
+
+    Raises:
+        BadRow: see `ImageRules.take`.
+    """
+    if rules is None:
+        return question
+    question, images = _taken(question, folder)
+    for image in images:
+        require_image(image)
+    return question
+
+
+def _taken(question: Question, folder: Path) -> tuple[Question, list[bytes]]:
+    if isinstance(question.messages, str):
+        return question, []
+    turns, images, columns = take_images(question.messages, question.columns, folder)
+    return replace(question, messages=turns, columns=columns), images
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +100,8 @@ class Rules:
     """Which right answers a row may have."""
     objects: ObjectColumns | None = None
     """What objects whose methods are tools need of a row."""
+    images: ImageRules | None = None
+    """How the images of rows are read; None if the model reads text alone."""
     deduplicate: bool = False
     """Whether of rows with the same question, as tokens, and the same columns for the rewards only the first is kept.
     Columns that only name a row, and `pass_rate`, may differ."""
@@ -102,34 +149,44 @@ def _prompts(
     """The prompts of a source. When the last one is there, the tally is complete."""
     bad, digest, known = BadRows(rules.on_bad_row), RowsDigest(), _Known()
 
-    def questions() -> Iterator[tuple[ReadRow, Question, str]]:
+    images = rules.images
+    reading = replace(reading, sees_images=images is not None)
+
+    def questions() -> Iterator[tuple[ReadRow, Question, str, tuple[Picture, ...]]]:
         for read in read_rows(source):
             tally.num_rows += 1
             try:
                 question = question_of(good_row(read), rules.required_columns, reading)
                 check_columns(question.columns, rules.thought_column, rules.prefix_values, rules.objects)
+                pictures: tuple[Picture, ...] = ()
+                if images is not None:
+                    question, pictures = images.take(question, read.place)
                 messages = question.messages
                 if not isinstance(messages, str):
                     messages = chat_text(tokenizer, messages, add_generation_prompt=True, arguments=question.template)
-                yield read, question, encodable(messages)
+                yield read, question, encodable(messages), pictures
             except BadRow as error:
                 bad.add(read, error)
 
     num_kept = 0
     for some in _batches(questions(), BATCH_ROWS):
-        for (read, question, _), ids in zip(some, batch_ids(tokenizer, [text for *_, text in some]), strict=True):
+        texts = [text for *_, text, _ in some]
+        for (read, question, _, pictures), ids in zip(some, batch_ids(tokenizer, texts), strict=True):
             try:
+                if images is not None:
+                    ids = expanded(ids, pictures, images.vision)
                 check_length(len(ids), rules.max_prompt_tokens)
             except BadRow as error:
                 bad.add(read, error)
                 continue
-            if rules.deduplicate and not known.adds(ids, question.columns):
+            shown = {"": [picture.digest for picture in pictures]} if pictures else {}
+            if rules.deduplicate and not known.adds(ids, question.columns | shown):
                 tally.num_duplicates += 1
                 continue
             uid = read.uid if reading.dataset is None else f"{reading.dataset}/{read.uid}"
             digest.add(uid, ids, question.columns["pass_rate"] if reading.rated else None)
             num_kept += 1
-            yield Prompt(uid, tuple(ids), question.messages, question.columns)
+            yield Prompt(uid, tuple(ids), question.messages, question.columns, pictures=pictures)
     bad.require_good(num_kept, source)
     tally.skipped, tally.first_skipped = dict(bad.counts), bad.first
     tally.num_ambiguous, tally.digest = known.num_ambiguous, str(digest)

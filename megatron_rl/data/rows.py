@@ -5,10 +5,12 @@ Invariants: a value that is not plain is made plain, or the row is refused by th
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
+from io import BytesIO
 from typing import Any, ClassVar, Literal
 
 OnBadRow = Literal["fail", "skip", "cut"]
@@ -42,7 +44,7 @@ def counted(number: int, noun: str) -> str:
 
 def plain_row(row: Mapping[str, Any]) -> Row:
     """The row with plain values: None, truth values, numbers, text, lists and mappings with text as keys. Dates and
-    times become text in the form of ISO 8601, and decimal numbers become text.
+    times become text in the form of ISO 8601, decimal numbers become text, and images `data:image/png;base64,...`.
 
     Raises:
         BadRow: a column has a value of another type, such as bytes.
@@ -50,7 +52,22 @@ def plain_row(row: Mapping[str, Any]) -> Row:
     return {name: _plain(value, name) for name, value in row.items()}
 
 
+IMAGES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
+"""The first bytes of the files of images."""
+
+
+def _image(data: bytes) -> str | None:
+    """Bytes of an image as a text; None for others."""
+    kind = next((kind for head, kind in IMAGES.items() if data.startswith(head)), None)
+    return kind and f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
 def _plain(value: Any, column: str) -> Any:
+    if isinstance(value, bytes) and (text := _image(value)):
+        return text
+    if hasattr(value, "save") and hasattr(value, "getbands"):  # an image of Pillow
+        value.save(data := BytesIO(), "png")
+        return _image(data.getvalue())
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -75,19 +92,22 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def turns_of(row: Mapping[str, Any], key: str = "messages") -> Turns:
+def turns_of(row: Mapping[str, Any], key: str = "messages", sees_images: bool = False) -> Turns:
     """The chat turns in a column: a list of {"role": ..., "content": ...}.
 
     Further keys of a turn and of its calls stay if they have a value. Arguments of a call keep their None unless
     a library may have filled it in. As in OpenAI's form, `content` may be a list of parts of text, and null if there
     are calls.
+
+    Args:
+        sees_images: whether parts may be images; such a content stays a list.
     """
     value = row.get(key)
     turns = listed_turns(value)
     if not turns:
         raise BadRow(f"`{key}` must be a list of chat turns and not empty, but it is {value!r}")
     is_filled = isinstance(row, FilledRow) and not isinstance(value, str)
-    return tuple(_turn(turn, f"`{key}[{index}]`", is_filled) for index, turn in enumerate(turns))
+    return tuple(_turn(turn, f"`{key}[{index}]`", is_filled, sees_images) for index, turn in enumerate(turns))
 
 
 def listed_turns(value: Any) -> list[Any] | None:
@@ -105,7 +125,7 @@ CALLS = ("tool_calls", "function_call")
 """The keys of a turn with calls of tools: OpenAI's present form, and its earlier one."""
 
 
-def _turn(turn: Any, place: str, is_filled: bool) -> dict[str, Any]:
+def _turn(turn: Any, place: str, is_filled: bool, sees_images: bool) -> dict[str, Any]:
     """
     Args:
         is_filled: whether a library may have filled in None.
@@ -114,11 +134,15 @@ def _turn(turn: Any, place: str, is_filled: bool) -> dict[str, Any]:
         content = turn.get("content")
         if content is None and any(turn.get(key) for key in CALLS):
             turn = turn | {"content": ""}
+        elif isinstance(content, list) and sees_images and any("image" in str(part.get("type")) for part in content):
+            if not all(isinstance(part.get("text"), str) or "image" in str(part.get("type")) for part in content):
+                raise BadRow(f"{place} has parts that are neither text nor images: {str(content)[:200]}")
         elif isinstance(content, list):
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
                 raise BadRow(f"{place} has parts that are no text: {content!r}; only models of text are trained")
             turn = turn | {"content": "".join(part["text"] for part in content)}
-    if not isinstance(turn, dict) or not all(isinstance(turn.get(k), str) for k in ("role", "content")):
+    whole = turn | {"content": ""} if isinstance(turn, dict) and isinstance(turn.get("content"), list) else turn
+    if not isinstance(whole, dict) or not all(isinstance(whole.get(k), str) for k in ("role", "content")):
         raise BadRow(f"{place} must have `role` and `content` as text, but it is {turn!r}")
     for key, kind in (("tool_calls", list), ("function_call", dict)):
         calls = turn.get(key)

@@ -5,7 +5,8 @@ config.json has the text model's own configuration under `text_config`, and the 
 with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
 that a folder of its own has. All other tensors are counted and told by the beginnings of their names.
 
-Trainers load such a folder as it is. vLLM's classes for it (KimiK25ForConditionalGeneration,
+Trainers load such a folder as it is. Of a model whose tower runs here (models/vision.py), engines and exports have all
+parts. vLLM's classes for the others (KimiK25ForConditionalGeneration,
 Qwen3_5ForConditionalGeneration) also build the tower, which nothing here trains, and name the parameters differently.
 So engines read the configuration of the text model alone (`rollout/start.py`), for which vLLM has classes for text
 (DeepseekV3ForCausalLM, Qwen3_5ForCausalLM), and cannot load weights from it.
@@ -20,14 +21,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import Rule
 from megatron_rl.models.view import InFile
+from megatron_rl.models.vision import vision_of
 from megatron_rl.types import ModelShape
 
+T = TypeVar("T")
 _DTYPE, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
 _INHERITED = (
     *_DTYPE,
@@ -59,6 +62,10 @@ class Composite:
                 return own + name.removeprefix(theirs)
         return None
 
+    def whole_name(self, name: str) -> str:
+        """The inverse of `own_name`."""
+        return next(theirs + name.removeprefix(own) for theirs, own in self.prefixes if name.startswith(own))
+
     def part(self, name: str) -> str:
         """The beginning of the name of a tensor that belongs to another part, such as `model.visual.`"""
         known = [theirs.split(".") for theirs, _ in self.prefixes]
@@ -88,6 +95,19 @@ COMPOSITES = {
     ),
 }
 """The supported ones, by the `model_type` of the whole config.json."""
+
+
+def in_whole(shape: ModelShape, tensors: Mapping[str, T]) -> dict[str, T]:
+    """What belongs to tensors of a text model, by their names in files of the whole model, if the model sees images."""
+    if shape.vision is None:
+        return dict(tensors)
+    composite = COMPOSITES[shape.vision.model_type]
+    return {composite.whole_name(name): value for name, value in tensors.items()}
+
+
+def name_alone(shape: ModelShape, name: str) -> str:
+    """The name that a tensor of the text model has in a folder of its own."""
+    return name if shape.vision is None else COMPOSITES[shape.vision.model_type].own_name(name) or name
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +222,7 @@ def check_text_alone(folder: Path) -> None:
     Raises:
         ValueError: the folder holds other parts than a text model; the error says what to do.
     """
-    if composite_of(folder):
+    if composite_of(folder) and vision_of(folder) is None:
         raise ValueError(
             f"model.path: {folder} has a vision tower next to its text model, and the engines of this run load weights "
             f"from it, of which vLLM's class for text knows no names. Please take the text model out once with "

@@ -16,6 +16,7 @@ from megatron_rl.models.config_values import flag, kinds_of_layers, number, size
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.families.windows import FULL, SCALED
 from megatron_rl.models.family import Family
+from megatron_rl.models.vision import read_vision
 from megatron_rl.types import (
     Attention,
     DeltaNet,
@@ -76,10 +77,10 @@ def read_shape(folder: Path) -> ModelShape:
             f"family {path.parent}`, in a clone, proposes what to add (docs/models.md)"
         )
     try:
-        config = text_of(config)
+        vision, config = read_vision(config), text_of(config)
         family = config["model_type"]
         _check_class(FAMILIES[family], config)
-        return shape_of(FAMILIES[family], config)
+        return replace(shape_of(FAMILIES[family], config), vision=vision)
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
     except ValueError as error:

@@ -7,6 +7,7 @@ run that crashed, or that is still running, contains what is in its files.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -170,13 +171,23 @@ def _nothing_logged(run_folder: Path) -> ValueError:
 def _run_data(run_folder: Path, metrics: Records, made_of: Mapping[str, Any] | None) -> dict[str, Any]:
     samples, left_out = shown_samples(run_folder / SAMPLES)
     add_explained(samples, run_folder)
-    rewards = (made_of or {}).get("config", {}).get("rewards", [])
+    config = (made_of or {}).get("config", {})
+    rewards = config.get("rewards", [])
+    pictures = Path(config.get("data", {}).get("cache") or run_folder) / "images"
+    for sample in samples:
+        if digests := sample.get("images"):
+            files = (pictures / f"{digest}.png" for digest in digests)
+            sample["images"] = [_inlined(file) for file in files if file.is_file()]
     curves = _curve_data(run_panels(metrics), read_warnings(run_folder), (made_of or {}).get("resumed_at", []))
     return curves | {
         "samples": samples,
         "left_out": left_out,
         "rewards": [one.get("name") or one["kind"] for one in rewards],
     }
+
+
+def _inlined(image: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image.read_bytes()).decode()}"
 
 
 def _curve_data(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.config.reward import datasets_of
-from megatron_rl.types import Group, Rollout, Share, Tokenizer, Tokens
+from megatron_rl.types import Group, Rollout, Share, Tokenizer, Tokens, text_of_turn
 
 MOST_TOKENS = 16
 """The largest number of tokens in one piece of text."""
@@ -77,7 +77,7 @@ def answer_record(group: Group, index: int, tokens: Tokens, pieces: Pieces, deli
     thought, answer = _split(text, delimiter)
     question = prompt.messages
     if not isinstance(question, str):
-        question = "\n".join(f"{turn['role']}: {turn['content']}" for turn in question)
+        question = "\n".join(f"{turn['role']}: {text_of_turn(turn)}" for turn in question)
         question += "" if tokens.conversation is None else tokens.conversation.opening
     record = {
         "uid": prompt.uid,
@@ -96,6 +96,7 @@ def answer_record(group: Group, index: int, tokens: Tokens, pieces: Pieces, deli
     }
     known = {
         "datasets": datasets_of(prompt.columns),
+        "images": [picture.digest for picture in prompt.pictures],
         "parts": list(verdict.parts),
         "tokens": token_table(tokens, sample, pieces.lengths(ids, text)),
     }

@@ -41,6 +41,7 @@ from megatron_rl.preflight.critic import faults_of_critic
 from megatron_rl.preflight.devices import faults_of_device, faults_of_engine, faults_of_start_timeout
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
+from megatron_rl.preflight.images import faults_of_images
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
 from megatron_rl.preflight.reward_services import faults_of_services
 from megatron_rl.preflight.rows import Tell, check_resumed_rows, faults_of_hub, faults_of_rows, missing_rows
@@ -104,7 +105,7 @@ def preflight(
     splits = tokenizer = None
     if shape:
         splits = attempt(lambda: _check_trainable(config, shape))
-        faults += _positions(config, shape) + faults_of_adapters(config, shape)
+        faults += _positions(config, shape) + faults_of_adapters(config, shape) + faults_of_images(config, shape)
         faults += faults_of_start_timeout(config, shape) + faults_of_engine(config, shape)
         for note in notes_on_adapters(config):
             tell(note)

@@ -10,8 +10,9 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.forms import Reading
 from megatron_rl.data.mixture import whole_shares
-from megatron_rl.data.prompts import Rules
+from megatron_rl.data.prompts import ImageRules, Rules
 from megatron_rl.environments import object_columns, schemas_of
+from megatron_rl.models.vision import vision_of
 from megatron_rl.verifiers.columns import required_columns
 
 
@@ -74,7 +75,14 @@ def prompt_rules(config: GrpoRunConfig) -> Rules:
         prefix_values=rollout.prefix_values,
         objects=object_columns(rollout.environment),
         deduplicate=config.data.deduplicate,
+        images=_images(config),
     )
+
+
+def _images(config: GrpoRunConfig) -> ImageRules | None:
+    """How the images of rows are read, if the model sees any."""
+    vision = vision_of(config.model.path)
+    return None if vision is None else ImageRules(vision, config.model.path, config.pictures_folder)
 
 
 def _reading(data: DataConfig, environment: EnvironmentConfig | None) -> Reading:

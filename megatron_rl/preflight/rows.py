@@ -22,7 +22,8 @@ from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstratio
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of
-from megatron_rl.data.prompts import check_columns, check_length, question_of
+from megatron_rl.data.prompts import check_columns, check_length, question_of, without_images
+from megatron_rl.data.row_images import folder_of
 from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.scored_texts import scored_text
 from megatron_rl.data.supervised import check_length as check_demonstration
@@ -31,7 +32,7 @@ from megatron_rl.data.template_coverage import require_turns
 from megatron_rl.environments import object_columns
 from megatron_rl.loop.checkpoints import Resume, find_checkpoints, read_extra
 from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward
-from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
+from megatron_rl.preflight.row_sources import RowSource, heldout_source, prompt_rules, training_sources
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.verifiers.columns import fault_of_row, required_columns
 from megatron_rl.verifiers.sandbox.code import idle
@@ -85,7 +86,8 @@ class _Lengths:
                 text = self._render(question.messages, True, question.template)
             except Unrendered:
                 return None
-            require_turns(question.messages, text, lambda turns: self._render(turns, True, question.template))
+            of_text = [turn for turn in question.messages if isinstance(turn["content"], str)]
+            require_turns(of_text, text, lambda turns: self._render(turns, True, question.template))
         if self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
             return None
         return len(self._tokenizer.ids(text))
@@ -165,7 +167,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
     if isinstance(config, OfflineRunConfig):
         faults += _faults_of_offline_rows(config, lengths, tell)
     elif isinstance(config, GrpoRunConfig):
-        required = required_columns(config.rewards)
+        required, images = required_columns(config.rewards), prompt_rules(config).images
         longest, data, environment = config.rollout.max_prompt_tokens, config.data, config.rollout.environment
         try:
             sources = training_sources(data, environment)
@@ -179,8 +181,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         forms, named = Counter[Form](), set[Any]()
         tests: list[Any] = []
 
-        def check_prompt(row: Row, reading: Reading) -> None:
-            question = question_of(row, required, reading)
+        def check_prompt(row: Row, reading: Reading, folder: Path) -> None:
+            question = without_images(question_of(row, required, reading), images, folder)
             given = question.columns
             check_columns(given, config.rollout.thought_column, config.rollout.prefix_values, objects)
             forms[question.form] += 1
@@ -207,7 +209,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         def check_source(source: RowSource) -> list[str]:
             needs = config.algorithm.adv_estimator.needs
             is_rated = source.reading.rated or (source is not heldout and "pass_rate" in needs)
-            check = partial(check_prompt, reading=replace(source.reading, rated=is_rated))
+            seen = replace(source.reading, rated=is_rated, sees_images=images is not None)
+            check = partial(check_prompt, reading=seen, folder=folder_of(source.path))
             return _file(source.key, source.path, check, data.on_bad_row, seconds, tell)
 
         for source in sources:

@@ -22,10 +22,11 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Recording
 from megatron_rl.models import read_shape
+from megatron_rl.models.vision import vision_of
 from megatron_rl.rollout.coroutine import resolve
 from megatron_rl.rollout.program import Completion, Request
-from megatron_rl.rollout.vocabulary import forbidden_ids, stop_ids
-from megatron_rl.types import Adapters, GroupRequest, Metrics, ModelShape, Phase
+from megatron_rl.rollout.vocabulary import forbidden_ids, image_tokens, stop_ids
+from megatron_rl.types import Adapters, GroupRequest, Metrics, ModelShape, Phase, Vision
 
 if TYPE_CHECKING:
     from megatron_rl.rollout.programs.episodes import MakeAnswers
@@ -37,6 +38,7 @@ Ability = Literal[
     "candidates",
     "forbid",
     "greedy",
+    "images",
     "lag",
     "memory",
     "native_budget",
@@ -51,7 +53,7 @@ Ability = Literal[
 """What a sampler can do beyond `Call.max_tokens` and `Call.stops`:
 
 - forbid: `EngineSpec.forbidden_ids` are never sampled, and log-probs are computed without them.
-- greedy: `Request.is_greedy`. truncate: `rollout.sampling.top_p` and `top_k`.
+- images: `Request.pictures`. greedy: `Request.is_greedy`. truncate: `rollout.sampling.top_p` and `top_k`.
 - candidates: `Call.num_candidates`. prompt_logp: `Call.num_scored`. native_budget: `Call.thinking_token_budget`.
 - weights: `BackendWeights` takes weight syncs. lag: also while requests run, and `Completion.version` tells the tokens
   before a sync from those after it. salted: `rollout.prefix_cache: salted`.
@@ -78,6 +80,7 @@ def needed_abilities(config: GrpoRunConfig, trains: bool) -> dict[Ability, str]:
         ("lag", "rollout.max_lag", trains and rollout.overlaps),
         ("greedy", "algorithm.adv_estimator", "greedy_reward" in config.algorithm.adv_estimator.needs),
         ("forbid", "rollout.sampling.forbid", sampling.forbid),
+        ("images", "model.path", image_tokens(config.model.path)),
         ("truncate", f"rollout.sampling.{truncated}", truncated),
         ("candidates", "rollout.beams", rollout.beams),
         ("prompt_logp", "rollout.prefix_values", scores),
@@ -116,6 +119,8 @@ class EngineSpec:
     """The adapters that the bridge brings. The engine then loads the base model from the model's folder."""
     keeps_statistics: bool = False
     """Whether vLLM keeps statistics of its steps and requests, which its own metrics are made of."""
+    pictures: Path = Path()
+    """The folder of the run's images (data/pictures.py)."""
     make_answers: MakeAnswers | None = None
     """Makes what carries out the answers, if there is `rollout.environment`."""
 
@@ -123,6 +128,11 @@ class EngineSpec:
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer."""
         return stop_ids(self.model.path)
+
+    @property
+    def vision(self) -> Vision | None:
+        """How the model sees images; None if it reads text alone."""
+        return vision_of(self.model.path)
 
     @property
     def forbidden_ids(self) -> tuple[int, ...]:

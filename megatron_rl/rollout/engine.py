@@ -178,13 +178,14 @@ class Engine:
         transcript, call = replay(program, sampled, self._stop_ids)
         while call is not None:
             ids = [*prompt.token_ids, *transcript.ids]
-            request = Request(ids, call, seed, is_greedy, name, goes_on=len(transcript.ids) > 0)
+            goes_on = len(transcript.ids) > 0
+            request = Request(ids, call, seed, is_greedy, name, goes_on, pictures=prompt.pictures)
             [completion] = yield self.sampler.ask([request])
             transcript.sampled(completion)
             call = next_call(program, transcript)
         delimiter, budget = program.delimiter, program.thought_tokens
         if (search := self._budgets.beams) is None:
-            return [as_rollout(prompt.token_ids, transcript, delimiter, budget)]
+            return [as_rollout(prompt.token_ids, transcript, delimiter, budget, prompt.pictures)]
         assert delimiter is not None, "beams follow a thought"
         beams = search.begin(transcript, delimiter)
         for _ in range(search.num_tokens):

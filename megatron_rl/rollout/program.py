@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.types import Rollout, Tokens
+from megatron_rl.types import Picture, Rollout, Tokens
 
 NEXT_CALL = 0x1E3779B97F4A7C15
 """What is added to the seed of an answer from call to call where a call does not go on from the tokens of the one
@@ -144,6 +144,8 @@ class Request:
     """The ticket of the group and the number of the sample; None: the completion is no part of an answer."""
     goes_on: bool = False
     """Whether the answer has begun with an earlier request."""
+    pictures: Sequence[Picture] = ()
+    """The images whose tokens are among `ids`; only with the ability `images`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,10 +264,12 @@ def as_rollout(
     transcript: Transcript,
     delimiter: Sequence[int] | None,
     thought_budget: int | None = None,
+    pictures: tuple[Picture, ...] = (),
 ) -> tuple[Rollout, Tokens]:
     """A complete answer and its tokens.
 
     Args:
+        pictures: the prompt's images.
         delimiter: the tokens that end the thought; None if the model does not think.
         thought_budget: the budget of the thought; None: it had none. See `Rollout.num_thought_tokens`.
     """
@@ -290,4 +294,5 @@ def as_rollout(
         logp_rollout=np.array([0.0] * prompt + transcript.logp, np.float32),
         version=np.array([-1] * prompt + transcript.version, np.int32),
         routes=None if transcript.routes is None else transcript.routes[: prompt + len(transcript.ids)],
+        pictures=pictures,
     )

@@ -17,6 +17,7 @@ from megatron_rl.convert.hub import companions
 from megatron_rl.models import linear_layers, read_shape
 from megatron_rl.models.adapters import PINNED_ID, SERVED_ID
 from megatron_rl.models.composite import composite_of
+from megatron_rl.models.vision import vision_of
 from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
@@ -105,13 +106,14 @@ def make_engine(spec: EngineSpec, progress: Progress | None) -> LLMEngine:
 
 @contextmanager
 def text_model(folder: Path) -> Iterator[Path]:
-    """The folder that vLLM reads the model's configuration in. Next to a vision tower it is another one, which has the
-    text model's configuration and no weights."""
+    """The folder that vLLM reads the model's configuration in. Next to a vision tower that does not run here it is
+    another one, which has the text model's configuration and no weights."""
+    is_alone = composite_of(folder) and vision_of(folder) is None
     with TemporaryDirectory() as temporary:
-        if composite_of(folder):
+        if is_alone:
             for name, content in companions(folder, None).items():
                 Path(temporary, name).write_bytes(content)
-        yield Path(temporary) if composite_of(folder) else folder
+        yield Path(temporary) if is_alone else folder
 
 
 def look_at_classes_here() -> None:
@@ -194,6 +196,9 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
         ours["reasoning_config"] = _reasoning(Budgets(model.path, rollout, on_gpu))
     if rollout.beams is not None:
         ours["max_logprobs"] = min(rollout.beams.candidates, shape.vocab_size)
+    if shape.vision is not None:  # the tower's weights are the folder's, and the images patches already
+        ours |= {"load_format": "auto", "mm_device_do_normalize": False, "skip_mm_profiling": True}
+        ours |= {"mm_processor_cache_gb": 0}
     if spec.adapters is not None:
         ours |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
         ours["max_loras"] = rollout.num_adapters

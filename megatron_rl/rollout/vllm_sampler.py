@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
+from megatron_rl.data.pictures import pictures_of
 from megatron_rl.rollout.answer import completion_of
 from megatron_rl.rollout.backend import ABILITIES, AnswerCall, EngineSpec, Sampler
 from megatron_rl.rollout.engine_thread import EngineThread
@@ -187,7 +188,9 @@ class VllmSampler(Sampler):
     def _give(self, request: Request) -> str:
         from vllm import SamplingParams
 
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
+        prompt: Any = {"prompt_token_ids": list(request.ids)}
+        if request.pictures:
+            prompt = self._with_images(request)
         if self.spec.rollout.prefix_cache == "salted":
             prompt["cache_salt"] = str(self.weights.version)
         self._num_requests += 1
@@ -207,6 +210,13 @@ class VllmSampler(Sampler):
         if self._progress is not None and request.answer is not None and is_read:
             self._progress.begin(internal_name, *request.answer)
         return name
+
+    def _with_images(self, request: Request) -> Any:
+        from megatron_rl.rollout.vision_models import request_of
+
+        vision, files = self.spec.vision, pictures_of(self.spec.model.path, self.spec.pictures)
+        assert vision is not None, "images come with a model that sees them"
+        return request_of(request.ids, request.pictures, vision, files)
 
     def _params(self, greedy: bool) -> dict[str, Any]:
         """The fields of vLLM's SamplingParams, without the limits of the call and the seed."""

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.data.tokenizer import end_ids
+from megatron_rl.models.vision import vision_of
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
@@ -71,8 +72,8 @@ def single_ids(folder: Path, texts: Sequence[str], key: str) -> list[int]:
 
 
 def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tuple[int, ...]:
-    """The ids that are never sampled, in ascending order: the rows of the model's vocabulary without a token, and the
-    tokens in `rollout.sampling.forbid`.
+    """The ids that are never sampled, in ascending order: the rows of the model's vocabulary without a token, the token
+    that stands for images, and the tokens in `rollout.sampling.forbid`.
 
     Example: a model with 8 rows, a tokenizer with the tokens a, b, </s> and <pad> as the ids 0 to 3, and forbid
     (<pad>): 3, 4, 5, 6, 7.
@@ -84,7 +85,7 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
     if not path.is_file():  # transformers can read the tokenizer, and only it knows the ids
         if sampling.forbid:
             raise ValueError(f"rollout.sampling.forbid needs {path}; save it with transformers' save_pretrained")
-        return ()
+        return image_tokens(folder)
     known = load_tokenizer(folder).get_vocab(with_added_tokens=True)
     ends, faults = stop_ids(folder), []
     delimiter = token_ids(folder, rollout.delimiter) if sampling.forbid and rollout.delimiter else ()
@@ -103,7 +104,13 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
     if faults:
         raise ValueError(f"rollout.sampling.forbid: {'; '.join(faults)}")
     named = {known[token] for token in sampling.forbid}
-    return tuple(sorted(named | (set(range(vocab_size)) - set(known.values()))))
+    return tuple(sorted(named | {*image_tokens(folder)} | (set(range(vocab_size)) - set(known.values()))))
+
+
+def image_tokens(folder: Path) -> tuple[int, ...]:
+    """The token that stands for images, if the model sees any."""
+    vision = vision_of(folder)
+    return () if vision is None else (vision.image_token,)
 
 
 WORDS, SIGNS = ("x", "7"), (".", " ", "\n")

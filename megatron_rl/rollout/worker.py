@@ -281,10 +281,19 @@ def noise_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return noise
 
 
+VISION_MODELS = {"Qwen3VLForConditionalGeneration": "Qwen3VL"}
+"""vLLM's classes of models with a vision tower, and the names of ours, which vLLM imports when it needs one."""
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends for any reason. This affects vLLM's own processes, not
-    the process that uses vLLM. On a CPU it also tells the nodes apart (`tell_nodes_apart`)."""
+    the process that uses vLLM. On a CPU it also tells the nodes apart (`tell_nodes_apart`). The process gets our
+    classes of models that see images, too."""
+    from vllm import ModelRegistry
     from vllm.platforms import current_platform
+
+    for name, ours in VISION_MODELS.items():
+        ModelRegistry.register_model(name, f"megatron_rl.rollout.vision_models:{ours}")
 
     if current_platform.is_cpu():
         tell_nodes_apart()

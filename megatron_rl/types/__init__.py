@@ -57,6 +57,7 @@ from megatron_rl.types.step import (
     TokenSpan,
     TrainingRow,
 )
+from megatron_rl.types.vision import Picture, Vision, text_of_turn
 
 __all__ = [
     "Adapters",
@@ -93,6 +94,7 @@ __all__ = [
     "Mlp",
     "ModelShape",
     "Phase",
+    "Picture",
     "Prompt",
     "Rollout",
     "Rollouts",
@@ -110,5 +112,7 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "Verdict",
+    "Vision",
     "YarnRope",
+    "text_of_turn",
 ]

@@ -10,6 +10,7 @@ from typing import Literal
 
 from megatron_rl.types.blocks import Attention, DeltaNet, LatentAttention, Mixture, Mlp, SoftmaxAttention
 from megatron_rl.types.mamba import Mamba2, SquaredReluMixture, SquaredReluMlp
+from megatron_rl.types.vision import Vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class ModelShape:
     multi_token: bool = False
     """Whether the head that predicts the token after the next one is a part of the model, and is trained. Its layer is
     in `head_layers`."""
+    vision: Vision | None = None
+    """How the model sees images; None if it reads text alone."""
 
     def __repr__(self) -> str:
         """Equal layers that follow each other are named once: 3 x Layer(...)."""

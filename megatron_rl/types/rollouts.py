@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_rl.types.vision import Picture
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -34,6 +36,8 @@ class Prompt:
     thought_budgets: tuple[int, ...] = ()
     """The budget of each answer's thought in tokens, set with the request; empty means
     `config.ThinkingBudget.of_row`."""
+    pictures: tuple[Picture, ...] = ()
+    """The images whose tokens are among `token_ids`, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class Tokens:
     """What was said in several turns; None if there is no environment."""
     logp_teacher: np.ndarray | None = None
     """float32 [L]: the log-prob of each action by the row's teacher; 0 elsewhere. None if engines scored for none."""
+    pictures: tuple[Picture, ...] = ()
+    """The images whose tokens are among `ids`, in order."""
 
 
 LARGEST_SCORE = 3.4e38

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from megatron_rl.config.rewards import JudgeReward
-from megatron_rl.types import Prompt, Tokenizer
+from megatron_rl.types import Prompt, Tokenizer, text_of_turn
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.service import ServiceVerifier, parsed
 
@@ -102,7 +102,7 @@ class JudgeVerifier(ServiceVerifier):
 def _question(prompt: Prompt) -> str:
     if isinstance(prompt.messages, str):
         return prompt.messages
-    return "\n\n".join(f"[{turn['role']}]\n{turn['content']}" for turn in prompt.messages)
+    return "\n\n".join(f"[{turn['role']}]\n{text_of_turn(turn)}" for turn in prompt.messages)
 
 
 def _as_text(reference: Any) -> str:

@@ -153,6 +153,7 @@ def loaded_actor(rank: int, store: dist.Store, folder: Path, model: ModelConfig,
         temperature=1.0,
         total_steps=1,
         seed=0,
+        pictures=str(folder / "images"),
     )
     actor = MegatronActor(spec, rank=rank, world_size=policy.parallel.mesh.world_size, store=store)
     load_weights(actor, model.weights or folder)

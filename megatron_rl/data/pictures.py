@@ -1,0 +1,94 @@
+"""The images of a run. Each is resized once, and kept as a PNG file by a hash of its bytes; whoever
+needs one, an engine, a trainer rank or a report, finds it there by its digest. Nothing else carries pixels.
+
+A file is cut to patches by transformers' processor of the model. Invariant (tests/unit/data): these are the patches
+that the processor makes of the whole image.
+
+Shape letters: P patches, D numbers of a patch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cache, cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from megatron_rl.data.rows import BadRow
+from megatron_rl.types import Picture
+
+
+class Pictures:
+    def __init__(self, model: Path, folder: Path) -> None:
+        """
+        Args:
+            model: a model's folder with `preprocessor_config.json`.
+            folder: of the files; it is made with the first one.
+        """
+        self._model, self._folder = model, folder
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil.from_pretrained(self._model)
+
+    def add(self, data: bytes) -> Picture:
+        """Resize an image as the model's processor does, and keep it.
+
+        Args:
+            data: a file in a format that Pillow reads.
+
+        Raises:
+            BadRow: this is no whole image, or the processor refuses its extents.
+        """
+        own = self._processor
+        settings = repr((own.size, own.resample, own.patch_size, own.merge_size)).encode()
+        digest = hashlib.blake2b(data, digest_size=16, key=hashlib.sha256(settings).digest()).hexdigest()
+        if not (path := self.path(digest)).exists():
+            try:
+                image = np.asarray(PIL.Image.open(BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
+                resized = own.resize(image, own.size, own.resample, own.patch_size * own.merge_size)
+            except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+                raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            PIL.Image.fromarray(np.ascontiguousarray(resized.transpose(1, 2, 0))).save(temporary, "png")
+            temporary.replace(path)
+        width, height = PIL.Image.open(path).size
+        return Picture(digest, height // own.patch_size, width // own.patch_size)
+
+    def path(self, digest: str) -> Path:
+        return self._folder / f"{digest}.png"
+
+    def patches(self, picture: Picture) -> np.ndarray:
+        """float32 [P, D], in the order in which a tower of the model reads them.
+
+        Raises:
+            FileNotFoundError: the run's folder has no such image.
+        """
+        image = np.asarray(PIL.Image.open(self.path(picture.digest)))
+        found: np.ndarray = self._processor(images=image, do_resize=False, return_tensors="np")["pixel_values"]
+        return found
+
+
+def require_image(data: bytes) -> None:
+    """
+    Raises:
+        BadRow: these bytes do not begin as an image does.
+    """
+    try:
+        PIL.Image.open(BytesIO(data))
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
+
+
+@cache
+def pictures_of(model: Path, folder: Path) -> Pictures:
+    """The same object for the same folders."""
+    return Pictures(model, folder)

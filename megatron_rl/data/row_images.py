@@ -1,0 +1,125 @@
+"""The images of a row: where its turns have them, and where their bytes come from.
+
+| in a turn | the image |
+|---|---|
+| `<image>` in the text (verl's form) | the next one of the row's column `images` or `image` |
+| a part `{"type": "image"}` | the same |
+| a part `{"type": "image", "image": X}` or `{"type": "image_url", "image_url": {"url": X}}` | X |
+
+An image is the path of a file, absolute or beside the rows, or a text `data:image/png;base64,...`. Bytes, `datasets`'
+feature Image and images of Pillow have become such a text (rows.py).
+
+Invariant (tests/unit/data): each image of a row is in its turns once, in order, or the row is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.data.rows import BadRow, Row, Turns
+from megatron_rl.types import Picture, Vision
+
+COLUMNS = ("images", "image")
+MARK = "<image>"
+SHOWN = {"type": "image"}
+"""The part of a turn that a chat template writes a placeholder for."""
+
+
+def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, list[bytes], Row]:
+    """The turns with SHOWN for each image, the images' bytes in order, and the other columns.
+
+    Args:
+        folder: of the file with the rows.
+
+    Raises:
+        BadRow: turns and images do not fit together, or an image cannot be read.
+    """
+    given: Sequence[Any] = ()
+    named = next((name for name in COLUMNS if columns.get(name)), "images")
+    if value := columns.get(named):
+        given = value if isinstance(value, list) else [value]
+    found: list[Any] = []
+    turns = tuple(turn | {"content": _parts(turn["content"], found)} for turn in messages)
+    marks = sum(one is None for one in found)
+    if marks != len(given):
+        raise BadRow(
+            f"the turns have {marks} places for images ({MARK}, or a part of the type image), but the column `{named}` "
+            f"has {len(given)} images; the two numbers must be equal"
+        )
+    remaining = iter(given)
+    images = [_bytes(next(remaining) if one is None else one, folder) for one in found]
+    return turns, images, {name: value for name, value in columns.items() if name not in COLUMNS}
+
+
+def _parts(content: str | list[dict[str, Any]], found: list[Any]) -> str | list[dict[str, Any]]:
+    """The content of a turn, as text if it has no image. What its images are is appended to `found`, None for the next
+    one of the column."""
+    if isinstance(content, str):
+        if MARK not in content:
+            return content
+        texts = content.split(MARK)
+        content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in _between(texts)]
+    parts, has_image = [], False
+    for part in content:
+        if isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+            continue
+        url = part.get("image_url")
+        found.append(part.get("image") or (url.get("url") if isinstance(url, Mapping) else url))
+        parts.append(SHOWN)
+        has_image = True
+    return parts if has_image else "".join(part["text"] for part in parts)
+
+
+def _between(texts: Sequence[str]) -> list[str | None]:
+    """The texts that are not empty, with None between any two."""
+    joined: list[str | None] = []
+    for number, text in enumerate(texts):
+        joined += [None] * (number > 0) + [text] * bool(text)
+    return joined
+
+
+def _bytes(image: Any, folder: Path) -> bytes:
+    if isinstance(image, Mapping):
+        image = image.get("bytes") or image.get("path")
+    if not isinstance(image, str):
+        raise BadRow(f"an image is {str(image)[:60]!r}; give a path, or a text data:image/png;base64,...")
+    if image.startswith("data:"):
+        try:
+            return base64.b64decode(image.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise BadRow(f"an image is no base64: {error}") from error
+    if "://" in image:
+        raise BadRow(f"the image {image[:100]} is an address, and none is fetched; download it and give its path")
+    try:
+        return (folder / image).read_bytes()
+    except OSError as error:
+        raise BadRow(f"the image {folder / image} cannot be read: {error.strerror}") from error
+
+
+def folder_of(source: Path | str) -> Path:
+    """Where the paths of images begin: in the folder of the rows' file."""
+    path = Path(source)
+    return path if path.is_dir() else path.parent
+
+
+def expanded(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision) -> list[int]:
+    """The prompt's tokens with as many image tokens for each image as the model reads.
+
+    Raises:
+        BadRow: the number of placeholders is not the number of images.
+    """
+    count = sum(token == vision.image_token for token in ids)
+    if count != len(pictures):
+        raise BadRow(
+            f"the chat template wrote {count} image tokens for {len(pictures)} images; does a text contain the model's "
+            "own image token, or the template leave images out?"
+        )
+    remaining, whole = iter(pictures), []
+    for token in ids:
+        whole += [token] * (vision.num_tokens(next(remaining)) if token == vision.image_token else 1)
+    return whole

@@ -1,0 +1,90 @@
+"""What config.json says of a model's images, and the positions of tokens in time, height and width (M-RoPE, Wang et
+al. 2024, arXiv:2409.12191)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.models.config_values import flag, size, whole_numbers
+from megatron_rl.types import Picture, Vision
+
+TOWERS = ("qwen3_vl",)
+"""The values of `model_type` whose towers run here."""
+
+
+def read_vision(config: Mapping[str, Any]) -> Vision | None:
+    """
+    Args:
+        config: the config.json of a model with a vision tower, as `models.composite` describes it.
+
+    Returns:
+        None if its tower does not run here.
+
+    Raises:
+        ValueError: the sections of the rotation are not the ones of a head.
+    """
+    if config.get("model_type") not in TOWERS:
+        return None
+    text, tower = config["text_config"], config["vision_config"]
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    first, second, third = whole_numbers(rope, "mrope_section", least=0)
+    return Vision(
+        model_type=config["model_type"],
+        image_token=size(config, "image_token_id"),
+        merge=size(tower, "spatial_merge_size", 2),
+        num_deep=len(tower.get("deepstack_visual_indexes", ())),
+        sections=(first, second, third),
+        interleaved=flag(rope, "mrope_interleaved", absent=True),
+    )
+
+
+def vision_of(folder: Path) -> Vision | None:
+    """How the model of a Hugging Face folder sees images; None if it sees none, or if config.json cannot be read."""
+    try:
+        return read_vision(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # `models.config.read_shape` tells it
+        return None
+
+
+def positions(ids: np.ndarray, pictures: Sequence[Picture], vision: Vision) -> np.ndarray:
+    """
+    A token of text is one further than the largest number of the tokens before it, on all three axes. The tokens of an
+    image have the same time, and their row and column are added to it.
+
+    Example: 7 7 I I I I 8 with an image of 2 x 2 tokens has the times 0 1 2 2 2 2 4, the heights 0 1 2 2 3 3 4 and the
+    widths 0 1 2 3 2 3 4.
+
+    Args:
+        ids: int [L], the tokens of a sample.
+        pictures: its images, in order.
+
+    Returns:
+        int64 [3, L].
+
+    Raises:
+        ValueError: the image tokens are not the ones of these images.
+    """
+    is_image_L = ids == vision.image_token
+    found, expected = int(is_image_L.sum()), sum(vision.num_tokens(picture) for picture in pictures)
+    if found != expected:
+        raise ValueError(f"there are {found} image tokens, but its {len(pictures)} images have {expected}")
+    position_3L, start, begin = np.empty((3, len(ids)), np.int64), 0, 0
+    firsts = np.flatnonzero(is_image_L)
+    taken = 0
+    for picture in pictures:
+        size, first = vision.num_tokens(picture), int(firsts[taken])
+        rows, columns = picture.num_rows // vision.merge, picture.num_columns // vision.merge
+        position_3L[:, begin:first] = start + np.arange(first - begin)
+        start += first - begin
+        grid = np.meshgrid(np.arange(1), np.arange(rows), np.arange(columns), indexing="ij")
+        position_3L[:, first : first + size] = start + np.stack([axis.ravel() for axis in grid])
+        start, begin, taken = start + max(rows, columns), first + size, taken + size
+        if not is_image_L[first:begin].all():
+            raise ValueError("the tokens of an image are not adjacent")
+    position_3L[:, begin:] = start + np.arange(len(ids) - begin)
+    return position_3L

@@ -1,0 +1,46 @@
+"""What a run with a model that sees images cannot do yet, by key, before anything starts."""
+
+from __future__ import annotations
+
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.types import ModelShape
+
+
+def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """
+    Args:
+        shape: of the run's model.
+    """
+    if (vision := shape.vision) is None:
+        return []
+    mesh, faults = config.policy.parallel.mesh, []
+    first = len(mesh.layer_range(shape.num_layers, 0, 0))
+    if first < vision.num_deep:
+        faults.append(
+            f"policy.parallel: the vision tower adds to the outputs of the first {vision.num_deep} layers, but the "
+            f"first part of the pipeline has {first}; set pipeline or virtual to a smaller number"
+        )
+    layers = "transformer_engine" if config.model.layers == "auto" and config.cluster.gpus_per_trainer else ""
+    asked: dict[str, object] = {
+        "model.layers": "transformer_engine" in (config.model.layers, layers)
+        and "local layers turn tokens in time, height and width, and Transformer Engine's do not: set it to local",
+        "policy.lora": config.policy.lora is not None and "",
+        "cluster.colocate": config.cluster.colocate and "sleeping engines would lose the vision tower's weights",
+    }
+    if isinstance(config, GrpoRunConfig):
+        rollout = config.rollout
+        asked |= {
+            "critic": config.critic is not None and "",
+            "teachers": bool(config.teachers) and "",
+            "rollout.environment": rollout.environment is not None and "",
+            "rollout.beams": rollout.beams is not None and "",
+            "rollout.prefix_values": rollout.prefix_values is not None and "",
+            "rollout.quantization": rollout.quantization is not None and "",
+        }
+    for key, why in asked.items():
+        if isinstance(why, str):
+            faults.append(
+                f"{key} and a model that sees images ({vision.model_type}) do not go together yet"
+                f"{f': {why}' if why else ''}; or train its text alone, taken out by `megatron-rl convert to-megatron`"
+            )
+    return faults

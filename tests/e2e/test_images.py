@@ -1,0 +1,107 @@
+"""A model that sees images in the real loop: its log-probs are transformers', a push leaves the tower, and kills change
+no number."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from image_models import IMAGE_TOKEN, drawing, write_model
+from test_resume import lines
+
+from megatron_rl.data.pictures import Pictures
+from megatron_rl.data.saved_rollouts import read_step
+
+REWARD = """
+def letters(completions, **columns):
+    return [sum(map(str.islower, turns[-1]["content"])) / 6 for turns in completions]
+"""
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """The arguments of a run, and its model's folder. Some rows have two images or none."""
+    folder, source = tmp_path / "given" / "model", random.Random(0)
+    write_model(folder)
+    rows = []
+    for number in range(16):
+        names = [f"{number}_{i}.png" for i in range(number % 3)]
+        for name in names:
+            drawing(source.randint(8, 40), source.randint(8, 40), number).save(tmp_path / "given" / name)
+        text = "".join(f"{i}<image>" for i in range(len(names))) + f"{number}?"
+        rows.append({"messages": [{"role": "user", "content": text}], "images": names, "ground_truth": "1"})
+    (tmp_path / "given" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "given" / "reward.py").write_text(REWARD)
+    settings = {
+        "model.path": folder,
+        "model.dtype": "float32",
+        "data.train": tmp_path / "given" / "rows.jsonl",
+        "cluster.device": "cpu",
+        "policy.parallel.tensor": 2,
+        "policy.optimizer.lr": 1e-2,
+        "rollout": "{prompts_per_step: 8, samples_per_prompt: 4, max_prompt_tokens: 96, max_response_tokens: 6}",
+        "rollout.delimiter": "",
+        "rollout.dump": "true",
+        "rewards": f"[{{kind: function, path: '{tmp_path}/given/reward.py:letters'}}]",
+        "algorithm.max_mismatch": 1e-4,
+        "balance.max_tokens_per_microbatch": 256,
+        "checkpoint": "{every: 1, keep: 9}",
+        "bridge.verify": "true",
+        "run.steps": 4,
+    }
+    return ["grpo", *(f"{key}={value}" for key, value in settings.items())], folder
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+def test_a_run_with_images_has_transformers_log_probs_and_goes_on_to_the_bit_after_kills(recipe, asked):
+    keys, model = asked
+    done = recipe.run(*keys, "run.name=whole")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = recipe.folder / "runs" / "whole"
+    expected = lines(folder)
+    assert all(record["grad_norm"] > 0 and record["mismatch/mean_abs"] < 1e-5 for record in expected[:-1])
+
+    first = transformers.Qwen3VLForConditionalGeneration.from_pretrained(model).eval()
+    last = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder / "hf").eval()
+    pictures, seen = Pictures(model, folder / "images"), set()
+    for group in read_step(folder / "rollouts", 0).groups:
+        for tokens in group.payload:
+            seen.add(len(tokens.pictures))
+            assert IMAGE_TOKEN not in tokens.ids[tokens.action_mask]
+            logp = log_probs(first, tokens, pictures)[tokens.action_mask[1:]]
+            assert tokens.logp_rollout[tokens.action_mask] == pytest.approx(logp, abs=1e-5)
+    assert seen == {0, 1, 2}
+    parts = [dict(one.named_parameters()) for one in (first, last)]
+    unchanged = {name for name, tensor in parts[0].items() if torch.equal(tensor, parts[1][name])}
+    assert {name for name in parts[0] if ".visual." in name} == unchanged
+
+    run = recipe.start(*keys, "run.name=killed", "cluster.mirror=true")
+    killed = recipe.folder / "runs" / "killed"
+    recipe.wait_until(run, (killed / "checkpoints" / "step_000001").exists)
+    recipe.process(run, "ray::TrainerRank").kill()
+    recipe.wait_until(run, (killed / "checkpoints" / "step_000002").exists)
+    run.kill()
+    run.wait()
+    resumed = recipe.run(*keys, "run.name=killed", "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert lines(killed) == expected
+
+
+@torch.no_grad()
+def log_probs(model, tokens, pictures) -> list[float]:
+    """Of each token but the first, by transformers. Image tokens, and rows without a token, are never sampled."""
+    ids, images = torch.from_numpy(tokens.ids.astype(np.int64))[None], {}
+    if tokens.pictures:
+        patches = np.concatenate([pictures.patches(picture) for picture in tokens.pictures])
+        grids = torch.tensor([[1, picture.num_rows, picture.num_columns] for picture in tokens.pictures])
+        images = dict(pixel_values=torch.from_numpy(patches), image_grid_thw=grids)
+        images["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+    logits = model(input_ids=ids, **images).logits[0, :-1]
+    logits[:, IMAGE_TOKEN] = -torch.inf
+    logits[:, model.config.text_config.vocab_size - 3 :] = -torch.inf
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()

@@ -1,0 +1,84 @@
+"""A small model with a vision tower, and rows with images."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+import transformers
+from composites import TEXT, TOWER
+from tiny_chat import characters
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.data.pictures import Pictures
+from megatron_rl.types import Tokens
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+"""Of heads of 32 dims, the smallest that vLLM's attention has on CPUs."""
+TEMPLATE = (
+    "{% for m in messages %}<turn>{{ m.role }}:{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant:{% endif %}"
+)
+LETTERS = characters()
+SPECIAL = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+LETTERS.add_special_tokens([AddedToken(one, special=True) for one in SPECIAL])
+START, IMAGE_TOKEN, END, VIDEO = (LETTERS.token_to_id(one) for one in SPECIAL)
+PROCESSOR = dict(patch_size=4, merge_size=2, temporal_patch_size=1, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+PROCESSOR |= dict(size={"shortest_edge": 64, "longest_edge": 1024})
+
+
+def write_model(folder: Path) -> transformers.PreTrainedModel:
+    """A Qwen3-VL of four layers; its tower has three, and adds to the outputs of two."""
+    config = transformers.Qwen3VLConfig(
+        text_config=TEXT | {"vocab_size": LETTERS.get_vocab_size() + 3, "head_dim": 32, "rope_parameters": ROPE},
+        vision_config=TOWER | dict(depth=3, deepstack_visual_indexes=[0, 1]),
+        tie_word_embeddings=True,
+        dtype="float32",
+        image_token_id=IMAGE_TOKEN,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        video_token_id=VIDEO,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    for tensor in model.state_dict().values():
+        tensor.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps(PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessor"})
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=LETTERS, eos_token="<end>", pad_token="<unk>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def drawing(height: int, width: int, seed: int) -> PIL.Image.Image:
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def row(pictures: Pictures, parts: list, seed: int) -> Tokens:
+    """Random tokens of text, as many as a number says, and images; the text after the last image is the answer."""
+    rng = np.random.default_rng(seed)
+    ids: list[int] = []
+    own = []
+    for part in parts:
+        if isinstance(part, int):
+            ids += rng.integers(0, IMAGE_TOKEN, part).tolist()
+            continue
+        part.save(data := BytesIO(), "png")
+        own.append(pictures.add(data.getvalue()))
+        ids += [START, *[IMAGE_TOKEN] * (own[-1].num_rows * own[-1].num_columns // 4), END]
+    length = len(ids)
+    mask = np.arange(length) >= length - parts[-1]
+    mask[0] = False
+    version = np.where(mask, 0, -1).astype(np.int32)
+    return Tokens(np.array(ids, np.int32), mask, np.zeros(length, np.float32), version, pictures=tuple(own))

@@ -1,0 +1,165 @@
+"""Images of rows: where they come from, how many tokens they are, and where their tokens stand."""
+
+from __future__ import annotations
+
+import base64
+import json
+from io import BytesIO
+
+import numpy as np
+import pytest
+import torch
+from image_models import IMAGE_TOKEN, drawing, write_model
+from transformers import AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from megatron_rl.data.journal import decode, encode
+from megatron_rl.data.pictures import Pictures
+from megatron_rl.data.prompts import ImageRules, Rules, load_prompts
+from megatron_rl.data.row_images import SHOWN, take_images
+from megatron_rl.data.rows import BadRow, plain_row
+from megatron_rl.models import read_shape
+from megatron_rl.models.vision import positions
+from megatron_rl.types import Group, Picture, Prompt, Rollout, Tokens, Vision
+
+VISION = Vision("qwen3_vl", image_token=9, merge=2, num_deep=1, sections=(4, 2, 2), interleaved=True)
+
+
+def png(height: int, width: int, seed: int = 0) -> bytes:
+    drawing(height, width, seed).save(data := BytesIO(), "png")
+    return data.getvalue()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision") / "model"
+    return folder, write_model(folder)
+
+
+def test_the_axes_of_rotated_pairs():
+    assert VISION.axes == (0, 1, 2, 0, 1, 2, 0, 0)
+    blocks = Vision("x", 9, 2, 0, (4, 2, 2), interleaved=False)
+    assert blocks.axes == (0, 0, 0, 0, 1, 1, 2, 2)
+
+
+def test_positions_by_hand():
+    ids = np.array([7, 7, 9, 9, 9, 9, 8])
+    assert positions(ids, [Picture("a", 4, 4)], VISION).tolist() == [
+        [0, 1, 2, 2, 2, 2, 4],
+        [0, 1, 2, 2, 3, 3, 4],
+        [0, 1, 2, 3, 2, 3, 4],
+    ]
+    assert positions(ids[:2], [], VISION).tolist() == [[0, 1]] * 3
+    with pytest.raises(ValueError, match="there are 4 image tokens, but its 1 images have 6"):
+        positions(ids, [Picture("a", 4, 6)], VISION)
+    with pytest.raises(ValueError, match="not adjacent"):
+        positions(np.array([9, 9, 7, 9, 9]), [Picture("a", 4, 4)], VISION)
+
+
+def test_positions_are_transformers(model):
+    folder, whole = model
+    vision, source = read_shape(folder).vision, np.random.default_rng(0)
+    for _ in range(20):
+        pictures = [Picture("", 2 * source.integers(1, 5), 2 * source.integers(1, 5)) for _ in range(3)]
+        ids = []
+        for picture in pictures:
+            ids += [1] * source.integers(1, 6) + [IMAGE_TOKEN] * vision.num_tokens(picture)
+        ids += [1] * source.integers(1, 6)
+        ids_1L, grids = torch.tensor([ids]), torch.tensor([[1, p.num_rows, p.num_columns] for p in pictures])
+        expected, _ = whole.model.get_rope_index(ids_1L, (ids_1L == IMAGE_TOKEN).int(), grids)
+        assert positions(np.array(ids), pictures, vision).tolist() == expected[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("height", "width"), [(20, 31), (9, 40), (64, 64), (5, 5), (16, 16)])
+def test_the_patches_of_a_kept_image_are_the_processors_of_the_whole_one(model, tmp_path, height, width):
+    folder, data = model[0], png(height, width)
+    pictures = Pictures(folder, tmp_path)
+    picture = pictures.add(data)
+    expected = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=drawing(height, width, 0), return_tensors="np")
+    assert np.array_equal(pictures.patches(picture), expected["pixel_values"])
+    assert [[1, picture.num_rows, picture.num_columns]] == expected["image_grid_thw"].tolist()
+    assert Pictures(folder, tmp_path).add(data) == picture and len(list(tmp_path.iterdir())) == 1
+    assert pictures.add(png(height, width, 1)).digest != picture.digest
+
+
+def test_the_forms_of_images(tmp_path):
+    (tmp_path / "a.png").write_bytes(one := png(8, 8))
+    two = png(9, 9)
+    url = f"data:image/png;base64,{base64.b64encode(two).decode()}"
+    texts = ({"role": "user", "content": "x<image>y<image>"},)
+    shown = [{"type": "text", "text": "x"}, SHOWN, {"type": "text", "text": "y"}, SHOWN]
+    turns, images, columns = take_images(texts, {"images": ["a.png", url], "ground_truth": "3"}, tmp_path)
+    assert (turns[0]["content"], images, columns) == (shown, [one, two], {"ground_truth": "3"})
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "image"}, {"type": "text", "text": "y"}]
+    turns, images, columns = take_images(({"role": "user", "content": parts},), {"image": "a.png"}, tmp_path)
+    assert (turns[0]["content"], images, columns) == ([SHOWN, SHOWN, parts[2]], [two, one], {})
+    made = plain_row({"images": [two, drawing(9, 9, 0)], "image": {"bytes": two, "path": None}})
+    assert made == {"images": [url, url], "image": {"bytes": url, "path": None}}
+    assert take_images(texts[:1], {"images": made["images"]}, tmp_path)[1] == [two, two]
+    turns, images, _ = take_images(({"role": "user", "content": "none"},), {}, tmp_path)
+    assert (turns[0]["content"], images) == ("none", [])
+
+
+@pytest.mark.parametrize(
+    ("content", "columns", "message"),
+    [
+        ("no place", {"images": ["a.png"]}, "the turns have 0 places for images .* the column `images` has 1 images"),
+        ("<image>", {}, "the turns have 1 places for images .* the column `images` has 0 images"),
+        ("<image>", {"image": "https://somewhere/a.png"}, "is an address, and none is fetched; download it"),
+        ("<image>", {"image": "missing.png"}, "missing.png cannot be read: No such file"),
+        ("<image>", {"image": "data:image/png;base64,$"}, "an image is no base64"),
+        ("<image>", {"image": 3}, "an image is '3'; give a path"),
+    ],
+)
+def test_bad_images_of_a_row(tmp_path, content, columns, message):
+    with pytest.raises(BadRow, match=message):
+        take_images(({"role": "user", "content": content},), columns, tmp_path)
+
+
+def write_rows(folder, *rows) -> None:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load(folder, model, **rules):
+    images = ImageRules(read_shape(model).vision, model, folder / "images")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return load_prompts(folder / "rows.jsonl", tokenizer, Rules(64, images=images, **rules))
+
+
+def test_prompts_have_all_tokens_of_their_images(model, tmp_path):
+    folder = model[0]
+    (tmp_path / "a.png").write_bytes(png(20, 31))
+    row = {"messages": [{"role": "user", "content": "<image>how?"}], "images": ["a.png"], "ground_truth": "1"}
+    write_rows(tmp_path, row, {"messages": [{"role": "user", "content": "text"}], "ground_truth": "2"})
+    table = load(tmp_path, folder)
+    first, second = table[0], table[1]
+    [picture] = first.pictures
+    assert (picture.num_rows, picture.num_columns) == (4, 8) and first.token_ids.count(IMAGE_TOKEN) == 8
+    assert first.columns == {"ground_truth": "1"} and list(first.messages[0]["content"])[0] == SHOWN
+    assert second.pictures == () and IMAGE_TOKEN not in second.token_ids
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "message"),
+    [
+        ("<image>", b"\x89PNG broken", r"rows.jsonl:1: an image of 11 bytes cannot be read"),
+        ("<image>", png(8, 8)[:-150], r"rows.jsonl:1: an image of \d+ bytes cannot be read"),
+        ("<image>", png(1, 500), r"rows.jsonl:1: an image of .* absolute aspect ratio must be smaller than 200"),
+        ("<image> and <|image_pad|>", png(8, 8), "wrote 2 image tokens for 1 images; does a text contain"),
+        ([{"type": "video", "video": "a.mp4"}], png(8, 8), "messages.0..* has parts that are no text"),
+    ],
+)
+def test_bad_images_are_told_with_their_row(model, tmp_path, content, data, message):
+    (tmp_path / "a.png").write_bytes(data)
+    write_rows(tmp_path, {"messages": [{"role": "user", "content": content}], "images": ["a.png"]})
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, model[0])
+
+
+def test_a_journal_keeps_the_names_of_images():
+    ids = np.array([7, 9, 9, 9, 9, 8], np.int32)
+    picture = Picture("abc", 4, 4)
+    tokens = Tokens(ids, ids == 8, np.zeros(6, np.float32), np.full(6, -1, np.int32), pictures=(picture,))
+    group = Group(Prompt("uid", tuple(ids[:5]), "", pictures=(picture,)), [Rollout(6, 5, 1, 0, "stop")], [tokens], 0)
+    found = decode(encode(3, group))[1]
+    assert found.payload[0].pictures == found.prompt.pictures == (picture,)
