@@ -12,6 +12,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.models import linear_layers, read_shape
 from megatron_rl.models.adapters import PINNED_ID, SERVED_ID
 from megatron_rl.rollout.backend import EngineSpec
+from megatron_rl.rollout.coupling import NoProposer
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
@@ -177,6 +178,13 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
         ours["reasoning_config"] = _reasoning(Budgets(model.path, rollout, on_gpu))
     if rollout.beams is not None:
         ours["max_logprobs"] = min(rollout.beams.candidates, shape.vocab_size)
+    if (speculative := rollout.speculative) is not None:
+        proposer = f"{NoProposer.__module__}.{NoProposer.__qualname__}"
+        ours["speculative_config"] = {
+            "method": "custom_class",
+            "model": proposer,
+            "num_speculative_tokens": speculative.tokens,
+        }
     if spec.adapters is not None:
         ours |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
         ours["max_loras"] = rollout.num_adapters
