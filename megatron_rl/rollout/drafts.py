@@ -73,7 +73,7 @@ def depth(rate: float, running: int, most: int) -> int:
     return found
 
 
-class Answer:
+class DraftedAnswer:
     """The tokens of one answer, and what would have been drafted for them."""
 
     def __init__(self, text: Sequence[int], num_read: int = 0) -> None:
@@ -102,19 +102,19 @@ class Answer:
         return copied(*self._next, self.text, most) if self._next and most > 0 else []
 
 
-class Group:
+class DraftedGroup:
     """The answers of a group, as far as an engine has sampled them."""
 
     def __init__(self) -> None:
         self._texts = Texts()
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, DraftedAnswer] = {}
 
-    def begin(self, sample: int, text: Sequence[int]) -> Answer:
+    def begin(self, sample: int, text: Sequence[int]) -> DraftedAnswer:
         """An answer begins, or goes on with another request."""
         before = self._answers.get(sample) or next(iter(self._answers.values()), None)
         shared = min(before.num_read, len(text)) if before else 0
         known = shared if before and list(text[:shared]) == list(before.text[:shared]) else 0
-        self._answers[sample] = Answer(text, known)
+        self._answers[sample] = DraftedAnswer(text, known)
         return self._answers[sample]
 
     def read(self) -> None:
@@ -132,8 +132,8 @@ class Drafts:
             most: the largest number of drafts of an answer in a step.
         """
         self._most = most
-        self._groups: dict[int, Group] = {}
-        self._answers: dict[str, tuple[Group, Answer]] = {}
+        self._groups: dict[int, DraftedGroup] = {}
+        self._answers: dict[str, tuple[DraftedGroup, DraftedAnswer]] = {}
         """By vLLM's name of the request."""
         self._num_running = 0
         """The number of answers in the step that has the newest drafts."""
@@ -163,7 +163,7 @@ class Drafts:
             answer: see `Request.answer`.
         """
         text = self._scheduler.requests[name]._all_token_ids
-        group = self._groups.setdefault(answer[0], Group()) if answer else Group()
+        group = self._groups.setdefault(answer[0], DraftedGroup()) if answer else DraftedGroup()
         self._answers[name] = group, group.begin(answer[1] if answer else 0, text)
 
     def forget(self, ticket: int) -> None:

@@ -40,7 +40,7 @@ PROMPT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class SpeculationTurn:
     """What an engine is asked for."""
 
     temperature: float
@@ -58,8 +58,8 @@ class FixedLengths(VllmSampler):
         return super()._params(greedy) | given
 
 
-async def answer(sampler: FixedLengths, turn: Answers) -> dict[str, Any]:
-    """Answers to one prompt, which are a group."""
+async def answer(sampler: FixedLengths, turn: SpeculationTurn) -> dict[str, Any]:
+    """SpeculationTurn to one prompt, which are a group."""
     sampler.temperature = turn.temperature
     prompt = tuple(range(5, 5 + PROMPT))
     requests = [Request(prompt, Call(turn.num_tokens), seed, answer=(1, seed)) for seed in range(turn.num_answers)]
@@ -131,7 +131,7 @@ def measure(folder: Path, answers: Sequence[int], tokens: int, drafts: int, turn
             results: list[list[dict[str, Any]]] = [[], []]
             for turn in range(turns + 1):  # the first one warms up
                 for engine in (0, 1) if turn % 2 else (1, 0):
-                    engines[engine][1].send(Answers(temperature, number, tokens))
+                    engines[engine][1].send(SpeculationTurn(temperature, number, tokens))
                     results[engine].append(engines[engine][1].recv())
             rows.append({"kind": kind, "answers": number, **compared(*results)})
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

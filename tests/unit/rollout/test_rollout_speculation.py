@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.rollout import drafts as drafting
 from megatron_rl.rollout.coupling import accept
-from megatron_rl.rollout.drafts import SIZE, Answer, Group, Texts, copied, depth, draft_metrics
+from megatron_rl.rollout.drafts import SIZE, DraftedAnswer, DraftedGroup, Texts, copied, depth, draft_metrics
 from megatron_rl.rollout.program import Call, Request
 from megatron_rl.rollout.progress import recorded
 from megatron_rl.types import Mesh, Prompt
@@ -64,7 +64,7 @@ def test_drafts_are_what_a_search_of_the_texts_finds():
     num_found = 0
     for _ in range(100):
         texts, shared = [[], []], Texts()
-        answers, order = [Answer(text) for text in texts], []
+        answers, order = [DraftedAnswer(text) for text in texts], []
         for _ in range(30):
             which = int(random.integers(2))
             new = random.integers(0, 3, random.integers(1, 4)).tolist()
@@ -88,7 +88,7 @@ def test_golden_drafts():
     text = [7, 8, 9, 8]
     assert copied(text, 2, text, 5) == [9, 8, 9, 8, 9]
     assert copied([1, 2, 3], 1, text, 5) == [2, 3]
-    assert Answer([4, 5]).draft(3) == []
+    assert DraftedAnswer([4, 5]).draft(3) == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_an_answer_gets_drafts_while_they_are_likelier_than_the_share_of_a_token
 
 
 def test_the_rate_follows_what_the_lookup_would_have_found():
-    answer, texts = Answer([]), Texts()
+    answer, texts = DraftedAnswer([]), Texts()
     answer.text += [1, 2, 3] * 20
     answer.read(texts)
     assert answer.rate > 0.99
@@ -123,7 +123,7 @@ def test_the_rate_follows_what_the_lookup_would_have_found():
 
 
 def test_a_group_reads_shared_tokens_once_and_learns_from_all_its_answers():
-    group = Group()
+    group = DraftedGroup()
     first, second = [1, 2, 3, 4], [1, 2, 3, 4]
     one = group.begin(0, first)
     first += [7, 8, 9]
