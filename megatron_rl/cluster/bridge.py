@@ -31,6 +31,7 @@ from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines, Links, Recording
 from megatron_rl.ports import PolicyLost, TooManyRestarts
+from megatron_rl.rollout.drafts import draft_metrics
 from megatron_rl.types import Metrics
 
 log = logging.getLogger(__name__)
@@ -162,7 +163,8 @@ class RayBridge:
             `sync/bytes`: the bytes that were sent; `sync/paused_s`: the longest pause of an engine's requests, in
             seconds; `sync/transfer_s`: the seconds of the slowest trainer rank's transfer; `rollout/preempted`: the
             answers that vLLM preempted since the last push, because its KV cache was full; `sync/repeated`: 1 if a
-            second attempt was needed; `sync/replaced_engines`: the number of engines replaced since the last push.
+            second attempt was needed; `sync/replaced_engines`: the number of engines replaced since the last push; with
+            `rollout.speculative` also `draft_metrics`.
 
         Raises:
             PolicyLost: a trainer rank died or does not answer.
@@ -205,6 +207,7 @@ class RayBridge:
                     "sync/transfer_s": max(outcomes[name]["seconds"] for name in trainers),
                     "rollout/preempted": sum(outcomes[name]["preempted"] for name in engines),
                     "sync/repeated": repeated,
+                    **draft_metrics(outcomes[name] for name in engines),
                 }
             error, name = _cause(failures)
             process = next(p for p in (*self._policy.processes, *self._engines.processes) if p.name == name)

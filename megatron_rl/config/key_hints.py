@@ -25,7 +25,8 @@ KEYS = {
     **dict.fromkeys(("train_batch_size", "batch_size"), "prompts of a step are rollout.prompts_per_step"),
     **dict.fromkeys(("ppo_mini_batch_size", "num_minibatches"), "mini-batches are algorithm.updates_per_step"),
     **dict.fromkeys(("num_iterations", "ppo_epochs", "mu"), "passes over a step's answers are algorithm.epochs"),
-    **dict.fromkeys(("speculative", "speculative_config", "draft_model"), LACKS.format("speculative decoding")),
+    **dict.fromkeys(("speculative", "speculative_config", "num_speculative_tokens"), "it is rollout.speculative"),
+    "draft_model": LACKS.format("a second model that drafts: see rollout.speculative"),
     **dict.fromkeys(("quantization", "load_in_4bit", "load_in_8bit"), "engines have rollout.quantization"),
     **dict.fromkeys(
         ("repetition_penalty", "min_p", "frequency_penalty", "presence_penalty"),

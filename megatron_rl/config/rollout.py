@@ -22,6 +22,7 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.section import Section
+from megatron_rl.config.speculative import Speculative
 from megatron_rl.config.thinking import ColumnBudget, ThinkingBudget
 
 if TYPE_CHECKING:
@@ -187,6 +188,8 @@ class RolloutConfig(Section):
     """The largest number of answers that an engine decodes at the same time; others wait in a queue, the oldest first.
     On a GPU it also sets the sizes of vLLM's CUDA graphs. In an asynchronous run choose the number where the throughput
     stops growing: with more, batches are decoded next to each other, and all end late."""
+    speculative: Speculative | None = None
+    """Drafts, so that a step gives several tokens of an answer, which stay the same. null means none."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
     1 GiB."""

@@ -17,7 +17,7 @@ from megatron_rl.data.saved_rollouts import read_step, remove_step, write_step
 from megatron_rl.ports import Policy, Ports, Sink, Stream
 from megatron_rl.types import Group, Metrics, Rollouts, Tokens
 
-OF_WORK = re.compile(r".*(_s|/seconds|/idle|/preempted|/restarts)|stream/.*")
+OF_WORK = re.compile(r".*(_s|/seconds|/idle|/preempted|/restarts)|stream/.*|rollout/(drafted|accepted).*")
 """The metrics that say how engines and verifiers worked. A run that replays has none at work."""
 
 

@@ -128,6 +128,7 @@ def _phases(step: _Step) -> Iterator[Resource]:
 
 KNOWN = {
     "rollout/tokens_per_s": ("engines", "tokens/s"),
+    "rollout/accepted/share": ("tokens of answers from drafts", "share"),
     "rollout/idle": ("engines idle", "share"),
     "sync/paused_s": ("weight sync: pause of the engines", "s"),
     "sync/transfer_s": ("weight sync: transfer", "s"),

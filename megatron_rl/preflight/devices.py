@@ -54,6 +54,11 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
     if config.cluster.gpus_per_engine_rank:
         return []
     path, instead = config.model.path, "run the engines on GPUs"
+    if config.rollout.speculative is not None and shape.has_linear_attention:
+        return [
+            f"rollout.speculative: {path} has linear attention, whose state would have wrong drafts in it: vLLM on "
+            "CPUs keeps no earlier one; set it to null"
+        ]
     if shape.family == "minimax_m2":  # 0.32.0: `CPURouter` asserts softmax for routers without groups
         return [f"{path} is a minimax_m2, and vLLM on CPUs has no sigmoid router without groups of experts; {instead}"]
     if any(isinstance(mlp, SquaredReluMixture) for mlp in shape.mlps):  # 0.32.0: its layer asserts gated experts

@@ -36,6 +36,7 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
             "rollout.beams": rollout.beams is not None and "",
             "rollout.prefix_values": rollout.prefix_values is not None and "",
             "rollout.quantization": rollout.quantization is not None and "",
+            "rollout.speculative": rollout.speculative is not None and "",
         }
     for key, why in asked.items():
         if isinstance(why, str):

@@ -47,6 +47,7 @@ Ability = Literal[
     "ranks",
     "routes",
     "salted",
+    "speculation",
     "truncate",
     "weights",
 ]
@@ -58,6 +59,7 @@ Ability = Literal[
 - weights: `BackendWeights` takes weight syncs. lag: also while requests run, and `Completion.version` tells the tokens
   before a sync from those after it. salted: `rollout.prefix_cache: salted`.
 - adapters: `EngineSpec.adapters`. quantization: `rollout.quantization`. routes: `Completion.routes`.
+- speculation: `rollout.speculative`.
 - ranks: an engine of several ranks, `rollout.parallel`. memory: `BackendWeights.enter` lends the GPUs' memory.
 """
 
@@ -87,6 +89,7 @@ def needed_abilities(config: GrpoRunConfig, trains: bool) -> dict[Ability, str]:
         ("native_budget", "rollout.thinking.mode", thinking is not None and thinking.mode == "native"),
         ("quantization", "rollout.quantization", rollout.quantization),
         ("salted", "rollout.prefix_cache", rollout.prefix_cache == "salted"),
+        ("speculation", "rollout.speculative", rollout.speculative),
         ("ranks", "rollout.parallel", rollout.engine_ranks > 1),
         ("routes", "policy.routing_replay", config.policy.routing_replay),
         ("adapters", "policy.lora", config.served_adapters),

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording
 from megatron_rl.rollout.backend import BackendWeights
+from megatron_rl.rollout.drafts import Drafts
 from megatron_rl.rollout.engine_thread import EngineThread, Result
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.types import HOLDS, Metrics, ModelShape, Phase
@@ -32,13 +33,14 @@ class EngineWeights(BackendWeights):
         shares_gpus: bool,
         has_adapters: bool = False,
         loads_weights: bool = False,
+        drafts: Drafts | None = None,
     ) -> None:
         """
         Args:
             loads_weights: no push brings weights: where GPUs are shared, it is a teacher.
         """
         self._thread, self._rollout, self._progress, self._shares_gpus = thread, rollout, progress, shares_gpus
-        self._has_adapters, self._loads_weights = has_adapters, loads_weights
+        self._has_adapters, self._loads_weights, self._drafts = has_adapters, loads_weights, drafts
         self.works: Phase = "scoring" if loads_weights else "generating"
         """The phase in which it answers, and begins."""
         self._phase: Phase = self.works
@@ -226,7 +228,7 @@ class EngineWeights(BackendWeights):
 
         Returns:
             `paused_s`: the time that requests were paused, in seconds, 0 if none ran; `preempted`: the number of
-            requests that vLLM preempted since the last push.
+            requests that vLLM preempted since the last push. With drafts also what `draft_metrics` needs.
 
         Raises:
             RuntimeError: there is a dispute, or the engine did not take this version.
@@ -250,7 +252,9 @@ class EngineWeights(BackendWeights):
         self.version = version
         num_preempted, requests.num_preempted = requests.num_preempted, 0
         paused_s = time.perf_counter() - taken[1] if taken[1] else 0.0
-        return {"paused_s": paused_s, "preempted": float(num_preempted)}
+        num_sampled, requests.num_sampled = requests.num_sampled, 0
+        drafts = self._drafts.take_counts() | {"sampled": float(num_sampled)} if self._drafts is not None else {}
+        return {"paused_s": paused_s, "preempted": float(num_preempted), **drafts}
 
     def _fail(self, cause: str) -> None:
         self._thread.paused = False

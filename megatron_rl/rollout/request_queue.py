@@ -50,6 +50,8 @@ class RequestQueue:
         started."""
         self.num_preempted = 0
         """The number of requests that vLLM preempted because its cache was full."""
+        self.num_sampled = 0
+        """The number of tokens of finished requests."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -119,6 +121,7 @@ class RequestQueue:
                 call = request.call
                 if not call.num_candidates and not call.num_scored:  # no answer, so it says nothing of their lengths
                     self._budget.finished(len(completion.ids))
+                self.num_sampled += len(completion.ids)
                 self._has_changed = True
                 self._unresolved.remove(future)
                 resolve(future, completion)

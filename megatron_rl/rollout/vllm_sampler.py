@@ -37,6 +37,7 @@ from pydantic import ValidationError
 from megatron_rl.data.pictures import pictures_of
 from megatron_rl.rollout.answer import completion_of
 from megatron_rl.rollout.backend import ABILITIES, AnswerCall, EngineSpec, Sampler
+from megatron_rl.rollout.drafts import Drafts
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.program import Completion, Request
@@ -70,7 +71,11 @@ class VllmSampler(Sampler):
         self._num_requests, self._pins = 0, has_adapters and spec.rollout.num_adapters > 1
         self._progress = Progress(spec.record) if spec.record else None
         shares, loads = spec.shares_gpus, spec.loads_weights
-        self.weights = EngineWeights(self._thread, spec.rollout, self._progress, shares, has_adapters, loads)
+        speculative = spec.rollout.speculative
+        self.drafts = Drafts(speculative.tokens) if speculative is not None else None
+        self.weights = EngineWeights(
+            self._thread, spec.rollout, self._progress, shares, has_adapters, loads, self.drafts
+        )
 
     async def start(self) -> None:
         """Start vLLM.
@@ -82,6 +87,8 @@ class VllmSampler(Sampler):
             await self._thread.start(partial(make_engine, self.spec, self._progress))
             longest = self.spec.rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
+            if self.drafts is not None:
+                self.drafts.attach(self._thread.engine)
             if self.spec.loads_weights:
                 await self.weights.loaded()
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
@@ -99,6 +106,8 @@ class VllmSampler(Sampler):
             yield
         finally:
             self.weights.unpin(self._pinned_by(call))
+            if self.drafts is not None:
+                self.drafts.forget(call.ticket)
         if self._progress is not None:
             self._progress.done(call.ticket)
 
@@ -205,6 +214,8 @@ class VllmSampler(Sampler):
         pinned = self.weights.pinned(request.answer)
         adapter = served_adapter(self.spec.adapters, pinned)
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params), lora_request=adapter)
+        if self.drafts is not None and call.max_tokens > 1:
+            self.drafts.begin(internal_name, request.answer)
         # No progress is kept for environments (nobody reads it) nor beams (their calls sample candidates, not answers).
         is_read = self.spec.rollout.environment is None and not call.num_candidates and pinned is None
         if self._progress is not None and request.answer is not None and is_read:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from megatron_rl.processes import STACKS
+from megatron_rl.rollout.coupling import SeededSampler
 from megatron_rl.types import ModelShape
 
 if TYPE_CHECKING:
@@ -52,25 +53,18 @@ class RolloutWorker:
         puts it after an engine's death, and for a prompt that is computed in parts vLLM sets it back, which a CPU's
         generator cannot do."""
         runner = self.model_runner
-        sampler = runner.sampler.topk_topp_sampler
+        seeded = SeededSampler(runner)
+        runner.sampler.topk_topp_sampler.forward = seeded.draw
+        if (speculation := runner.speculative_config) is None:
+            return
+        runner.rejection_sampler, execute_model = seeded.verify, runner.execute_model
 
-        def sample(
-            logits: torch.Tensor,
-            generators: dict[int, torch.Generator],
-            k: torch.Tensor | None,
-            p: torch.Tensor | None,
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            generators.clear()
-            batch = runner.input_batch
-            seeds = [runner.requests[name].sampling_params.seed for name in batch.req_ids]
-            noise = noise_seeds(np.array(seeds), batch.num_tokens_no_spec[: len(seeds)])
-            logits = apply_top_k_top_p(logits, k, p).float()
-            tokens = torch.ops._C.fused_gumbel_argmax(logits, torch.from_numpy(noise))
-            return tokens, logits.log_softmax(-1)
+        def prepare_for_drafts_and_execute(step: SchedulerOutput, *others: Any) -> Any:
+            # Otherwise vLLM prepares for them in every step.
+            runner.speculative_config = speculation if step.scheduled_spec_decode_tokens else None
+            return execute_model(step, *others)
 
-        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-        sampler.forward = sample
+        runner.execute_model = prepare_for_drafts_and_execute
 
     def score_together(self) -> None:
         """Compute the log-probs of the prompts that are scored (`Call.num_scored`) for all requests of a step at once,
@@ -203,10 +197,11 @@ class RolloutWorker:
                 num_computed_tokens_np=batch.num_computed_tokens_cpu[:size].copy(),
             )
             pending = collector.prepare_output(step)
+            num_rows = np.array([len(drafts) + 1 for drafts in batch.spec_token_ids[:size]])
             output = sample_tokens(grammar_output)
             if pending is not None:  # the first tensor-parallel rank
                 num_sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
-                pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
+                pending.enqueue_cpu_copy(num_sampled, np.where(num_rows > 1, num_rows - num_sampled, 0))
                 output.aux_output_connector_output = pending.process_output()
             return output
 
@@ -269,16 +264,6 @@ def add_by_adapter(
         for part_TO, a, b in parts:
             part_TO[tokens] += scale * (input_TH[tokens] @ a[slot, 0].t()) @ b[slot, 0].t()
     return output_TO
-
-
-def noise_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """int64 [B], not negative: a hash of each request's seed and of the number of tokens before the one that is sampled
-    (SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
-    x: np.ndarray = seeds.astype(np.uint64) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    noise: np.ndarray = ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
-    return noise
 
 
 VISION_MODELS = {"Qwen3VLForConditionalGeneration": "Qwen3VL"}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.rollout.worker import noise_seeds
+from megatron_rl.rollout.coupling import noise_seeds
 
 P = np.array([0.4, 0.3, 0.2, 0.05, 0.03, 0.0199, 0.0001])
 NUM = 200_000
