@@ -16,13 +16,13 @@ NUM_ERRORS, NUM_CHARACTERS = 3, 200
 
 
 def bad_episodes(answers: Sequence[ExplainedAnswer]) -> list[ExplainedAnswer]:
-    """The answers of several turns whose environment failed, or whose reward is below the step's highest one, the worst
-    first. Of an answer with several conversations it is the last one, which has the verdict."""
+    """The answers of several turns whose environment failed, or whose reward is below the step's highest one or not
+    above 0, the worst first. Of an answer with several conversations it is the last one, which has the verdict."""
     ended = [one for one in answers if one.rollout.episode and not one.rollout.episode.continues]
     rewards = {one.index: one.rollout.verdict.reward for one in ended}
     known = [reward for reward in rewards.values() if reward is not None]
     lost = [one for one in ended if one.rollout.episode and one.rollout.episode.fault]
-    below = [one for one in ended if (reward := rewards[one.index]) is not None and reward < max(known)]
+    below = [one for one in ended if (r := rewards[one.index]) is not None and (r < max(known) or r <= 0)]
     return [*lost, *sorted(below, key=lambda one: rewards[one.index] or 0.0)]
 
 

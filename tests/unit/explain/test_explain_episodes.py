@@ -98,6 +98,10 @@ def test_an_answer_with_several_conversations_is_told_once(step):
     assert bad_episodes([replace(first, rollout=replace(first.rollout, episode=None))]) == []
 
 
+def test_a_step_without_a_right_answer_tells_all(step):
+    assert bad_episodes(step.answers[2:4]) == list(step.answers[2:4]) and bad_episodes(step.answers[:1]) == []
+
+
 def test_an_explanation_tells_them(step):
     told = Explanation(step, "reward", "what was kept", True, None, [], [])
     console = Console(record=True, width=300, file=io.StringIO())
