@@ -25,7 +25,7 @@ def test_the_text_model_of_a_folder_with_a_vision_tower_trains_and_is_exported_a
         shutil.copy(path, one.folder)
     run = recipe.run(
         *("grpo", "configs/run/tiny_grpo.yaml", "run.name=tower", "run.steps=2", f"model.path={one.folder}"),
-        *(f"data.train={task}/train.jsonl", "data.eval=null", "policy.parallel.tensor=1", "checkpoint.every=null"),
+        *(f"data.train={task}/train.jsonl", "data.eval=null", "policy.parallel.tensor=1", "checkpoint.every=0"),
         *("rollout.prompts_per_step=4", "rollout.max_response_tokens=16"),
         "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
     )
