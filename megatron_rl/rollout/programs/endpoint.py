@@ -342,9 +342,10 @@ class Endpoint:
         asked = [line.conversations.ask(messages, body.tools or []) for _ in range(body.n or 1)]
         size = len(asked[0].ids)
         if size >= self._max_tokens:
+            # Harnesses shorten their history, or end, if they find the words of Anthropic or of vLLM in an error.
             raise Refused(
-                f"the conversation has {size} tokens, but rollout.max_prompt_tokens + "
-                f"rollout.max_response_tokens is {self._max_tokens}"
+                f"prompt is too long: {size} tokens > {self._max_tokens} maximum. This model's maximum context length "
+                "is rollout.max_prompt_tokens + rollout.max_response_tokens"
             )
         return asked
 

@@ -282,7 +282,10 @@ def test_a_stream_is_the_answer_in_one_piece():
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [user("a")], "n": 129}, "n: Input should be less than or equal to 128"),
-        ({"messages": [user("a" * 600)]}, "the conversation has 6.. tokens, but rollout.max_prompt_tokens"),
+        (
+            {"messages": [user("a" * 600)]},
+            "prompt is too long: 6.. tokens > 500 maximum. This model's maximum context length is rollout.max_prompt",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused_and_says_why(request_, reason):
