@@ -14,7 +14,8 @@ from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.tools.bench.compare_layouts import parse_layout, relative
 
-LAYOUTS = ("tp2", "pp2", "cp2", "dp2", "tp2-cp2", "tp2-pp2", "pp2-cp2")
+LAYOUTS = ["tp2-cp2", *(pytest.param(one, marks=pytest.mark.deep) for one in ("tp2", "pp2", "cp2", "dp2"))]
+LAYOUTS += [pytest.param(one, marks=pytest.mark.deep) for one in ("tp2-pp2", "pp2-cp2")]
 
 
 @pytest.fixture(scope="module")
