@@ -6,6 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron_rl.models.adapters import linear_names
+from megatron_rl.models.composite import check_text_alone
 from megatron_rl.models.config import critic_config, critic_shape, hub_hint, read_shape
 from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
@@ -63,6 +64,7 @@ __all__ = [
     "Shard",
     "check_model",
     "check_parameters",
+    "check_text_alone",
     "critic_config",
     "critic_shape",
     "engine_layers",

@@ -25,8 +25,7 @@ from megatron_rl.config.rewards import ReasoningGymReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
-from megatron_rl.models import FAMILIES, hub_hint, obstacle_to_fused_layers, read_shape, scan
-from megatron_rl.models.composite import check_text_alone
+from megatron_rl.models import FAMILIES, check_text_alone, hub_hint, obstacle_to_fused_layers, read_shape, scan
 from megatron_rl.models.hub import MANIFEST
 from megatron_rl.models.quantisation import check_unquantised
 from megatron_rl.observe.provenance import check_own

@@ -138,15 +138,14 @@ def test_a_run_without_fault_passes_and_leaves_nothing_behind(home):
 
 
 def test_a_folder_with_a_vision_tower_is_refused_only_where_engines_load_weights_from_it(home):
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): extents
-        for name, extents in FAMILIES["qwen3"].hf_tensors(read_shape(home / "model")).items()
-    }
+    windows = {"head_dim": 32, "sliding_window": 8, "sliding_window_pattern": 2, "tie_word_embeddings": True}
+    text = CONFIG | windows | {"model_type": "gemma3_text"}
+    (home / "model/config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    shape = read_shape(home / "model")
+    tensors = {f"language_model.{name}": size for name, size in FAMILIES["gemma3_text"].hf_tensors(shape).items()}
     for path in (home / "model").glob("*.safetensors*"):
         path.unlink()
-    (home / "model/model.safetensors").write_bytes(safetensors(tensors | {"model.visual.pos_embed.weight": (4, 8)}))
-    text = CONFIG | {"model_type": "qwen3_vl_text"}
-    (home / "model/config.json").write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text}))
+    (home / "model/model.safetensors").write_bytes(safetensors(tensors | {"vision_tower.pos_embed.weight": (4, 8)}))
     assert faults(grpo()) == faults(grpo(policy={"lora": {}}, rollout__lora="merged")) == []
     [told] = faults(grpo(policy={"lora": {}}))
     assert (
