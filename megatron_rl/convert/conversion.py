@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -139,8 +139,9 @@ def _companions(source: Source, options: Options) -> list[TargetFile]:
 
 
 def _shape(source: Source, options: Options) -> ModelShape:
-    """The model that is written: without a head that was trained, if it is dropped."""
-    return source.shape if options.multi_token == "keep" else source.shape.served
+    """The model that is written: its text, without a head that was trained, if it is dropped."""
+    text = replace(source.shape, vision=None)
+    return text if options.multi_token == "keep" else text.served
 
 
 def _keeps(source: Source, options: Options) -> bool | None:
