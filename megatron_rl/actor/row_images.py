@@ -21,7 +21,7 @@ class RowImages:
     """The images of a row, M tokens together."""
 
     pictures: tuple[Picture, ...]
-    """In the order of their tokens. An image that several sequences hold is there several times."""
+    """The images in the order of their tokens. An image that several sequences hold is there several times."""
     index_M: Tensor
     """int64, on the CPU: the packed positions of their tokens."""
     position_3T: Tensor

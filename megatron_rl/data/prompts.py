@@ -27,7 +27,7 @@ from megatron_rl.data.files import BadRows, ReadRow, good_row, read_rows
 from megatron_rl.data.forms import TEMPLATE_COLUMNS, Question, Reading, recognise
 from megatron_rl.data.pictures import Pictures, pictures_of, require_image
 from megatron_rl.data.prompt_table import PromptTable, Tally
-from megatron_rl.data.row_images import expanded, take_images
+from megatron_rl.data.row_images import expanded, folder_of, take_images
 from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, without_none
 from megatron_rl.data.stream import RowsDigest
 from megatron_rl.types import Picture, Prompt, Vision
@@ -56,7 +56,7 @@ class ImageRules:
         Raises:
             BadRow: see `take_images`; or an image is broken, or has extents that the model's processor refuses.
         """
-        question, images = _taken(question, Path(place.rpartition(":")[0]).parent)
+        question, images = _taken(question, folder_of(place))
         return question, tuple(self.pictures.add(image) for image in images)
 
     @property
@@ -64,7 +64,7 @@ class ImageRules:
         return pictures_of(self.model, self.folder)
 
 
-def without_images(question: Question, rules: ImageRules | None, folder: Path) -> Question:
+def without_images(question: Question, rules: ImageRules | None, place: str) -> Question:
     """The same question as `ImageRules.take` has, without keeping anything. Of the images only the heads are read.
 
     Raises:
@@ -72,7 +72,7 @@ def without_images(question: Question, rules: ImageRules | None, folder: Path) -
     """
     if rules is None:
         return question
-    question, images = _taken(question, folder)
+    question, images = _taken(question, folder_of(place))
     for image in images:
         require_image(image)
     return question
@@ -87,7 +87,7 @@ def _taken(question: Question, folder: Path) -> tuple[Question, list[bytes]]:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which rows become prompts."""
+    """The rules by which rows become prompts."""
 
     max_prompt_tokens: int
     """A row with more tokens is bad."""
@@ -97,7 +97,7 @@ class Rules:
     thought_column: ColumnBudget | None = None
     """The column with the thinking budget, which every row must have."""
     prefix_values: PrefixValues | None = None
-    """Which right answers a row may have."""
+    """The section that says which right answers a row may have."""
     objects: ObjectColumns | None = None
     """What objects whose methods are tools need of a row."""
     images: ImageRules | None = None

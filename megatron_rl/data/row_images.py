@@ -101,10 +101,13 @@ def _bytes(image: Any, folder: Path) -> bytes:
         raise BadRow(f"the image {folder / image} cannot be read: {error.strerror}") from error
 
 
-def folder_of(source: Path | str) -> Path:
-    """Where the paths of images begin: in the folder of the rows' file."""
-    path = Path(source)
-    return path if path.is_dir() else path.parent
+def folder_of(place: str) -> Path:
+    """The folder of a row's file, in which the paths of its images begin.
+
+    Args:
+        place: see `ReadRow.place`.
+    """
+    return Path(place.rpartition(":")[0]).parent
 
 
 def expanded(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision) -> list[int]:

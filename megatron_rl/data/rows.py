@@ -28,7 +28,7 @@ class BadRow(ValueError):
     """The error about one row; `BadRows` adds file and row."""
 
     reason: ClassVar[str] = "malformed"
-    """In a word, for counts."""
+    """The reason in a word, for counts."""
 
 
 class LongRow(BadRow):
@@ -134,8 +134,10 @@ def _turn(turn: Any, place: str, is_filled: bool, sees_images: bool) -> dict[str
         content = turn.get("content")
         if content is None and any(turn.get(key) for key in CALLS):
             turn = turn | {"content": ""}
-        elif isinstance(content, list) and sees_images and any("image" in str(part.get("type")) for part in content):
-            if not all(isinstance(part.get("text"), str) or "image" in str(part.get("type")) for part in content):
+        elif isinstance(content, list) and sees_images and any(_is_image(part) for part in content):
+            if not all(
+                _is_image(part) or isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+            ):
                 raise BadRow(f"{place} has parts that are neither text nor images: {str(content)[:200]}")
         elif isinstance(content, list):
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -155,6 +157,10 @@ def _turn(turn: Any, place: str, is_filled: bool, sees_images: bool) -> dict[str
         for name, value in turn.items()
         if value is not None
     }
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and "image" in str(part.get("type"))
 
 
 def _as_list(value: Any) -> list[Any]:

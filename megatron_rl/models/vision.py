@@ -26,13 +26,17 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
         None if its tower does not run here.
 
     Raises:
-        ValueError: the sections of the rotation are not the ones of a head.
+        ValueError: a value is missing or no number, or the rotation has not three sections.
     """
     if config.get("model_type") not in TOWERS:
         return None
     text, tower = config["text_config"], config["vision_config"]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    first, second, third = whole_numbers(rope, "mrope_section", least=0)
+    if len(sections := whole_numbers(rope, "mrope_section", least=0)) != 3:
+        raise ValueError(
+            f"mrope_section of text_config is {sections}; it must be three numbers, of time, height and width"
+        )
+    first, second, third = sections
     return Vision(
         model_type=config["model_type"],
         image_token=size(config, "image_token_id"),

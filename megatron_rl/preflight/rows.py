@@ -23,7 +23,6 @@ from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of
 from megatron_rl.data.prompts import check_columns, check_length, question_of, without_images
-from megatron_rl.data.row_images import folder_of
 from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.scored_texts import scored_text
 from megatron_rl.data.supervised import check_length as check_demonstration
@@ -181,8 +180,8 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         forms, named = Counter[Form](), set[Any]()
         tests: list[Any] = []
 
-        def check_prompt(row: Row, reading: Reading, folder: Path) -> None:
-            question = without_images(question_of(row, required, reading), images, folder)
+        def check_prompt(row: Row, place: str, reading: Reading) -> None:
+            question = without_images(question_of(row, required, reading), images, place)
             given = question.columns
             check_columns(given, config.rollout.thought_column, config.rollout.prefix_values, objects)
             forms[question.form] += 1
@@ -210,7 +209,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             needs = config.algorithm.adv_estimator.needs
             is_rated = source.reading.rated or (source is not heldout and "pass_rate" in needs)
             seen = replace(source.reading, rated=is_rated, sees_images=images is not None)
-            check = partial(check_prompt, reading=seen, folder=folder_of(source.path))
+            check = partial(check_prompt, reading=seen)
             return _file(source.key, source.path, check, data.on_bad_row, seconds, tell)
 
         for source in sources:
@@ -246,7 +245,7 @@ def _faults_of_offline_rows(config: OfflineRunConfig, lengths: _Lengths, tell: T
     offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
     loss = config.preferences
 
-    def check_row(row: Row) -> None:
+    def check_row(row: Row, place: str) -> None:
         for answer, _ in answers_of(row, loss) if loss else [(row, 0.0)]:
             if loss and loss.has_head:
                 length = lengths.of_scored(answer, offline.max_tokens)
@@ -325,13 +324,13 @@ def _faults_of_functions(
 
 
 def _file(
-    key: str, source: Path | str, check: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell
+    key: str, source: Path | str, check: Callable[[Row, str], None], on_bad_row: str, seconds: float, tell: Tell
 ) -> list[str]:
     """The faults of one source of rows, from as many of its rows as can be checked in the given seconds.
 
     Args:
-        check: raises BadRow for a bad row, about which `on_bad_row` decides, and ValueError for a row that stops the
-            run in any case.
+        check: gets a row and its place (`ReadRow.place`). It raises BadRow for a bad row, about which `on_bad_row`
+            decides, and ValueError for a row that stops the run in any case.
     """
     if not isinstance(source, Path):
         tell(f"{key}: the rows of {source} are not checked, because they may have to be downloaded first")
@@ -350,7 +349,7 @@ def _file(
             try:
                 if isinstance(row, BadRow):
                     raise row
-                check(row)
+                check(row, place)
             except BadRow as error:
                 bad.append(f"{place}: {error}")
             except ValueError as error:

@@ -32,9 +32,9 @@ MEMORY = 8
 """The number of tokens that the rate of an answer remembers."""
 STEP_COST = 14
 """What a step costs besides its tokens, in tokens: SmolLM2-135M in fp32 takes 65 ms and 4.6 ms for each token on a CPU
-core. tools/bench/speculation.py measures it."""
+core."""
 MOST_RUNNING = 32
-"""With more answers in a step there are no drafts."""
+"""The largest number of answers in a step that has drafts."""
 SMALLEST_GAIN = 0.2
 """A step with drafts takes longer to prepare, so it is to give this share of tokens more, as expected."""
 
@@ -84,7 +84,7 @@ class DraftedAnswer:
         """
         self.text, self.num_read, self.rate = text, num_read, 0.0
         self._next: tuple[Sequence[int], int] | None = None
-        """Where its last tokens came before: the text, and the place behind them."""
+        """The earlier place of its last tokens: the text, and the index behind them."""
 
     def read(self, texts: Texts) -> None:
         """Learn the tokens that are new, and whether they were found."""
@@ -134,7 +134,7 @@ class Drafts:
         self._most = most
         self._groups: dict[int, DraftedGroup] = {}
         self._answers: dict[str, tuple[DraftedGroup, DraftedAnswer]] = {}
-        """By vLLM's name of the request."""
+        """The groups and the answers by vLLM's names of the requests."""
         self._num_running = 0
         """The number of answers in the step that has the newest drafts."""
         self._judged: Counter[tuple[int, int, int]] = Counter()

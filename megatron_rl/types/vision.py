@@ -16,7 +16,7 @@ class Picture:
     """
 
     digest: str
-    """The name of its file in the run's folder `images/`: a hash of its pixels."""
+    """The name of its file in the folder of the run's images: a hash of the bytes that it was read from."""
     num_rows: int
     """The number of patches from top to bottom."""
     num_columns: int
@@ -32,7 +32,7 @@ class Vision:
     """
 
     model_type: str
-    """Of the whole model, in config.json."""
+    """The `model_type` of the whole model in config.json."""
     image_token: int
     """The token that stands in a prompt for each token of an image. It is never sampled."""
     merge: int

@@ -59,7 +59,7 @@ class FixedLengths(VllmSampler):
 
 
 async def answer(sampler: FixedLengths, turn: SpeculationTurn) -> dict[str, Any]:
-    """SpeculationTurn to one prompt, which are a group."""
+    """The answers to one prompt, which are a group."""
     sampler.temperature = turn.temperature
     prompt = tuple(range(5, 5 + PROMPT))
     requests = [Request(prompt, Call(turn.num_tokens), seed, answer=(1, seed)) for seed in range(turn.num_answers)]

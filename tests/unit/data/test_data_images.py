@@ -147,6 +147,7 @@ def test_prompts_have_all_tokens_of_their_images(model, tmp_path):
         ("<image>", png(1, 500), r"rows.jsonl:1: an image of .* absolute aspect ratio must be smaller than 200"),
         ("<image> and <|image_pad|>", png(8, 8), "wrote 2 image tokens for 1 images; does a text contain"),
         ([{"type": "video", "video": "a.mp4"}], png(8, 8), "messages.0..* has parts that are no text"),
+        ([{"type": "image"}, "text"], png(8, 8), "messages.0..* has parts that are neither text nor images"),
     ],
 )
 def test_bad_images_are_told_with_their_row(model, tmp_path, content, data, message):

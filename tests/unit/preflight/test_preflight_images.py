@@ -1,0 +1,56 @@
+"""What the preflight says of images: where rows have them, and what a run with them cannot do."""
+
+from __future__ import annotations
+
+import json
+
+from image_models import drawing, write_model
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.models import read_shape
+from megatron_rl.preflight.images import faults_of_images
+from megatron_rl.preflight.rows import faults_of_rows
+from megatron_rl.preflight.tokenizer_files import TokenizerFiles
+
+
+def run_of(folder, **changes) -> GrpoRunConfig:
+    given = {
+        "run": {"name": "x", "steps": 1, "folder": folder / "runs"},
+        "model": {"path": folder / "model", "dtype": "float32"},
+        "data": {"train": folder / "rows"},
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 64, "max_response_tokens": 8},
+        "balance": {"max_tokens_per_microbatch": 96},
+        "cluster": {"device": "cpu"},
+    }
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        given[section] = given.get(section, {}) | {key: value}
+    return validate(GrpoRunConfig, given)
+
+
+def test_images_are_beside_the_files_of_a_folder_and_nothing_is_kept(tmp_path):
+    write_model(tmp_path / "model")
+    part = tmp_path / "rows" / "part"
+    part.mkdir(parents=True)
+    drawing(8, 8, 0).save(part / "a.png")
+    row = {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"], "ground_truth": "1"}
+    (part / "rows.jsonl").write_text(json.dumps(row))
+    files = TokenizerFiles(tmp_path / "model")
+    assert faults_of_rows(run_of(tmp_path), files, lambda note: None) == []
+    assert not (tmp_path / "runs").exists()
+    (part / "a.png").unlink()
+    [told] = faults_of_rows(run_of(tmp_path), files, lambda note: None)
+    assert "part/rows.jsonl:1: the image" in told and "cannot be read: No such file" in told
+
+
+def test_what_images_cannot_do_is_named_by_key(tmp_path):
+    write_model(tmp_path / "model")
+    shape = read_shape(tmp_path / "model")
+    assert faults_of_images(run_of(tmp_path), shape) == []
+    [told] = faults_of_images(run_of(tmp_path, rollout__speculative={}), shape)
+    assert told.startswith("rollout.speculative and a model that sees images (qwen3_vl)")
+    [told] = faults_of_images(run_of(tmp_path, policy__lora={}, rollout__lora="merged"), shape)
+    assert told.startswith("policy.lora and a model that sees images (qwen3_vl)")
+    [told] = faults_of_images(run_of(tmp_path, policy__parallel={"pipeline": 4}), shape)
+    assert "adds to the outputs of the first 2 layers" in told and "has 1" in told
