@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from megatron_rl.models import read_shape
@@ -110,7 +111,8 @@ class Engine:
 
         Raises:
             ValueError: the prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
-                (see `Budgets.of`), or the engine did not keep it, or it does not hold `version`.
+                (see `Budgets.of`), or the engine did not keep it, it does not hold `version`, or gave a log-prob that
+                is not finite.
             RuntimeError: the engine holds no weights, the group was cancelled, or a push failed meanwhile, and the
                 answers are lost.
         """
@@ -133,12 +135,16 @@ class Engine:
 
         with self.sampler.answering(call):
             if self._episodes is None:
-                return await asyncio.wrap_future(await self.sampler.begin(call, begun))
-            played = await self._episodes.answers(
-                EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy, self._budgets.of),
-                lambda requests, is_first: self.sampler.begin(call, partial(started, requests), is_first),
-            )
-            return await self._carry_out(self._valued(prompt, played, is_rewarded))
+                answered = await asyncio.wrap_future(await self.sampler.begin(call, begun))
+            else:
+                played = await self._episodes.answers(
+                    EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy, self._budgets.of),
+                    lambda requests, is_first: self.sampler.begin(call, partial(started, requests), is_first),
+                )
+                answered = await self._carry_out(self._valued(prompt, played, is_rewarded))
+        for found in answered:
+            require_finite(prompt, found)
+        return answered
 
     async def _carry_out(self, coroutine: Coroutine[Result]) -> Result:
         """Carry out a coroutine where the sampler is asked."""
@@ -246,6 +252,22 @@ class Engine:
     def close(self) -> None:
         """End the processes of the engine."""
         self.sampler.close()
+
+
+def require_finite(prompt: Prompt, samples: Samples) -> None:
+    """The trainer looks at answers that it trains on; a group whose answers all have the same reward is none of them.
+
+    Raises:
+        ValueError: a sampled token has a log-prob that is not finite.
+    """
+    for _, tokens in samples:
+        bad = np.flatnonzero(~np.isfinite(tokens.logp_rollout) & tokens.action_mask)
+        if bad.size:
+            raise ValueError(
+                f"prompt {prompt.uid}: the engine gave token {tokens.ids[bad[0]]} the log-prob "
+                f"{tokens.logp_rollout[bad[0]]} (weights of version {tokens.version[bad[0]]}): the model's numbers are "
+                "not finite there; look at the weights of this version, or at the engine's kernels and GPU"
+            )
 
 
 def check_prompt(prompt: Prompt, longest: int, vocab_size: int) -> None:

@@ -4,11 +4,13 @@ last one ends."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import changed
 from tiny_references import reference_logp
 from tiny_trainers import NUM_TOKENS, SPECIAL
@@ -152,6 +154,17 @@ def test_bad_prompts_are_named(stage, folders):
             stage.run(stage.generate([*prompts(), Prompt("gsm8k:3", ids, "")], 2, 7, seed=0))
     with pytest.raises(ValueError, match="version 8.*version 7"):
         stage.run(stage.generate(prompts(), 2, 8, seed=0))
+
+
+def test_numbers_that_are_not_finite_are_named_before_any_reward(stage, folders, tmp_path):
+    """Groups whose answers have the same reward never reach the trainer, which would find the NaN."""
+    broken = shutil.copytree(folders[0], tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    stage.push(broken, 8)
+    with pytest.raises(ValueError, match=r"prompt row 150: .* log-prob nan \(weights of version 8\)"):
+        stage.run(stage.generate(prompts(1), 1, 8, seed=0))
 
 
 def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(stage, folders):
