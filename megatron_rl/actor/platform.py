@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,25 @@ class _CudaMeansCpu(TorchFunctionMode):
         if kwargs and "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs["device"] = "cpu"
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """The block in which a process imports Megatron-Core.
+
+    At import Megatron gives activations and parts of its experts to `torch.compile`. Without CUDA they stay as they
+    are: the import of the compiler takes half of the CPU seconds that Megatron's takes, and a program on a CPU would
+    need a C++ compiler.
+    """
+    if HAS_CUDA:
+        yield
+        return
+    compiler = torch.compile
+    torch.compile = lambda model=None, **options: model or (lambda function: function)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compiler
 
 
 def running() -> AbstractContextManager[object]:

@@ -104,8 +104,11 @@ class MegatronRank(TracedProcess, ABC):
             let_segments_grow(os.environ)
         start = time.perf_counter()
         with starting():
-            for name in IMPORTS:
-                importlib.import_module(name)
+            from megatron_rl.actor import platform
+
+            with platform.importing():
+                for name in IMPORTS:
+                    importlib.import_module(name)
         log.info("imported Megatron-Core in %.1f s", time.perf_counter() - start)
 
     def start(self, address: str, port: int, secret: str, load_model: bool) -> bool:

@@ -16,7 +16,6 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from megatron_rl.observe.curves import draw_comparison, draw_curves
 from megatron_rl.observe.panels import Panel, Records, colour_of, comparison_panels, experiments_of, run_panels
 from megatron_rl.observe.provenance import flat
 from megatron_rl.observe.records import (
@@ -54,6 +53,8 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
         raise _nothing_logged(run_folder)
     out = out or run_folder
     out.mkdir(parents=True, exist_ok=True)
+    from megatron_rl.observe.curves import draw_curves  # matplotlib takes half a second, before every run
+
     draw_curves(metrics, (made_of or {}).get("resumed_at", ())).savefig(out / "curves.png", dpi=160)
     return _write(out / "report.html", run_page(run_folder))
 
@@ -123,6 +124,8 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
         message | {"text": f"{name}: {message['text']}"} for name in names for message in read_warnings(folders[name])
     ]
     out.mkdir(parents=True, exist_ok=True)
+    from megatron_rl.observe.curves import draw_comparison
+
     draw_comparison(experiments).savefig(out / "comparison.png", dpi=160)
     page = _render(
         "comparison.html.jinja",

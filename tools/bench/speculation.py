@@ -99,7 +99,8 @@ def serve(pipe: Connection, folder: Path, tokens: int, longest: int) -> None:
 
 
 def write_model(folder: Path) -> Path:
-    """A model of 25M parameters with random weights, which are large enough that it has preferences."""
+    """A model of 25M parameters with random weights. Its embeddings are large, so that the next token follows from the
+    last one, and likely tokens run in circles."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -108,9 +109,9 @@ def write_model(folder: Path) -> Path:
     config = AutoConfig.for_model("llama", **sizes, num_key_value_heads=4, vocab_size=2048, eos_token_id=1)
     model = AutoModelForCausalLM.from_config(config).float()  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                parameter.normal_(0, 0.05)
+                parameter.normal_(0, 1 if "embed" in name else 0.02)
     model.save_pretrained(folder)
     return folder
 

@@ -26,11 +26,26 @@ def test_cuda_means_cpu_inside_the_block_only():
         torch.zeros(2, device="cuda")
 
 
+IMPORT = """
+import sys
+from megatron_rl.actor import platform
+with platform.importing():
+    import megatron_rl.actor.actor
+assert platform.HAS_CUDA or "torch._dynamo" not in sys.modules, "torch's compiler, for which a CPU has no use"
+"""
+
+
+@pytest.mark.skipif(platform.HAS_CUDA, reason="the compiler is used there")
+def test_the_compiler_is_left_out_inside_the_block_only():
+    compiler = torch.compile
+    with platform.importing():
+        assert torch.compile(len) is len and torch.compile(mode="default")(len) is len
+    assert torch.compile is compiler
+
+
 @pytest.mark.deep
-def test_importing_the_actor_is_quiet():
-    process = subprocess.run(
-        [sys.executable, "-c", "import megatron_rl.actor.actor"], capture_output=True, text=True, timeout=120
-    )
+def test_importing_the_actor_is_quiet_and_leaves_out_the_compiler():
+    process = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=120)
     said = [line for line in process.stderr.splitlines() if "No CUDA runtime is found" not in line]  # torch's, on nvcc
     assert (process.returncode, process.stdout, said) == (0, "", [])
 
