@@ -144,9 +144,9 @@ def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
         settled = algorithm.model_copy(update={"anchor": "engine", "correction": None})
         return config.model_copy(update={"algorithm": settled})
     if algorithm.num_updates == 1:
-        choices = ["algorithm.loss.kind=dppo_tv and algorithm.correction=null", "rules in algorithm.correction.reject"]
+        choices = ["algorithm.loss.kind=dppo_tv without algorithm.correction", "rules in algorithm.correction.reject"]
         if loss.clips_ratio:
-            choices.insert(0, "algorithm.anchor=engine and algorithm.correction=null")
+            choices.insert(0, "algorithm.anchor=engine without algorithm.correction")
         tell(
             f"{lag}, and nothing bounds how far the policy moves away from the weights that sampled: with one update a "
             f"step, {loss.kind} has no bound that acts. Consider one of these: {'; '.join(choices)}"

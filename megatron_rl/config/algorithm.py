@@ -157,10 +157,11 @@ class AlgorithmConfig(Section):
     anchor: Literal["old", "engine"] = "old"
     """The policy in the denominator of the ratio. `old`: the weights at the step's start; with `updates_per_step: 1`
     the ratio is 1 and no clip acts. `engine`: the weights that sampled the token; the clip bounds the distance from
-    them, the ratio is also the importance weight, and `correction` must be null. If neither key is given, a run with
+    them, and the ratio is also the importance weight. If neither this key nor `correction` is given, a run with
     `rollout.max_lag` above 1 has `engine`, unless its loss clips no ratio to pi_old."""
     correction: CorrectionConfig | None = CorrectionConfig()
-    """The importance correction between engine and trainer; null means none."""
+    """The importance correction between engine and trainer; null means none, and is the default where the loss itself
+    contains the weight (`dppo_tv`, `dppo_kl`, `decoupled`, `anchor: engine`)."""
     kl: KlConfig | None = None
     """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept,
     unless the loss compares with it (`a2po`)."""
@@ -231,6 +232,17 @@ class AlgorithmConfig(Section):
         """`loss_agg_mode` if it is given, else the aggregation of the loss's paper."""
         return self.loss_agg_mode or self.loss.aggregation
 
+    @property
+    def _has_weight(self) -> bool:
+        """Whether the loss contains the importance weight of the engine's policy."""
+        return self.loss.corrects or self.anchor == "engine"
+
+    @model_validator(mode="after")
+    def _no_second_weight(self) -> Self:
+        if self._has_weight and "correction" not in self.model_fields_set:
+            self.__dict__["correction"] = None  # the object is frozen, and stays as given for `model_fields_set`
+        return self
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         loss, correction = self.loss, self.correction
@@ -282,11 +294,11 @@ class AlgorithmConfig(Section):
                 "stop_epochs compares pi with pi_old, but the ratio here is to the engine's policy (anchor engine, or "
                 "the loss has it); remove stop_epochs, or choose anchor old and a loss with it"
             )
-        if (loss.corrects or self.anchor == "engine") and correction:
+        if self._has_weight and correction:
             which = f"loss {loss.kind}" if loss.corrects else "the ratio of anchor engine"
             raise ValueError(
                 f"{which} contains the importance weight of the engine's policy, and a correction would apply "
-                "it twice; set algorithm.correction to null"
+                "it twice; remove algorithm.correction"
             )
         return self
 

@@ -233,9 +233,8 @@ def test_supervised_golden():
             "masks parts of a sample contradicts.*correction.reject, to sequence",
         ),
         ({"loss": {"kind": "gmpo"}, "top_entropy_share": 0.2}, "top_entropy_share masks single tokens"),
-        ({"loss": {"kind": "decoupled"}}, "a correction would apply it twice"),
-        ({"loss": {"kind": "dppo_kl"}}, "a correction would apply it twice"),
-        ({"anchor": "engine"}, "the ratio of anchor engine contains .* a correction would apply it twice"),
+        ({"loss": {"kind": "decoupled"}, "correction": {}}, "a correction would apply it twice"),
+        ({"anchor": "engine", "correction": {}}, "the ratio of anchor engine contains .* a correction would apply it"),
         ({"anchor": "engine", "loss": {"kind": "reinforce"}, "correction": None}, "reinforce does not, or has its own"),
         ({"loss": {"kind": "clip_cov", "cov_low": 5.0}}, "must be below cov_high"),
         ({"kl": {"estimator": "k1"}}, "the expectation of its gradient.*is zero"),
@@ -251,6 +250,14 @@ def test_supervised_golden():
 def test_combinations_that_mean_nothing_are_refused_with_the_reason(changes, reason):
     with pytest.raises(ValueError, match=reason):
         AlgorithmConfig(**changes)
+
+
+@pytest.mark.parametrize("given", [{"loss": {"kind": "decoupled"}}, {"loss": {"kind": "dppo_kl"}}, {"anchor": "engine"}])
+def test_a_loss_that_contains_the_weight_has_no_correction_by_default(given):
+    config = AlgorithmConfig(**given)
+    assert config.correction is None
+    assert AlgorithmConfig(**config.model_dump(exclude_unset=True)) == AlgorithmConfig(**config.model_dump()) == config
+    assert AlgorithmConfig().correction is not None
 
 
 @pytest.mark.parametrize("level", ["sequence", "segment"])
