@@ -25,7 +25,6 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
         "model.layers": "transformer_engine" in (config.model.layers, layers)
         and "local layers turn tokens in time, height and width, and Transformer Engine's do not: set it to local",
         "policy.lora": config.policy.lora is not None and "",
-        "cluster.colocate": config.cluster.colocate and "sleeping engines would lose the vision tower's weights",
     }
     if isinstance(config, GrpoRunConfig):
         rollout = config.rollout

@@ -31,16 +31,18 @@ class EngineWeights(BackendWeights):
         rollout: RolloutConfig,
         progress: Progress | None,
         shares_gpus: bool,
-        has_adapters: bool = False,
+        keeps_weights: bool = False,
         loads_weights: bool = False,
         drafts: Drafts | None = None,
     ) -> None:
         """
         Args:
+            keeps_weights: no push brings all weights: not the base model of adapters, and not a vision tower. A sleeping
+                engine keeps them in the node's memory.
             loads_weights: no push brings weights: where GPUs are shared, it is a teacher.
         """
         self._thread, self._rollout, self._progress, self._shares_gpus = thread, rollout, progress, shares_gpus
-        self._has_adapters, self._loads_weights, self._drafts = has_adapters, loads_weights, drafts
+        self._keeps_weights, self._loads_weights, self._drafts = keeps_weights, loads_weights, drafts
         self.works: Phase = "scoring" if loads_weights else "generating"
         """The phase in which it answers, and begins."""
         self._phase: Phase = self.works
@@ -72,10 +74,9 @@ class EngineWeights(BackendWeights):
         engine, awake = self._thread.engine, set(self._holds[self._phase])
         if awake - set(self._holds[phase]):
             self._thread.requests.abort(engine, f"the answer ended, because the engine entered the phase {phase}")
-            # vLLM gives up everything at once. What no push brings, such as the base model of adapters, goes to the
-            # host.
+            # vLLM gives up everything at once, or nothing for good.
             keeps = self._loads_weights or phase == "scoring"
-            engine.sleep(level=1 if keeps or self._has_adapters else 2)
+            engine.sleep(level=1 if keeps or self._keeps_weights else 2)
             awake = set()
             if not keeps:
                 self.version, self._failure = None, "its memory was lent to the trainers"

@@ -73,9 +73,8 @@ class VllmSampler(Sampler):
         shares, loads = spec.shares_gpus, spec.loads_weights
         speculative = spec.rollout.speculative
         self.drafts = Drafts(speculative.tokens) if speculative is not None else None
-        self.weights = EngineWeights(
-            self._thread, spec.rollout, self._progress, shares, has_adapters, loads, self.drafts
-        )
+        keeps = has_adapters or spec.vision is not None
+        self.weights = EngineWeights(self._thread, spec.rollout, self._progress, shares, keeps, loads, self.drafts)
 
     async def start(self) -> None:
         """Start vLLM.

@@ -1,5 +1,5 @@
-"""A model that sees images in the real loop: its log-probs are transformers', a push leaves the tower, and kills change
-no number."""
+"""A model that sees images in the real loop: its log-probs are transformers', a push leaves the tower, and kills and
+shared GPUs change no number."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ def asked(tmp_path):
         "policy.optimizer.lr": 1e-2,
         "rollout": "{prompts_per_step: 8, samples_per_prompt: 4, max_prompt_tokens: 96, max_response_tokens: 6}",
         "rollout.delimiter": "",
+        "rollout.num_engines": 2,
         "rollout.dump": "true",
         "rewards": f"[{{kind: function, path: '{tmp_path}/given/reward.py:letters'}}]",
         "algorithm.max_mismatch": 1e-4,
@@ -87,7 +88,7 @@ def test_a_run_with_images_has_transformers_log_probs_and_goes_on_to_the_bit_aft
     recipe.wait_until(run, (killed / "checkpoints" / "step_000002").exists)
     run.kill()
     run.wait()
-    resumed = recipe.run(*keys, "run.name=killed", "--resume", "auto")
+    resumed = recipe.run(*keys, "run.name=killed", "cluster.colocate=true", "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert lines(killed) == expected
 
