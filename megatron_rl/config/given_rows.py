@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 from shutil import copyfile, copytree
 from typing import Any
@@ -72,8 +74,25 @@ def _has_transform(given: Any) -> bool:
     return isinstance(form, Mapping) and form.get("type") == "custom"
 
 
+IMAGES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
+"""The first bytes of the files of images."""
+
+
+def image_text(value: Any) -> str | None:
+    """The bytes of an image, or an image of Pillow, as `data:image/png;base64,...`; None for everything else."""
+    if hasattr(value, "save") and hasattr(value, "getbands"):
+        value.save(data := BytesIO(), "png")
+        value = data.getvalue()
+    if not isinstance(value, bytes):
+        return None
+    kind = next((kind for head, kind in IMAGES.items() if value.startswith(head)), None)
+    return kind and f"data:image/{kind};base64,{base64.b64encode(value).decode()}"
+
+
 def _plain(value: Any) -> Any:
-    """A number of NumPy's as one of Python's."""
+    """A number of NumPy's as one of Python's, and an image as a text."""
     if isinstance(value, np.generic):
         return value.item()
+    if (text := image_text(value)) is not None:
+        return text
     raise TypeError(f"{type(value).__name__} is no type of JSON's")

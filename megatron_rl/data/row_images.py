@@ -51,7 +51,7 @@ def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, lis
             f"has {len(given)} images; the two numbers must be equal"
         )
     remaining = iter(given)
-    images = [_bytes(next(remaining) if one is None else one, folder) for one in found]
+    images = [bytes_of(next(remaining) if one is None else one, folder) for one in found]
     return turns, images, {name: value for name, value in columns.items() if name not in COLUMNS}
 
 
@@ -83,7 +83,15 @@ def _between(texts: Sequence[str]) -> list[str | None]:
     return joined
 
 
-def _bytes(image: Any, folder: Path) -> bytes:
+def bytes_of(image: Any, folder: Path) -> bytes:
+    """
+    Args:
+        image: a plain value, as above.
+        folder: where relative paths begin.
+
+    Raises:
+        BadRow: it names no image that can be read.
+    """
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path")
     if not isinstance(image, str):

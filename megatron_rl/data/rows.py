@@ -5,13 +5,13 @@ Invariants: a value that is not plain is made plain, or the row is refused by th
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
-from io import BytesIO
 from typing import Any, ClassVar, Literal
+
+from megatron_rl.config.given_rows import image_text
 
 OnBadRow = Literal["fail", "skip", "cut"]
 Row = dict[str, Any]
@@ -52,22 +52,9 @@ def plain_row(row: Mapping[str, Any]) -> Row:
     return {name: _plain(value, name) for name, value in row.items()}
 
 
-IMAGES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
-"""The first bytes of the files of images."""
-
-
-def _image(data: bytes) -> str | None:
-    """Bytes of an image as a text; None for others."""
-    kind = next((kind for head, kind in IMAGES.items() if data.startswith(head)), None)
-    return kind and f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-
-
 def _plain(value: Any, column: str) -> Any:
-    if isinstance(value, bytes) and (text := _image(value)):
+    if (text := image_text(value)) is not None:
         return text
-    if hasattr(value, "save") and hasattr(value, "getbands"):  # an image of Pillow
-        value.save(data := BytesIO(), "png")
-        return _image(data.getvalue())
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list | tuple):

@@ -37,8 +37,8 @@ class EngineWeights(BackendWeights):
     ) -> None:
         """
         Args:
-            keeps_weights: no push brings all weights: not the base model of adapters, and not a vision tower. A sleeping
-                engine keeps them in the node's memory.
+            keeps_weights: a push does not bring all weights, as with adapters or a vision tower. A sleeping engine
+                keeps them in the node's memory.
             loads_weights: no push brings weights: where GPUs are shared, it is a teacher.
         """
         self._thread, self._rollout, self._progress, self._shares_gpus = thread, rollout, progress, shares_gpus

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_rl.trl.configuration import GRPOConfig
 from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.rewards import GivenRewards
-from megatron_rl.trl.rows import joined
+from megatron_rl.trl.rows import joined, with_images
 from megatron_rl.trl.sections import GivenGrpo
 from megatron_rl.trl.trainer import REFUSED, RunTrainer
 
@@ -79,7 +79,7 @@ class GRPOTrainer(RunTrainer):
         return list(joined(given) or ())
 
     def _given(self, train: Any, heldout: Any) -> GivenGrpo:
-        train, heldout = map(self._environments.complete, (train, heldout))
+        train, heldout = (with_images(self._environments.complete(rows)) for rows in (train, heldout))
         return GivenGrpo(self.args, self._given_model, train, heldout, self._environments, self._lora)
 
     def _all_given(self) -> GivenGrpo:

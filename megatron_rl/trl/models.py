@@ -9,9 +9,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+
+from megatron_rl.models.vision import read_vision
+from megatron_rl.trl.rows import size_of
+from megatron_rl.types import Vision
 
 TOKENIZER_FILES = re.compile(
     r"tokenizer.*|vocab.*|merges\.txt|special_tokens_map\.json|added_tokens\.json|chat_template.*|.*\.model"
@@ -75,12 +80,13 @@ class GivenModel:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Of the model's config.json."""
+        """Of the model's config.json. A model that sees images has those of its text model, too."""
         if isinstance(self.given, str):
             found: dict[str, Any] = json.loads((self.folder() / "config.json").read_text())
-            return found
-        own = self.given.config
-        return dict(own.to_dict() if hasattr(own, "to_dict") else vars(own))
+        else:
+            own = self.given.config
+            found = dict(own.to_dict() if hasattr(own, "to_dict") else vars(own))
+        return {**(found.get("text_config") or {}), **found}
 
     @property
     def tokenizer(self) -> Any:
@@ -99,6 +105,31 @@ class GivenModel:
     def tokenizer_if_read(self) -> Any:
         """None if nobody has asked for it yet, because reading it takes a second."""
         return self._tokenizer
+
+    @cached_property
+    def vision(self) -> Vision | None:
+        """How the model sees images; None if it sees none."""
+        try:
+            return read_vision(self.config)
+        except (ValueError, OSError):  # the run says more
+            return None
+
+    @cached_property
+    def _image_processor(self) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        return Qwen2VLImageProcessorPil.from_pretrained(self.folder())
+
+    def image_tokens(self, image: Any) -> int:
+        """The number of an image's tokens in a prompt; 0 if the model sees no images.
+
+        Raises:
+            ValueError, OSError: it cannot be read.
+        """
+        if self.vision is None:
+            return 0
+        width, height = size_of(image)
+        return int(self._image_processor.get_number_of_image_patches(height, width, {})) // self.vision.merge**2
 
     def layers(self) -> set[str] | None:
         """The names of its layers that have weights; None if they cannot be read."""

@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.models import GivenModel
+from megatron_rl.trl.rows import images_of
 
 USUAL = RolloutConfig().max_prompt_tokens
 """The bound of a run whose prompts are all shorter."""
@@ -59,7 +60,8 @@ def _length(model: GivenModel, row: Any, bound: int, args: Any, tools: Any) -> i
     if not isinstance(prompt, str | list) or not prompt:
         return 0
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
-    if len(text.encode(errors="replace")) + TEMPLATE_BYTES <= bound and not tools:
+    images = images_of(row)
+    if len(text.encode(errors="replace")) + TEMPLATE_BYTES <= bound and not tools and not images:
         return 0
     try:
         if isinstance(prompt, str):
@@ -71,6 +73,7 @@ def _length(model: GivenModel, row: Any, bound: int, args: Any, tools: Any) -> i
             tokenize=False,
             **{**(args.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})},
         )
-        return len(model.tokenizer(told, add_special_tokens=False)["input_ids"])
+        length = len(model.tokenizer(told, add_special_tokens=False)["input_ids"])
+        return length + sum(model.image_tokens(image) for image in images)
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError, OSError):
         return 0

@@ -10,6 +10,7 @@ from megatron_rl.trl.common import completed, replicas_of
 from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.mapping import configuration
 from megatron_rl.trl.models import GivenModel
+from megatron_rl.trl.notices import tell
 from megatron_rl.trl.prompts import longest_prompt
 from megatron_rl.trl.step_sizes import StepSizes
 
@@ -61,6 +62,9 @@ class GivenGrpo:
         if "max_prompt_tokens" not in own.get("rollout", {}):
             bound = longest_prompt(self.model, args, self.train, self.heldout, self.environments)
             sections["rollout"]["max_prompt_tokens"] = bound
+        if self.model.vision is not None:
+            sections["model"]["layers"] = "local"
+            tell("the vision tower keeps its weights in training, and TRL trains it, too, unless adapters are trained")
         if self.environments:
             sections["rollout"]["environment"] = self.environments.section(args)
         return completed(sections, args, self.model.config, self.lora, folder)

@@ -102,6 +102,28 @@ MODELS = [
     ),
     _case("train_vllm", {"use_vllm": True}),
 ]
+IMAGES = [
+    *(
+        _case(test, args, model="qwen3vl", train_dataset=given.pictures, reward_funcs=given.length)
+        for test, args in (
+            ("train_vlm", {}),
+            ("train_vlm_beta_non_zero", {"beta": 0.1}),
+            ("train_vlm_importance_sampling", {"steps_per_generation": 2}),
+            ("train_vlm_vllm", {"use_vllm": True}),
+        )
+    ),
+    *(
+        _case(test, {}, model="qwen3vl", train_dataset=rows, reward_funcs=given.length)
+        for test, rows in (
+            ("train_vlm_multi_image", lambda: given.pictures("images", (2, 1, 2, 1))),
+            ("train_vlm_text_only", given.chats),
+            ("train_vlm_mixed", lambda: given.pictures("image", (0, 1, 0, 1))),
+        )
+    ),
+    _case(
+        "train_vlm_peft", {}, model="qwen3vl", train_dataset=given.pictures, peft_config=lora(), refused="policy.lora"
+    ),
+]
 LOSSES = [
     *(
         _case("train_loss_types", {"loss_type": kind, "gradient_accumulation_steps": 2}, of=kind)
@@ -317,4 +339,4 @@ ENVIRONMENTS = [
     _case("train_with_environment_owned_data", FEW, environment_factory=given.Words, **OWNED),
 ]
 OTHERS = [_case("generate_prefers_rollout_func", rollout_func=given.length, refused="rollout_func")]
-CASES = [*MODELS, *LOSSES, *REWARDS, *ADAPTERS, *ENVIRONMENTS, *OTHERS]
+CASES = [*MODELS, *IMAGES, *LOSSES, *REWARDS, *ADAPTERS, *ENVIRONMENTS, *OTHERS]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import image_models
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -64,6 +65,7 @@ TOOLS = '{% if tools %}{{ tools | tojson }} Answer <tool_call>{"name": ..., "arg
 
 def write(folder: Path) -> None:
     disable_progress_bar()
+    image_models.write_model(folder / "qwen3vl")
     write_model(folder / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tiny" / "model")
     ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, Image, List
+from image_models import drawing
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -19,6 +20,16 @@ def texts() -> Dataset:
 
 def chats() -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in QUESTIONS]})
+
+
+def pictures(column: str = "image", numbers: tuple[int, ...] = (1, 1, 1, 1)) -> Dataset:
+    """Rows with so many images each."""
+    drawn = [[drawing(16, 24, 3 * i + k) for k in range(number)] for i, number in enumerate(numbers)]
+    images = drawn if column == "images" else [next(iter(one), None) for one in drawn]
+    turns = [[{"role": "user", "content": text}] for text in QUESTIONS[: len(numbers)]]
+    kind = Image() if column == "image" else List(Image())
+    made = Dataset.from_dict({"prompt": turns, column: images})
+    return made.cast_column(column, kind)
 
 
 def few() -> Dataset:

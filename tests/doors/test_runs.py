@@ -10,12 +10,15 @@ import pytest
 import real  # noqa: F401  # skips
 import torch
 from datasets import Dataset
-from given import chats, few, length, lora, scorer, texts, tokenizer, words
+from given import chats, few, length, lora, pictures, scorer, texts, tokenizer, words
+from image_models import drawing
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import TrainerCallback
+from trl.data_utils import prepare_multimodal_messages
 
 from megatron_rl.trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
+from megatron_rl.trl.rows import placed
 
 TURNS = "{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}"
 OWN = TURNS + "{% if add_generation_prompt %}(assistant) {% endif %}"
@@ -144,3 +147,37 @@ def test_a_reward_model_begins_with_a_classifiers_head_and_ends_as_one(models, t
     assert steps[0]["loss"] == pytest.approx(loss(start), abs=1e-5)
     assert type(trainer.model) is type(start) and loss(trainer.model) < steps[1]["loss"] < steps[0]["loss"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(loss(trainer.model), abs=1e-5)
+
+
+def test_images_have_the_places_that_trl_gives_them():
+    says = [{"role": "system", "content": "Look."}, {"role": "user", "content": "What is it?"}]
+    asks = [*says, {"role": "assistant", "content": "A disc."}, {"role": "user", "content": "And now?"}]
+    own = [{"role": "user", "content": [{"type": "text", "text": "Is "}, {"type": "image"}, {"type": "image"}]}]
+    for turns, number in ((says, 1), (says, 0), (asks, 2), (own, 2)):
+        images = [drawing(8, 8, i) for i in range(number)]
+        ours, theirs = placed({"prompt": turns, "images": images})["prompt"], prepare_multimodal_messages(turns, images)
+        places = [[[part["type"] for part in parts(turn)] for turn in prompt] for prompt in (ours, theirs)]
+        assert places[0] == places[1]
+
+
+def parts(turn) -> list:
+    content = turn["content"]
+    return content if isinstance(content, list) else [{"type": "text"}]
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(600)
+def test_images_of_pillow_and_a_frozen_tower(models, tmp_path, monkeypatch):
+    """Two steps on rows with an image each; their prompts have all of its tokens."""
+    monkeypatch.chdir(models)
+    args = GRPOConfig(str(tmp_path / "out"), **SMALL)
+    with pytest.warns(UserWarning, match="the vision tower keeps its weights"):
+        trainer = GRPOTrainer("qwen3vl", words, args, pictures())
+        trainer.train()
+    before, after = (
+        {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+        for folder in (Path("qwen3vl"), trainer.run.model)
+    )
+    changed = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    assert changed and not any("visual" in name for name in changed)
+    assert list((trainer.run.folder / "images").glob("*.png"))

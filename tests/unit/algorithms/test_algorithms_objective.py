@@ -252,7 +252,9 @@ def test_combinations_that_mean_nothing_are_refused_with_the_reason(changes, rea
         AlgorithmConfig(**changes)
 
 
-@pytest.mark.parametrize("given", [{"loss": {"kind": "decoupled"}}, {"loss": {"kind": "dppo_kl"}}, {"anchor": "engine"}])
+@pytest.mark.parametrize(
+    "given", [{"loss": {"kind": "decoupled"}}, {"loss": {"kind": "dppo_kl"}}, {"anchor": "engine"}]
+)
 def test_a_loss_that_contains_the_weight_has_no_correction_by_default(given):
     config = AlgorithmConfig(**given)
     assert config.correction is None

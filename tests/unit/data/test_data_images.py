@@ -7,16 +7,19 @@ import json
 from io import BytesIO
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from image_models import IMAGE_TOKEN, drawing, write_model
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from megatron_rl.config.given_rows import GivenRows
+from megatron_rl.data.files import read_rows
 from megatron_rl.data.journal import decode, encode
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.data.prompts import ImageRules, Rules, load_prompts
-from megatron_rl.data.row_images import SHOWN, take_images
+from megatron_rl.data.row_images import SHOWN, bytes_of, take_images
 from megatron_rl.data.rows import BadRow, plain_row
 from megatron_rl.models import read_shape
 from megatron_rl.models.vision import positions
@@ -164,3 +167,13 @@ def test_a_journal_keeps_the_names_of_images():
     group = Group(Prompt("uid", tuple(ids[:5]), "", pictures=(picture,)), [Rollout(6, 5, 1, 0, "stop")], [tokens], 0)
     found = decode(encode(3, group))[1]
     assert found.payload[0].pictures == found.prompt.pictures == (picture,)
+
+
+def test_images_in_a_list_of_rows_arrive_in_the_runs_file(tmp_path):
+    """As `grpo(model, rows, reward)` gives them."""
+    image = drawing(8, 12, 0)
+    image.save(data := BytesIO(), "png")
+    GivenRows([{"image": image, "number": np.int64(3)}, {"image": data.getvalue()}], tmp_path / "rows").save(tmp_path)
+    rows = [read.row for read in read_rows(tmp_path / "rows.jsonl")]
+    found = [np.asarray(PIL.Image.open(BytesIO(bytes_of(row["image"], tmp_path)))) for row in rows]
+    assert all(np.array_equal(one, np.asarray(image)) for one in found) and rows[0]["number"] == 3
