@@ -29,7 +29,8 @@ from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.parameters import ParameterCount, count_parameters
-from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.shapes import planned_model, trained_shape
+from megatron_rl.preflight.model import faults_of_division, faults_of_model
 from megatron_rl.processes import failed, piped
 
 
@@ -44,12 +45,15 @@ def read(arguments: Sequence[str]) -> BaseConfig:
     return with_defaults(validate(kind, merged))
 
 
-def as_dict(memory: RunMemory, layouts: Sequence[Layout], parameters: ParameterCount) -> dict[str, object]:
+def as_dict(
+    memory: RunMemory, layouts: Sequence[Layout], parameters: ParameterCount, refused: Sequence[str]
+) -> dict[str, object]:
     engine = memory.engine
     return {
         "parameters": parameters._asdict(),
         "fits": not memory.problems,
         "problems": memory.problems,
+        "refused": refused,
         "gpu_bytes": memory.trainer_limit if memory.on_gpus else None,
         "phases": list(PHASES),
         "ranks": [{"name": gpu.name, "bytes": gpu.parts, "total_bytes": gpu.totals} for gpu in memory.gpus],
@@ -97,18 +101,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
     try:
         config = read(options.configuration)
-        shape = planned_shape(config)
+        model = planned_model(config)
+        shape = trained_shape(config, model)
         memory = run_memory(config, shape)
+        refused = faults_of_division(config, model) + faults_of_model(config, model)
     except (ValueError, OSError) as error:
         return failed(error)
     layouts = fitting_layouts(config, shape) if memory.on_gpus else []
     if options.json:
-        print(json.dumps(as_dict(memory, layouts, count_parameters(shape))))
-        return 1 if memory.problems else 0
+        print(json.dumps(as_dict(memory, layouts, count_parameters(shape), refused)))
+        return 1 if memory.problems or refused else 0
     describe_policy(config, console)
     describe_memory(config, shape, console)
-    for problem in memory.problems:
-        console.print(f"does not fit: {problem}", style="red", soft_wrap=True, markup=False)
+    told = [f"does not fit: {problem}" for problem in memory.problems] + [f"refused: {fault}" for fault in refused]
+    for problem in told:
+        console.print(problem, style="red", soft_wrap=True, markup=False)
     if layouts:
         console.print(shown(layouts, config))
     elif memory.on_gpus:
@@ -117,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"balance.max_tokens_per_microbatch.",
             soft_wrap=True,
         )
-    return 1 if memory.problems else 0
+    return 1 if told else 0
 
 
 if __name__ == "__main__":

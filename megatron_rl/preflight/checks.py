@@ -20,27 +20,25 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.rewards import ReasoningGymReward
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
-from megatron_rl.models import FAMILIES, check_text_alone, hub_hint, obstacle_to_fused_layers, read_shape, scan
+from megatron_rl.models import check_text_alone, hub_hint, read_shape, scan
 from megatron_rl.models.hub import MANIFEST
 from megatron_rl.models.quantisation import check_unquantised
 from megatron_rl.observe.provenance import check_own
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
-from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
 from megatron_rl.planning.shapes import planned_model
-from megatron_rl.preflight.adapters import faults_of_adapters, faults_of_resumed_base, notes_on_adapters
+from megatron_rl.preflight.adapters import faults_of_resumed_base, notes_on_adapters
 from megatron_rl.preflight.backend_source import faults_of_backend
 from megatron_rl.preflight.critic import faults_of_critic
-from megatron_rl.preflight.devices import faults_of_device, faults_of_engine, faults_of_start_timeout
+from megatron_rl.preflight.devices import faults_of_device, faults_of_start_timeout
 from megatron_rl.preflight.engine_options import faults_of_engine_options
 from megatron_rl.preflight.environment_source import faults_of_environment
-from megatron_rl.preflight.images import faults_of_images
+from megatron_rl.preflight.model import faults_of_division, faults_of_model
 from megatron_rl.preflight.multi_token import check_head, kept_bytes
 from megatron_rl.preflight.reward_services import faults_of_services
 from megatron_rl.preflight.rows import Tell, check_resumed_rows, faults_of_hub, faults_of_rows, missing_rows
@@ -103,9 +101,8 @@ def preflight(
     shape: ModelShape | None = attempt(lambda: planned_model(config) if planning else read_shape(folder))
     splits = tokenizer = None
     if shape:
-        splits = attempt(lambda: _check_trainable(config, shape))
-        faults += _positions(config, shape) + faults_of_adapters(config, shape) + faults_of_images(config, shape)
-        faults += faults_of_start_timeout(config, shape) + faults_of_engine(config, shape)
+        splits = not (unfit := faults_of_division(config, shape))
+        faults += unfit + faults_of_model(config, shape) + faults_of_start_timeout(config, shape)
         for note in notes_on_adapters(config):
             tell(note)
     if elsewhere:
@@ -161,54 +158,6 @@ def _of_python(config: BaseConfig, tell: Tell, planning: bool, in_job: bool) -> 
     if in_job and (unfit := faults_of_device(config)):
         tell(f"this Python cannot submit the job: {unfit[0]}")
     return []
-
-
-def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
-    """Returns True.
-
-    Raises:
-        ValueError: trainer or engine cannot split the model as configured.
-    """
-    loss = config.preferences if isinstance(config, OfflineRunConfig) else None
-    if shape.value_head and not (loss and loss.has_head):
-        raise ValueError(
-            f"model.path: {config.model.path} ends with one number in place of logits, as reward models and critics "
-            "do, so it writes no text; give the folder of a model that does"
-        )
-    family = FAMILIES[shape.family]
-    family.check_mesh(shape, config.policy.parallel.mesh)
-    check_trainable(shape, config.policy)
-    context, model = config.policy.parallel.context, config.model
-    adapted = config.policy.adapted(shape)
-    if context > 1 and config.cluster.gpus_per_trainer and not has_fused_layers(adapted, model, context):
-        obstacle = obstacle_to_fused_layers(adapted, context)
-        raise ValueError(
-            "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, but "
-            + (obstacle or f"model.layers is {model.layers} and model.dtype {model.dtype}")
-            + "; set policy.parallel.context to 1"
-        )
-    if isinstance(config, GrpoRunConfig):
-        rollout = config.rollout
-        family.check_engine(shape, rollout.parallel.tensor, rollout.parallel.expert_parallel, rollout.parallel.pipeline)
-    return True
-
-
-def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
-    if isinstance(config, GrpoRunConfig):
-        rollout, longest = config.rollout, config.rollout.max_engine_tokens
-        keys = f"rollout.max_prompt_tokens ({rollout.max_prompt_tokens}) + rollout.max_response_tokens "
-        keys += f"({rollout.max_response_tokens})"
-        keys += " + rollout.prefix_values.forced_tokens" if longest > config.rollout.max_model_tokens else ""
-    elif isinstance(config, OfflineRunConfig):
-        longest, keys = config.offline.max_tokens, f"{config.section}.max_tokens"
-    else:
-        return []
-    if longest <= shape.max_positions:
-        return []
-    return [
-        f"{keys} = {longest} exceeds the {shape.max_positions} positions of {config.model.path} "
-        f"(max_position_embeddings); lower {'one of them' if '+' in keys else 'it'}"
-    ]
 
 
 def _check_weights(config: BaseConfig, shape: ModelShape) -> None:
