@@ -88,7 +88,7 @@ class ModelConfig(Section):
     takes much longer. `float16` rounds 8 times as finely as bfloat16 (arXiv:2510.26788), and holds no number
     above 65,504. Gradients that overflow are computed again with a smaller loss scale, which `loss_scale_window`
     updates without an overflow double. An overflow at `min_loss_scale`, of a weight or of an activation is an error.
-    `megatron.optimizer` has these settings, and `initial_loss_scale` (65536)."""
+    `policy.megatron.optimizer` has these settings, and `initial_loss_scale` (65536)."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """The trainer's layers. `transformer_engine`: that library's fused layers, on GPUs. `local`: Megatron's linear
     layers with this project's attention and norms, everywhere. `auto`: Transformer Engine's if it is installed, `dtype`

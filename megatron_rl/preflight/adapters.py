@@ -36,7 +36,14 @@ def faults_of_adapters(config: BaseConfig, shape: ModelShape) -> list[str]:
 
 
 def notes_on_adapters(config: BaseConfig) -> Iterator[str]:
-    """What a user should know of adapters that a run begins with."""
+    """What a user should know of adapters, and of adapters that a run begins with."""
+    optimizer, rollout = config.policy.optimizer, getattr(config, "rollout", None)
+    if config.policy.lora and rollout and rollout.lora == "merged" and config.model.dtype != "float32":
+        if "rounding" in optimizer.model_fields_set and optimizer.rounding == "dithered":
+            yield (
+                "policy.optimizer.rounding is dithered, and the weights that rollout.lora: merged sends to engines are "
+                "rounded to the nearest number all the same"
+            )
     sections = {"policy": config.policy.lora, "critic": getattr(getattr(config, "critic", None), "lora", None)}
     for section, lora in sections.items():
         if lora is None or lora.start is None or not (lora.start / TENSORS).is_file():

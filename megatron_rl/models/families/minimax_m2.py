@@ -7,6 +7,7 @@ splits the norms of q and k over ranks, and holds routers in float32. Source: tr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,10 @@ _ROUTER_BIAS = renamed(ROUTER_BIAS_ROW, "block_sparse_moe.e_score_correction_bia
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in _NEEDED.items():
+        if key not in config:
+            raise ValueError(
+                f"config.json has no {key}, which vLLM's class reads; add {json.dumps({key: value})[1:-1]}"
+            )
         if config[key] != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family minimax_m2 only {value!r} is supported")
     size(config, "rotary_dim")  # vLLM needs it

@@ -33,6 +33,7 @@ from megatron_rl.preflight import devices, engine_options
 from megatron_rl.preflight import rows as rows_module
 from megatron_rl.preflight.adapters import faults_of_adapters
 from megatron_rl.preflight.checks import check_before_start, preflight
+from megatron_rl.preflight.model import faults_of_division, faults_of_model
 from megatron_rl.rollout import plugins
 from megatron_rl.types import Adapters, DeltaNet, Mixture, ModelShape
 from megatron_rl.types.mamba import Mamba2, SquaredReluMixture
@@ -400,6 +401,23 @@ def test_context_parallelism_on_gpus_needs_transformer_engines_layers(home):
         f"{needs}model.layers is auto and model.dtype float32; set policy.parallel.context to 1"
     ]
     assert faults(grpo(policy={"parallel": {"context": 2}}, model={"path": "model", "dtype": "float32"})) == []
+
+
+def test_what_a_model_refuses_is_known_without_rows_and_weights(home):
+    """Transformer Engine's layers have no sinks, and a CPU runs local ones whatever is asked for."""
+
+    def found(name, on_gpus=1, **model):
+        (home / "model/config.json").write_text((CONFIGS / f"{name}.json").read_text())
+        gpus = {"cluster__gpus_per_trainer": on_gpus, "cluster__gpus_per_engine_rank": on_gpus}
+        run, shape = grpo(model={"path": "model"} | model, **gpus), read_shape(home / "model")
+        return faults_of_division(run, shape) + faults_of_model(run, shape)
+
+    [fault] = found("gpt-oss-120b", layers="transformer_engine")
+    assert fault.startswith("model.layers is transformer_engine, but ") and fault.endswith("set model.layers to local")
+    assert found("gpt-oss-120b", layers="local") == []
+    assert "model.layers" not in str(found("gpt-oss-120b", 0, layers="transformer_engine"))
+    [wrong] = found("GLM-4.6", dtype="float16")
+    assert "vLLM adds up the experts of glm4_moe with another factor" in wrong
 
 
 def rows(name: str, *lines) -> None:

@@ -173,6 +173,10 @@ def test_a_tiny_model_has_a_layer_of_each_kind():
         tiny_config({"num_hidden_layers": 9, "hybrid_override_pattern": "M-M-ME*M-"})["hybrid_override_pattern"]
         == "M-E*"
     )
+    assert tiny_config({"num_hidden_layers": 2, "layer_types": ["sliding", "full"]}) == {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding", "full", "full", "full"],
+    }
     assert tiny_config({"layers_block_type": ["mamba"] * 5 + ["attention"]}) == {
         "layers_block_type": ["mamba", "mamba", "mamba", "attention"]
     }

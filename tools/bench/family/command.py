@@ -50,6 +50,8 @@ _TINY = {
     **{"initializer_range": 0.2, "max_window_layers": 2},
 }
 """The keys that are made small where a config.json has them."""
+LOG_PROBS = "Megatron's log-probs equal transformers'"
+"""The last check."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,9 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     checks = check(proposal, config)
     if given.json:
-        print(
-            json.dumps({"nearest": proposal.nearest, "source": proposal.source(), "checks": checks, **counts(proposal)})
-        )
+        source = proposal.source(checks[LOG_PROBS] is None)
+        print(json.dumps({"nearest": proposal.nearest, "source": source, "checks": checks, **counts(proposal)}))
     else:
         tell(proposal, len(tensors), checks, Console())
     return 0 if all(fault is None for fault in checks.values()) else 1
@@ -157,7 +158,7 @@ def check(proposal: Proposal, config: Mapping[str, Any]) -> dict[str, str | None
             checks["a tiny model can be made by transformers"] = fault = _make_tiny(config, folder)
             for what, part in (
                 ("converted to TP2 x PP2 and back it has the same bits", _round_trip),
-                ("Megatron's log-probs equal transformers'", _logprobs),
+                (LOG_PROBS, _logprobs),
             ):
                 checks[what] = fault = "not checked" if fault else _faulty(part, folder, Path(temporary))
     finally:
@@ -196,6 +197,7 @@ def tiny_config(config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = [*zip(*of_layers.values(), strict=True)]
     first = [n for n, kind in enumerate(kinds) if kinds.index(kind) == n]  # one layer of each kind
     kept = sorted([*first, *(n for n in range(len(kinds)) if n not in first)][:NUM_LAYERS])
+    kept += kept[-1:] * (NUM_LAYERS - len(kept))
     for key, value in of_layers.items():
         tiny[key] = [value[n] for n in kept] if isinstance(value, list) else "".join(value[n] for n in kept)
     return tiny
@@ -218,7 +220,7 @@ def _make_tiny(config: Mapping[str, Any], folder: Path) -> str | None:
         known = theirs.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = theirs.AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        return f"transformers makes none of this config.json: {str(error).splitlines()[0][:200]}"
+        return f"transformers makes none of this config.json: {' '.join(str(error).split())[:300]}"
     for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name:  # ones and zeros would hide what is lost
             parameter.data.uniform_(0.5, 1.5)
@@ -327,7 +329,7 @@ def tell(proposal: Proposal, num_tensors: int, checks: Mapping[str, str | None],
         console.print("yes" if fault is None else "[red]NO [/]", "", what, "" if fault is None else f"({fault})")
     if not proposal.is_known:
         console.print(f"\nmodels/families/{proposal.family.name}.py:\n", highlight=False)
-        print(proposal.source())
+        print(proposal.source(checks[LOG_PROBS] is None))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,9 @@ _SHARED = {
     "rows": ("renamed", "rows_of", "rows_without"),
 }
 """What the text of a file may use of modules that have no family."""
+_UNPROVEN = """# Nothing here computes with these keys of config.json, and no log-probs have shown that they change
+# none. Find out what each one does, and remove this comment:
+"""
 
 
 class _Read(dict[str, Any]):
@@ -100,8 +103,12 @@ class Proposal:
         """Whether this is the table of a family that is there, unchanged."""
         return self.nearest == self.family.name
 
-    def source(self) -> str:
-        """The text of the file `models/families/<model_type>.py`."""
+    def source(self, is_compared: bool = True) -> str:
+        """The text of the file `models/families/<model_type>.py`.
+
+        Args:
+            is_compared: whether log-probs show that the keys that nothing reads change none.
+        """
         name, begin = self.family.name, FAMILIES[self.nearest]
         base, biased = self.nearest.upper(), self.reader == "read_experts"
         imported = {self.nearest, *(family for _, family, *_ in self.taken)}
@@ -140,6 +147,7 @@ class Proposal:
             f'"""{name}: like {self.nearest}. Name the paper here, and what differs."""\n\n'
             "from __future__ import annotations\n\nfrom dataclasses import replace\n\n"
             + "\n".join(sorted(lines))
+            + ("" if is_compared or not self.unread else f"\n\n{_UNPROVEN}# {', '.join(self.unread)}")
             + f"\n\n{name.upper()} = replace(\n    {base},\n{text}\n)\n"
         )
 
