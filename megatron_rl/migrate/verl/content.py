@@ -8,12 +8,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_rl.migrate.verl.machine import num_steps
-from megatron_rl.migrate.verl.settings import ROLLOUT, Meaning, Settings, implied, mapped, refused, used
+from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings, implied, mapped, refused, used
 
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
 """First parts of paths that are folders and no owners on the hub."""
-IMAGES = "it reads images, and the models here are of text alone"
+IMAGES = "it reads images, and its family is not here with images"
+SEES_IMAGES = re.compile(r"(?i)qwen(2[._-]?5|3)[-_.]?vl")
+"""Names of models that train with images."""
+FROZEN = "the vision tower keeps its weights"
+TEXT = "a model of text alone reads no images"
 MISSING = {
     r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.\dv|vla\b|pixtral|mistral-small-3\.[1-9]": IMAGES,
     r"(?i)gemma(?!-?3(?!n))|phi-?\d|seed-?oss|minimax(?!-?m2)|falcon|mimo|baichuan|internlm|qwen1\.5-moe|qwen2[-_.].*a14b|"
@@ -49,6 +53,11 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
         to["critic.model.dtype"] = "bfloat16"
         if settings["actor_rollout_ref.model.enable_gradient_checkpointing"] and not settings.is_megatron:
             to["critic.model.recompute"] = "full"
+    if section == "model" and sees_images(settings):
+        frozen = settings[f"{ACTOR}.freeze_vision_tower"] is True
+        told = "" if frozen else f"{FROZEN}; verl trains it, too, unless actor.freeze_vision_tower is true"
+        to["model.layers"] = "local"
+        return mapped(to, "; ".join(filter(None, (command, told))))
     missing = next((why for pattern, why in MISSING.items() if re.search(pattern, name)), None)
     if missing and not (folder / "config.json").exists():
         return Meaning("refused", to, f"{missing}; docs/models.md has the families that are")
@@ -56,6 +65,30 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
         tower = "a published folder also reads images: take out its model of text once (docs/models.md)"
         return mapped(to, f"{command}; {tower}" if command else tower)
     return Meaning("mapped" if command else "used", to, command)
+
+
+def image_key(settings: Settings, key: str, value: Any) -> Meaning:
+    if not sees_images(settings):
+        return implied(TEXT)
+    if value in ("images", "image"):
+        return implied("the column is found by its name")
+    return refused(f"images are in the column images or image here; rename the column {value}")
+
+
+def image_processor(settings: Settings, key: str, value: Any) -> Meaning:
+    if not sees_images(settings) or value in (None, {}):
+        return implied("the processor is the model's")
+    return refused("write it into preprocessor_config.json in the model's folder")
+
+
+def frozen_tower(settings: Settings, key: str, value: Any) -> Meaning:
+    if not sees_images(settings):
+        return implied(TEXT)
+    return implied(FROZEN) if value else refused(f"{FROZEN} here; write True")
+
+
+def sees_images(settings: Settings) -> bool:
+    return bool(SEES_IMAGES.search(PurePosixPath(str(settings["actor_rollout_ref.model.path"])).name))
 
 
 def granularity(settings: Settings, key: str, value: Any) -> Meaning:

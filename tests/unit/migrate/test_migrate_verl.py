@@ -329,7 +329,12 @@ def test_the_numbers(overrides, key, expected):
         (f"{ROLLOUT}.multi_turn.enable=True", "refused", "rollout.environment"),
         (f"{ACTOR}.fsdp_config.param_offload=True", "implied", "node's memory"),
         (f"{ACTOR}.fsdp_config.fsdp_size=32", "mapped", "Megatron-Core"),
-        (f"{MODEL}.path=Qwen/Qwen2.5-VL-7B-Instruct", "refused", "text alone"),
+        (f"{MODEL}.path=Qwen/Qwen2.5-VL-7B-Instruct", "mapped", "the vision tower keeps its weights; verl trains it"),
+        (f"data.image_key=images {MODEL}.path=a/Qwen3-VL-8B", "implied", "by its name"),
+        (f"data.image_key=pictures {MODEL}.path=a/Qwen3-VL-8B", "refused", "rename the column pictures"),
+        (f"{ACTOR}.freeze_vision_tower=True {MODEL}.path=a/Qwen3-VL-8B", "implied", "keeps its weights"),
+        (f"{ACTOR}.freeze_vision_tower=False {MODEL}.path=a/Qwen3-VL-8B", "refused", "write True"),
+        (f"+data.mm_processor_kwargs.max_pixels=9 {MODEL}.path=a/Qwen3-VL-8B", "refused", "preprocessor_config.json"),
         (f"{MODEL}.path=google/gemma-2-2b-it", "refused", "family is not here"),
         (f"{MODEL}.path=Qwen/Qwen3-8B", "mapped", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"),
         (f"{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=kl", "refused", "gradient of k1"),
@@ -480,7 +485,7 @@ def test_no_family_that_is_here_is_refused():
     for name in names:
         row = next(row for row in found_of(f"{MODEL}.path={name}").rows if row.key == f"{MODEL}.path" and row.to)
         assert row.status in ("used", "mapped"), f"{name}: {row.why}"
-    for name in ("Pixtral-12B", "Hy3", "DeepSeek-V4-Flash", "GLM-5", "GLM-4.1V-9B", "Qwen3-VL-8B", "gemma-2-2b"):
+    for name in ("Hy3", "DeepSeek-V4-Flash", "GLM-5", "GLM-4.1V-9B", "Pixtral-12B", "gemma-2-2b"):
         found = found_of(f"{MODEL}.path={name}")
         assert found.rows[-1].status == "refused" and name not in found.rows[-1].why
         assert found.refused and found.refused[-1].startswith(f"{MODEL}.path=")
