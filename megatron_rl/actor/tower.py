@@ -68,7 +68,7 @@ class Tower:
                 patches = torch.from_numpy(self._pictures.patches(picture)).to(platform.device(), self._dtype)
                 grid = torch.tensor([[1, picture.num_rows, picture.num_columns]], device=platform.device())
                 out = self._module(patches, grid_thw=grid)
-                self._known[picture.digest] = (out.pooler_output, *out.deepstack_features)
+                self._known[picture.digest] = (out.pooler_output, *getattr(out, "deepstack_features", ()))
         return [torch.cat(parts) for parts in zip(*(self._known[one.digest] for one in pictures), strict=True)]
 
 

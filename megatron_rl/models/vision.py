@@ -13,8 +13,10 @@ import numpy as np
 from megatron_rl.models.config_values import flag, size, whole_numbers
 from megatron_rl.types import Picture, Vision
 
-TOWERS = ("qwen3_vl",)
-"""The values of `model_type` whose towers run here."""
+TOWERS = {"qwen2_5_vl": False, "qwen3_vl": True, "qwen3_vl_moe": True}
+"""The values of `model_type` whose towers run here, and `Vision.interleaved` where config.json does not say it."""
+PREFIXES = ("model.visual.", "visual.")
+"""The beginnings of the names of a tower's tensors; Qwen2.5-VL is published with the second."""
 
 
 def read_vision(config: Mapping[str, Any]) -> Vision | None:
@@ -30,7 +32,7 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
     """
     if config.get("model_type") not in TOWERS:
         return None
-    text, tower = config["text_config"], config["vision_config"]
+    text, tower = config.get("text_config", config), config["vision_config"]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if len(sections := whole_numbers(rope, "mrope_section", least=0)) != 3:
         raise ValueError(
@@ -43,7 +45,7 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
         merge=size(tower, "spatial_merge_size", 2),
         num_deep=len(tower.get("deepstack_visual_indexes", ())),
         sections=(first, second, third),
-        interleaved=flag(rope, "mrope_interleaved", absent=True),
+        interleaved=flag(rope, "mrope_interleaved", absent=TOWERS[config["model_type"]]),
     )
 
 
