@@ -41,7 +41,10 @@ TOWERS = {
 }
 """What only this tower has. A window has two tokens of a side."""
 MODELS = {
-    "qwen2_5_vl": ("Qwen2_5_VL", {"hidden_size": 128, "tie_word_embeddings": False}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        dict(hidden_size=128, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None),
+    ),
     "qwen3_vl": ("Qwen3VL", {"tie_word_embeddings": True}),
     "qwen3_vl_moe": ("Qwen3VLMoe", EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True}),
 }

@@ -122,6 +122,8 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     longest, stages = rollout.max_model_tokens, range(rollout.parallel.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.parallel.pipeline, stage) for stage in stages]
     weights = _weight_bytes(config, shape).reshape(rollout.parallel.pipeline, rollout.parallel.tensor).max(1)
+    if shape.vision is not None:  # vLLM splits the tower's linear layers over the first stage
+        weights[0] += shape.vision.num_parameters * width / rollout.parallel.tensor
     slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
     work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
     caches = np.maximum(0.0, vllm_bytes(config) - weights - slots - work)
@@ -194,6 +196,9 @@ def _stage_memory(
             always(activation_bytes(shape, rollout, step_tokens(config), width)),
             "lower rollout.vllm.max_num_batched_tokens",
         ),
+        "what the vision tower keeps of images": MemoryPart(
+            always(0.0 if stage else _image_bytes(config, shape)), "lower rollout.vllm.max_num_batched_tokens"
+        ),
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
         "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
         "a layer's experts, made again to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
@@ -203,6 +208,15 @@ def _stage_memory(
         ),
     }
     return GpuMemory.of(f"engine, stage {stage}" if rollout.parallel.pipeline > 1 else "engine", parts)
+
+
+def _image_bytes(config: GrpoRunConfig, shape: ModelShape) -> float:
+    """The bytes of vLLM's cache of tower outputs, which holds as many tokens as a step computes, or the longest prompt
+    (`compute_mm_encoder_budget`)."""
+    if shape.vision is None:
+        return 0.0
+    num_tokens = max(step_tokens(config), config.rollout.max_engine_tokens)
+    return float(num_tokens * shape.hidden_size * (1 + shape.vision.num_deep) * BYTES[config.model.dtype])
 
 
 def activation_bytes(shape: ModelShape, rollout: RolloutConfig, num_tokens: int, width: int) -> float:

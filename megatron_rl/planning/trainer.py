@@ -21,7 +21,7 @@ from megatron_rl.planning.parameters import (
     state_width,
 )
 from megatron_rl.planning.transfer import BRIDGE, COMMUNICATOR_BYTES, NO_PUSH, TrainersPush
-from megatron_rl.types import HOLDS, Mesh, ModelShape
+from megatron_rl.types import HOLDS, MOST_SEEN_BYTES, Mesh, ModelShape
 
 MERGED_BYTES = 2 * 4 * 2**22
 """Two numbers for each of a GPU's `convert.adapters.MERGED_ELEMENTS` (which needs torch)."""
@@ -76,8 +76,12 @@ def trainer_memory(
         computed = "output layer" if used.output > used.layer else "layer"
         state = held.state_bytes(mesh, model.dtype, optimizer)
         copied = _copied_bytes(held, mesh, optimizer) - used.kept - used.computing
+        tower = 0.0 if stage or shape.vision is None else float(shape.vision.num_parameters)
         parts = {
             "weights": MemoryPart(always(held.weight_bytes(model.dtype)), fewer),
+            "vision tower, and what it keeps of images": MemoryPart(
+                always(tower and tower * width + MOST_SEEN_BYTES), "train the model's text alone"
+            ),
             "gradients": MemoryPart(always(held.gradient_bytes(optimizer)), fewer),
             "optimizer state": MemoryPart(
                 always(0.0 if optimizer.is_offloaded else state),
