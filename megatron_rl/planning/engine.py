@@ -196,7 +196,7 @@ def _stage_memory(
             always(activation_bytes(shape, rollout, step_tokens(config), width)),
             "lower rollout.vllm.max_num_batched_tokens",
         ),
-        "what the vision tower keeps of images": MemoryPart(
+        "outputs of the vision tower": MemoryPart(
             always(0.0 if stage else _image_bytes(config, shape)), "lower rollout.vllm.max_num_batched_tokens"
         ),
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),

@@ -76,12 +76,9 @@ def trainer_memory(
         computed = "output layer" if used.output > used.layer else "layer"
         state = held.state_bytes(mesh, model.dtype, optimizer)
         copied = _copied_bytes(held, mesh, optimizer) - used.kept - used.computing
-        tower = 0.0 if stage or shape.vision is None else float(shape.vision.num_parameters)
         parts = {
             "weights": MemoryPart(always(held.weight_bytes(model.dtype)), fewer),
-            "vision tower, and what it keeps of images": MemoryPart(
-                always(tower and tower * width + MOST_SEEN_BYTES), "train the model's text alone"
-            ),
+            "vision tower and its outputs": MemoryPart(always(_tower(shape, stage, width)), "train its text alone"),
             "gradients": MemoryPart(always(held.gradient_bytes(optimizer)), fewer),
             "optimizer state": MemoryPart(
                 always(0.0 if optimizer.is_offloaded else state),
@@ -122,6 +119,11 @@ def trainer_memory(
 
     stages = [of_stage(stage, held) for stage, held in enumerate(stage_parameters(shape, mesh, fused))]
     return max(stages, key=lambda memory: max(memory.totals))
+
+
+def _tower(shape: ModelShape, stage: int, width: int) -> int:
+    """The bytes of a frozen vision tower, and of what it keeps of images."""
+    return 0 if stage or shape.vision is None else shape.vision.num_parameters * width + MOST_SEEN_BYTES
 
 
 def _copied_bytes(held: RankParameters, mesh: Mesh, optimizer: OptimizerConfig) -> float:

@@ -275,12 +275,12 @@ def test_a_vision_tower_is_on_the_first_stages():
     number = 704_573_696 - 3072 * 5121
     memory, without = (run_memory(config(), one) for one in (shape, replace(shape, vision=None)))
     assert memory.trainer.name == "trainer, stage 0"
-    part = memory.trainer.parts["vision tower, and what it keeps of images"]
+    part = memory.trainer.parts["vision tower and its outputs"]
     assert part == (2 * number + 2**30,) * 3
     assert sum(memory.trainer.totals) - sum(without.trainer.totals) == pytest.approx(sum(part))
     engines = [one.engine.gpu.parts for one in (memory, without)]
     assert engines[0]["weights"][0] - engines[1]["weights"][0] == 2 * number / 4
-    kept = "what the vision tower keeps of images"
+    kept = "outputs of the vision tower"
     assert engines[0][kept] == (16_384 * 5120 * 2,) * 3 and kept not in engines[1]
     parallel = {"tensor": 4, "pipeline": 2, "data": 4, "expert": 16, "expert_tensor": 1}
     deep = run_memory(config(parallel), read_shape(CONFIGS / "Qwen3-VL-235B-A22B-Instruct.json"))
