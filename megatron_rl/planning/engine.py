@@ -33,7 +33,7 @@ INCOMPLETE = 0.5
 """The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.08 to
 0.50 in the plans that were computed; the most if four stages of the trainer feed a stage of it."""
 SLOT = "slot of the adapters"
-ACTIVATIONS = "activations of a step of vLLM"
+ACTIVATIONS, IMAGES = "activations of a step of vLLM", "outputs of the vision tower"
 PARTS = {"weights": "weights", SLOT: "weights", "KV cache": "kv_cache"}
 """What engines that share their GPUs give up, by its names in HOLDS, for each row."""
 SMALLER = (
@@ -66,8 +66,9 @@ class EngineMemory:
         """
         holds = HOLDS["engine"]
         present = {row: [phase for phase, held in holds.items() if part in held] for row, part in PARTS.items()}
-        # No push brings the base model of adapters again.
-        copied = ["weights", SLOT] if kept or any(SLOT in stage.parts for stage in self.stages) else []
+        # No push brings the base model of adapters again, nor a vision tower.
+        keeps = kept or any({SLOT, IMAGES} & stage.parts.keys() for stage in self.stages)
+        copied = ["weights", SLOT] if keeps else []
         stages = [stage.sharing(present, copied=copied, to="trainers") for stage in self.stages]
         if kept:
             stages = [stage.beside("teachers that sleep", teachers, kept) for stage in stages]
@@ -196,7 +197,7 @@ def _stage_memory(
             always(activation_bytes(shape, rollout, step_tokens(config), width)),
             "lower rollout.vllm.max_num_batched_tokens",
         ),
-        "outputs of the vision tower": MemoryPart(
+        IMAGES: MemoryPart(
             always(0.0 if stage else _image_bytes(config, shape)), "lower rollout.vllm.max_num_batched_tokens"
         ),
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),

@@ -281,6 +281,9 @@ def test_a_vision_tower_is_on_the_first_stages():
     engines = [one.engine.gpu.parts for one in (memory, without)]
     assert engines[0]["weights"][0] - engines[1]["weights"][0] == 2 * number / 4
     kept = "outputs of the vision tower"
+    on_one = {"colocate": True, "world_size": 32}
+    shared = [run_memory(config(cluster=on_one), one).engine.gpu for one in (shape, replace(shape, vision=None))]
+    assert [one.host.get("lent to the trainers") for one in shared] == [engines[0]["weights"][0], None]
     assert engines[0][kept] == (16_384 * 5120 * 2,) * 3 and kept not in engines[1]
     parallel = {"tensor": 4, "pipeline": 2, "data": 4, "expert": 16, "expert_tensor": 1}
     deep = run_memory(config(parallel), read_shape(CONFIGS / "Qwen3-VL-235B-A22B-Instruct.json"))
