@@ -60,9 +60,15 @@ SECTIONS = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False)
+BIASED = dict(
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+)
+WINDOWED = TOWER | dict(window_size=16, fullatt_block_indexes=[0])
 DEEP = dict(deepstack_visual_indexes=[0])
 MODELS = {
     "gemma3": ("Gemma3", "Gemma3", TEXT | WINDOWS, SIGLIP),
+    "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2", TEXT | BIASED, WINDOWED),
     "qwen3_vl": ("Qwen3VL", "Qwen3", TEXT | SECTIONS | {"tie_word_embeddings": True}, TOWER | DEEP),
     "qwen3_vl_moe": ("Qwen3VLMoe", "Qwen3Moe", TEXT | SECTIONS | EXPERTS, TOWER | DEEP),
     "qwen3_5": ("Qwen3_5", "Qwen3_5", TEXT | DELTA | {"tie_word_embeddings": True}, TOWER),
@@ -116,8 +122,8 @@ class Made:
         path.write_text(json.dumps(fields))
 
     def config_of_text(self, config):
-        """Qwen3-VL's text model is a Qwen3."""
-        if not self.name.startswith("qwen3_vl"):
+        """Qwen2.5-VL's text model is a Qwen2.5, and Qwen3-VL's a Qwen3."""
+        if "_vl" not in self.name:
             return config.text_config
         of_qwen3, fields = MODELS[self.name][1], config.text_config.to_dict()
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}

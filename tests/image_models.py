@@ -10,7 +10,8 @@ import numpy as np
 import PIL.Image
 import torch
 import transformers
-from composites import TEXT, TOWER
+from composites import EXPERTS, TEXT, TOWER
+from safetensors.torch import load_file, save_file
 from tiny_chat import characters
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -34,12 +35,31 @@ PROCESSOR = dict(patch_size=4, merge_size=2, temporal_patch_size=1, image_mean=[
 PROCESSOR |= dict(size={"shortest_edge": 64, "longest_edge": 1024})
 
 
-def write_model(folder: Path) -> transformers.PreTrainedModel:
-    """A Qwen3-VL of four layers; its tower has three, and adds to the outputs of two."""
-    config = transformers.Qwen3VLConfig(
-        text_config=TEXT | {"vocab_size": LETTERS.get_vocab_size() + 3, "head_dim": 32, "rope_parameters": ROPE},
-        vision_config=TOWER | dict(depth=3, deepstack_visual_indexes=[0, 1]),
-        tie_word_embeddings=True,
+TOWERS = {
+    "qwen2_5_vl": dict(out_hidden_size=128, window_size=16, fullatt_block_indexes=[1]),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), dict(deepstack_visual_indexes=[0, 1])),
+}
+"""What only this tower has. A window has two tokens of a side."""
+MODELS = {
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        dict(hidden_size=128, tie_word_embeddings=False, bos_token_id=None, eos_token_id=None),
+    ),
+    "qwen3_vl": ("Qwen3VL", {"tie_word_embeddings": True}),
+    "qwen3_vl_moe": ("Qwen3VLMoe", EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True}),
+}
+"""The beginning of the names of transformers' classes, and what only this text model has."""
+
+
+def write_model(folder: Path, kind: str = "qwen3_vl") -> transformers.PreTrainedModel:
+    """A model of four layers, as it is published; its tower has three, and one of a Qwen3-VL adds to the outputs of
+    two."""
+    name, own = MODELS[kind]
+    text = TEXT | {"vocab_size": LETTERS.get_vocab_size() + 3, "head_dim": 32, "rope_parameters": ROPE} | own
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text,
+        vision_config=TOWER | {"depth": 3} | TOWERS[kind],
+        tie_word_embeddings=text["tie_word_embeddings"],
         dtype="float32",
         image_token_id=IMAGE_TOKEN,
         vision_start_token_id=START,
@@ -47,10 +67,11 @@ def write_model(folder: Path) -> transformers.PreTrainedModel:
         video_token_id=VIDEO,
     )
     torch.manual_seed(0)
-    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     for tensor in model.state_dict().values():
         tensor.normal_(0, 0.2)
     model.save_pretrained(folder)
+    as_published(folder)
     (folder / "preprocessor_config.json").write_text(
         json.dumps(PROCESSOR | {"image_processor_type": "Qwen2VLImageProcessor"})
     )
@@ -59,6 +80,21 @@ def write_model(folder: Path) -> transformers.PreTrainedModel:
     )
     tokenizer.save_pretrained(folder)
     return model
+
+
+def as_published(folder: Path) -> None:
+    """Write the model again in the form that the hub has."""
+    path = folder / "config.json"
+    config, published = json.loads(path.read_text()), {}
+    if config["model_type"] == "qwen2_5_vl":
+        text = config.pop("text_config") | {"model_type": "qwen2_5_vl"}
+        rope = text.pop("rope_parameters")
+        text |= {"rope_theta": rope["rope_theta"]}
+        text |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+        path.write_text(json.dumps(text | config))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        published[name] = tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+    save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def drawing(height: int, width: int, seed: int) -> PIL.Image.Image:

@@ -22,10 +22,7 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.tower_weights import tower_weights
 from megatron_rl.data.pictures import Pictures
-from megatron_rl.types import Picture, Vision
-
-MOST_BYTES = 2**30
-"""What a tower keeps of images that it has seen. With more it begins again."""
+from megatron_rl.types import MOST_SEEN_BYTES, Picture, Vision
 
 
 class SeenImages(NamedTuple):
@@ -61,14 +58,14 @@ class Tower:
     @torch.no_grad()
     def outputs(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """[M, H] each: the embeddings of the tokens of these images in turn, and what each of the first layers adds."""
-        if sum(part.nbytes for parts in self._known.values() for part in parts) > MOST_BYTES:
+        if sum(part.nbytes for parts in self._known.values() for part in parts) > MOST_SEEN_BYTES:
             self._known.clear()
         for picture in pictures:
             if picture.digest not in self._known:
                 patches = torch.from_numpy(self._pictures.patches(picture)).to(platform.device(), self._dtype)
                 grid = torch.tensor([[1, picture.num_rows, picture.num_columns]], device=platform.device())
                 out = self._module(patches, grid_thw=grid)
-                self._known[picture.digest] = (out.pooler_output, *out.deepstack_features)
+                self._known[picture.digest] = (out.pooler_output, *getattr(out, "deepstack_features", ()))
         return [torch.cat(parts) for parts in zip(*(self._known[one.digest] for one in pictures), strict=True)]
 
 
@@ -81,16 +78,7 @@ def tower_of(spec: ActorSpec, stage: int) -> Tower | None:
 
 
 def add_deep(gpt: GPTModel, vision: Vision) -> None:
-    """Let the first layers add what the tower computes.
-
-    Raises:
-        ValueError: they are not all on the first stage.
-    """
-    if len(gpt.decoder.layers) < vision.num_deep:
-        raise ValueError(
-            f"the tower adds to the outputs of the first {vision.num_deep} layers, but the first pipeline stage has "
-            f"{len(gpt.decoder.layers)}; set policy.parallel.pipeline or virtual to a smaller number"
-        )
+    """Let the first layers add what the tower computes. They are all on the first stage (`divisions.check_mesh`)."""
     for number in range(vision.num_deep):
         gpt.decoder.layers[number].register_forward_hook(partial(_added, number), with_kwargs=True)
 

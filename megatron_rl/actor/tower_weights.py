@@ -10,9 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_rl.models.hub import weight_files
-
-PREFIX = "model.visual."
-"""The beginning of the names of a tower's tensors."""
+from megatron_rl.models.vision import PREFIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ def tower_files(folder: Path) -> list[TowerFile]:
     found = []
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
-            names = tuple(name for name in file.keys() if name.startswith(PREFIX))
+            names = tuple(name for name in file.keys() if name.startswith(PREFIXES))
         if names:
             found.append(TowerFile(path, names))
     return found
@@ -46,4 +44,4 @@ def tower_files(folder: Path) -> list[TowerFile]:
 def tower_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of a tower, by the names in its module."""
     read = (item for file in tower_files(folder) for item in file.read().items())
-    return {name.removeprefix(PREFIX): tensor.to(dtype) for name, tensor in read}
+    return {name.partition(PREFIXES[-1])[2]: tensor.to(dtype) for name, tensor in read}

@@ -31,9 +31,8 @@ from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.target import TargetTensor
 from megatron_rl.convert.tensor_files import Maps, rectangle
 from megatron_rl.convert.work import sync
-from megatron_rl.models import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
+from megatron_rl.models import FAMILIES, Box, Family, Shard, critic_shape, megatron_shards, scan, slices, volume
 from megatron_rl.models.adapters import A, B, is_adapter, trains
-from megatron_rl.models.composite import in_whole
 from megatron_rl.models.hub import INDEX
 from megatron_rl.models.view import View
 from megatron_rl.types import Mesh, ModelShape
@@ -94,11 +93,17 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
 def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype (a router's bias in
     float32), with the adapters' products added to them, the configuration, tokenizer and chat template of model.path,
-    and what `policy.multi_token` says of its multi-token head: nothing, the head as it was, or as it is now. All ranks
-    must call this together. The folder is complete or absent."""
+    and what `policy.multi_token` says of its multi-token head: nothing, the head as it was, or as it is now. The folder
+    of a model that sees images has the tensors of model.path, with their names and extents. All ranks must call this
+    together. The folder is complete or absent."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape.base
     dtype = getattr(torch, actor.spec.model.dtype)
-    files = hub_files(shape, dtype)
+    family, named = FAMILIES[shape.family], {}
+    with actor.agreement.on_errors():
+        if shape.vision is not None:
+            index = scan(source, shape)
+            family, named = index.family, index.whole_names
+    files = hub_files(shape, dtype, family)
     head: list[list[TargetTensor]] = []
     keeps = None
     with actor.agreement.on_errors():
@@ -114,7 +119,8 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
             _merge_adapters(actor, gathered, tensors, holders)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
-                    write_tensors(temporary / file_name("model", i, num_files), in_whole(shape, gathered))
+                    whole = {named.get(name, name): tensor for name, tensor in gathered.items()}
+                    write_tensors(temporary / file_name("model", i, num_files), whole)
         with actor.agreement.on_errors():
             if actor.rank == 0:
                 for i, kept in enumerate(head, len(files)):
@@ -124,7 +130,7 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
                 name = str(dtype).removeprefix("torch.")
                 write_companions(temporary, companions(source, name, shape.value_head, keeps, shape.vision is not None))
                 if num_files > 1:
-                    sized = [{n: tensor.num_bytes for n, tensor in in_whole(shape, of).items()} for of in files]
+                    sized = [{named.get(n, n): tensor.num_bytes for n, tensor in of.items()} for of in files]
                     sized += [{tensor.name: tensor.num_bytes for tensor in kept} for kept in head]
                     sized += [of_tower.sizes for of_tower in tower]
                     total = sum(size for names in sized for size in names.values())
@@ -178,13 +184,13 @@ class HubTensor:
         return prod(self.extents) * self.dtype.itemsize
 
 
-def hub_files(shape: ModelShape, dtype: torch.dtype) -> list[dict[str, HubTensor]]:
+def hub_files(shape: ModelShape, dtype: torch.dtype, family: Family) -> list[dict[str, HubTensor]]:
     """The tensors of each file by name, in order.
 
     Args:
         dtype: the model's.
+        family: the table of the files: the family's, or the same with stacked experts.
     """
-    family = FAMILIES[shape.family]
     tensors = {}
     for name, held in family.file_tensors(shape).items():
         is_float32 = family.is_float32(next(iter(held.views), name))

@@ -1,5 +1,5 @@
-"""Folders that hold a model for text together with other parts, as Gemma 3, Kimi-K2.5, Qwen3-VL and Qwen3.5 are
-published.
+"""Folders that hold a model for text together with other parts, as Gemma 3, Kimi-K2.5, Qwen2.5-VL, Qwen3-VL and Qwen3.5
+are published.
 
 config.json has the text model's own configuration under `text_config`, and the names of the text model's tensors begin
 with a prefix; a vision tower lies next to it. The text model alone is read, under the names and with the config.json
@@ -18,6 +18,7 @@ Sources of the names: transformers, conversion_mapping.py (`kimi_k25`), modeling
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from megatron_rl.models.families import FAMILIES
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import Rule
 from megatron_rl.models.view import InFile
-from megatron_rl.models.vision import vision_of
+from megatron_rl.models.vision import PREFIXES, vision_of
 from megatron_rl.types import ModelShape
 
 T = TypeVar("T")
@@ -54,16 +55,20 @@ class Composite:
     """(the beginning of a name in the folder's files, what stands there in a folder of the text model alone)."""
     alone: Mapping[str, Any] | None = None
     """What the config.json of a folder of the text model alone says, if the text model has another name there."""
+    theta: float = 500_000.0
+    """The base of the rotation of such a text model, if config.json does not say it."""
+    is_flat: bool = False
+    """Whether config.json may have the text model's values beside those of all parts, in place of `text_config`."""
 
     def own_name(self, name: str) -> str | None:
         """The name that a tensor has in a folder of the text model alone; None if it belongs to another part."""
-        for theirs, own in self.prefixes:
+        for theirs, own in self.prefixes if not name.startswith(PREFIXES) else ():
             if name.startswith(theirs):
                 return own + name.removeprefix(theirs)
         return None
 
     def whole_name(self, name: str) -> str:
-        """The inverse of `own_name`."""
+        """A name that a tensor of the text model alone has in a folder of all parts, the first of several."""
         return next(theirs + name.removeprefix(own) for theirs, own in self.prefixes if name.startswith(own))
 
     def part(self, name: str) -> str:
@@ -79,9 +84,19 @@ class Composite:
 _KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")  # vLLM's and transformers' name
 _QWEN3_VL = (("model.language_model.", "model."), ("lm_head.", "lm_head."))
 _QWEN3_5 = (*_QWEN3_VL, ("mtp.", "mtp."))
+_OF_ALL_PARTS = re.compile("vision_|image_|video_|model_type|architectures")
+"""Keys that belong to the whole model, of a config.json without `text_config`."""
 COMPOSITES = {
     "gemma3": Composite(("Gemma3ForConditionalGeneration",), ("gemma3_text",), (("language_model.", ""),)),
     "kimi_k25": Composite(_KIMI, ("kimi_k2", "deepseek_v3"), (("language_model.", ""),)),
+    "qwen2_5_vl": Composite(
+        models=("Qwen2_5_VLForConditionalGeneration",),
+        texts=("qwen2_5_vl_text",),
+        prefixes=(*_QWEN3_VL, ("model.", "model.")),  # the last as it is published
+        alone={"model_type": "qwen2"},
+        theta=1e6,
+        is_flat=True,
+    ),
     "qwen3_5": Composite(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), _QWEN3_5),
     "qwen3_5_moe": Composite(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), _QWEN3_5),
     "qwen3_vl": Composite(
@@ -125,6 +140,9 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
             f"{' or '.join(composite.models)} is supported"
         )
     text = config.get("text_config")
+    if text is None and composite.is_flat:
+        own = {key: value for key, value in config.items() if not _OF_ALL_PARTS.match(key)}
+        text = own | {"model_type": composite.texts[0]}
     if not isinstance(text, Mapping) or text.get("model_type") not in composite.texts:
         found = repr(text.get("model_type")) if isinstance(text, Mapping) else "missing"
         raise ValueError(
@@ -140,13 +158,13 @@ def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
     # `auto_map` names code of the whole model, which is not written.
     own = {key: value for key, value in text.items() if key != "auto_map"}
     if composite.alone:
-        own = _of_plain_text(own, composite.alone)
+        own = _of_plain_text({"rope_theta": composite.theta, **own}, composite.alone)
     return whole | own | {"architectures": [FAMILIES[own["model_type"]].vllm_model]}
 
 
 def _of_plain_text(text: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[str, Any]:
-    """The text model of a Qwen3-VL as a Qwen3. A token of text has the same position in time, height and width, so that
-    the sections of rotary frequencies mean nothing, and the base that transformers takes is another one.
+    """The text model of a Qwen2.5-VL as a Qwen2.5, and of a Qwen3-VL as a Qwen3. A token of text has the same position
+    in time, height and width, so that the sections of rotary frequencies mean nothing.
 
     Args:
         alone: see `Composite`.
@@ -154,13 +172,17 @@ def _of_plain_text(text: Mapping[str, Any], alone: Mapping[str, Any]) -> dict[st
     Raises:
         ValueError: `text_config` contradicts it.
     """
-    own = {"rope_theta": 500_000.0, **text, "model_type": alone["model_type"]}
+    own = {**text, "model_type": alone["model_type"]}
     for key, value in alone.items():
         if own.setdefault(key, value) != value:
             raise ValueError(f"{key} of text_config is {json.dumps(own[key])}; only {json.dumps(value)} is supported")
     for key in ("rope_parameters", "rope_scaling"):
         if isinstance(section := own.get(key), Mapping):
-            own[key] = {name: value for name, value in section.items() if not name.startswith("mrope_")}
+            own[key] = {
+                name: "default" if value == "mrope" else value
+                for name, value in section.items()
+                if not name.startswith("mrope_")
+            }
     return own
 
 

@@ -16,7 +16,7 @@ def check_mesh(family: Family, shape: ModelShape, mesh: Mesh) -> None:
     """
     Raises:
         ValueError: the mesh does not divide heads, KV heads, FFN, experts or layers. The message says which values
-            do.
+            do. Or the layers to whose outputs a vision tower adds are not all on the first stage.
     """
     if shape.mixture is None and mesh.expert > 1:
         raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {family.name} model has no experts")
@@ -27,7 +27,12 @@ def check_mesh(family: Family, shape: ModelShape, mesh: Mesh) -> None:
             raise ValueError(f"the model has {value} {name}, which policy.parallel.{axis}={ways} does not divide{told}")
     if fault := _fault_of_shared_heads(shape, mesh):
         raise ValueError(fault)
-    mesh.layer_range(shape.num_layers, 0)
+    first, num_deep = len(mesh.layer_range(shape.num_layers, 0, 0)), shape.vision.num_deep if shape.vision else 0
+    if first < num_deep:
+        raise ValueError(
+            f"the vision tower adds to the outputs of the first {num_deep} layers, but the first part of the pipeline "
+            f"has {first}; set policy.parallel.pipeline or virtual to a smaller number"
+        )
 
 
 def check_engine(family: Family, shape: ModelShape, tensor: int, expert_parallel: bool, pipeline: int) -> None:

@@ -49,6 +49,8 @@ class HubIndex:
     composite: Composite | None = None
     """How the files name the tensors of the text model, if they hold other parts, too. The names above are the names in
     a folder of the text model alone; in `ignored` tensors of other parts have the files' names."""
+    whole_names: dict[str, str] = field(default_factory=dict)
+    """The names in the files, by the names that stand here."""
 
     def own_name(self, name: str) -> str | None:
         """The name that stands here for a tensor of the files; None if it belongs to another part than the text
@@ -56,8 +58,8 @@ class HubIndex:
         return self.composite.own_name(name) if self.composite else name
 
     def of_text(self, tensors: Mapping[str, T]) -> dict[str, T]:
-        """What belongs to the tensors of the text model, by the names that stand here. What is left out is noted in
-        `ignored`.
+        """What belongs to the tensors of the text model, by the names that stand here, which are noted in
+        `whole_names`. What is left out is noted in `ignored`.
 
         Args:
             tensors: anything, by the names in the files.
@@ -66,7 +68,7 @@ class HubIndex:
         for name, tensor in tensors.items():
             own = self.own_name(name)
             if own is not None:
-                found[own] = tensor
+                found[own], self.whole_names[own] = tensor, name
             elif self.composite:
                 self.ignored[name] = f"{self.composite.part(name)}* is another part of the model than its text"
         return found

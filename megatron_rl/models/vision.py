@@ -13,8 +13,10 @@ import numpy as np
 from megatron_rl.models.config_values import flag, size, whole_numbers
 from megatron_rl.types import Picture, Vision
 
-TOWERS = ("qwen3_vl",)
+TOWERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The values of `model_type` whose towers run here."""
+PREFIXES = ("model.visual.", "visual.")
+"""The beginnings of the names of a tower's tensors; Qwen2.5-VL is published with the second."""
 
 
 def read_vision(config: Mapping[str, Any]) -> Vision | None:
@@ -30,7 +32,8 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
     """
     if config.get("model_type") not in TOWERS:
         return None
-    text, tower = config["text_config"], config["vision_config"]
+    text, tower = config.get("text_config", config), config["vision_config"]
+    is_first = config["model_type"] == "qwen2_5_vl"
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if len(sections := whole_numbers(rope, "mrope_section", least=0)) != 3:
         raise ValueError(
@@ -43,8 +46,37 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
         merge=size(tower, "spatial_merge_size", 2),
         num_deep=len(tower.get("deepstack_visual_indexes", ())),
         sections=(first, second, third),
-        interleaved=flag(rope, "mrope_interleaved", absent=True),
+        interleaved=flag(rope, "mrope_interleaved", absent=not is_first),
+        num_parameters=_first_parameters(tower) if is_first else _parameters(tower),
     )
+
+
+def _first_parameters(tower: Mapping[str, Any]) -> int:
+    """The number of parameters of Qwen2.5-VL's tower, which has gated MLPs, and norms without biases."""
+    hidden, ffn = size(tower, "hidden_size"), size(tower, "intermediate_size")
+    block = 2 * hidden + 4 * hidden * (hidden + 1) + 2 * ffn * (hidden + 1) + hidden * (ffn + 1)
+    return size(tower, "depth") * block + hidden * _patch(tower) + hidden + _merger(tower)
+
+
+def _parameters(tower: Mapping[str, Any]) -> int:
+    """The same of Qwen3-VL's tower, which has a table of positions, and a merger for each layer that it adds to."""
+    hidden, ffn = size(tower, "hidden_size"), size(tower, "intermediate_size")
+    block = 4 * hidden + 4 * hidden * (hidden + 1) + ffn * (hidden + 1) + hidden * (ffn + 1)
+    ends = hidden * (_patch(tower) + 1 + size(tower, "num_position_embeddings", 2304) + 2)
+    deep = len(tower.get("deepstack_visual_indexes", ()))
+    norm = 2 * hidden * size(tower, "spatial_merge_size", 2) ** 2
+    return size(tower, "depth") * block + ends + _merger(tower) + deep * (norm + _merger(tower))
+
+
+def _patch(tower: Mapping[str, Any]) -> int:
+    """The numbers of a patch."""
+    return 3 * size(tower, "temporal_patch_size", 2) * size(tower, "patch_size") ** 2
+
+
+def _merger(tower: Mapping[str, Any]) -> int:
+    """The number of parameters of a merger's two linear layers."""
+    wide = size(tower, "hidden_size") * size(tower, "spatial_merge_size", 2) ** 2
+    return wide * (wide + 1) + (wide + 1) * size(tower, "out_hidden_size")
 
 
 def vision_of(folder: Path) -> Vision | None:

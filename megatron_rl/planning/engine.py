@@ -33,7 +33,7 @@ INCOMPLETE = 0.5
 """The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.08 to
 0.50 in the plans that were computed; the most if four stages of the trainer feed a stage of it."""
 SLOT = "slot of the adapters"
-ACTIVATIONS = "activations of a step of vLLM"
+ACTIVATIONS, IMAGES = "activations of a step of vLLM", "outputs of the vision tower"
 PARTS = {"weights": "weights", SLOT: "weights", "KV cache": "kv_cache"}
 """What engines that share their GPUs give up, by its names in HOLDS, for each row."""
 SMALLER = (
@@ -66,8 +66,9 @@ class EngineMemory:
         """
         holds = HOLDS["engine"]
         present = {row: [phase for phase, held in holds.items() if part in held] for row, part in PARTS.items()}
-        # No push brings the base model of adapters again.
-        copied = ["weights", SLOT] if kept or any(SLOT in stage.parts for stage in self.stages) else []
+        # No push brings the base model of adapters again, nor a vision tower.
+        keeps = kept or any({SLOT, IMAGES} & stage.parts.keys() for stage in self.stages)
+        copied = ["weights", SLOT] if keeps else []
         stages = [stage.sharing(present, copied=copied, to="trainers") for stage in self.stages]
         if kept:
             stages = [stage.beside("teachers that sleep", teachers, kept) for stage in stages]
@@ -122,6 +123,8 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     longest, stages = rollout.max_model_tokens, range(rollout.parallel.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.parallel.pipeline, stage) for stage in stages]
     weights = _weight_bytes(config, shape).reshape(rollout.parallel.pipeline, rollout.parallel.tensor).max(1)
+    if shape.vision is not None:  # vLLM splits the tower's linear layers over the first stage
+        weights[0] += shape.vision.num_parameters * width / rollout.parallel.tensor
     slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
     work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
     caches = np.maximum(0.0, vllm_bytes(config) - weights - slots - work)
@@ -194,6 +197,9 @@ def _stage_memory(
             always(activation_bytes(shape, rollout, step_tokens(config), width)),
             "lower rollout.vllm.max_num_batched_tokens",
         ),
+        IMAGES: MemoryPart(
+            always(0.0 if stage else _image_bytes(config, shape)), "lower rollout.vllm.max_num_batched_tokens"
+        ),
         "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
         "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
         "a layer's experts, made again to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
@@ -203,6 +209,15 @@ def _stage_memory(
         ),
     }
     return GpuMemory.of(f"engine, stage {stage}" if rollout.parallel.pipeline > 1 else "engine", parts)
+
+
+def _image_bytes(config: GrpoRunConfig, shape: ModelShape) -> float:
+    """The bytes of vLLM's cache of tower outputs, which holds as many tokens as a step computes, or the longest prompt
+    (`compute_mm_encoder_budget`)."""
+    if shape.vision is None:
+        return 0.0
+    num_tokens = max(step_tokens(config), config.rollout.max_engine_tokens)
+    return float(num_tokens * shape.hidden_size * (1 + shape.vision.num_deep) * BYTES[config.model.dtype])
 
 
 def activation_bytes(shape: ModelShape, rollout: RolloutConfig, num_tokens: int, width: int) -> float:

@@ -21,7 +21,7 @@ from megatron_rl.planning.parameters import (
     state_width,
 )
 from megatron_rl.planning.transfer import BRIDGE, COMMUNICATOR_BYTES, NO_PUSH, TrainersPush
-from megatron_rl.types import HOLDS, Mesh, ModelShape
+from megatron_rl.types import HOLDS, MOST_SEEN_BYTES, Mesh, ModelShape
 
 MERGED_BYTES = 2 * 4 * 2**22
 """Two numbers for each of a GPU's `convert.adapters.MERGED_ELEMENTS` (which needs torch)."""
@@ -78,6 +78,7 @@ def trainer_memory(
         copied = _copied_bytes(held, mesh, optimizer) - used.kept - used.computing
         parts = {
             "weights": MemoryPart(always(held.weight_bytes(model.dtype)), fewer),
+            "vision tower and its outputs": MemoryPart(always(_tower(shape, stage, width)), "train its text alone"),
             "gradients": MemoryPart(always(held.gradient_bytes(optimizer)), fewer),
             "optimizer state": MemoryPart(
                 always(0.0 if optimizer.is_offloaded else state),
@@ -118,6 +119,11 @@ def trainer_memory(
 
     stages = [of_stage(stage, held) for stage, held in enumerate(stage_parameters(shape, mesh, fused))]
     return max(stages, key=lambda memory: max(memory.totals))
+
+
+def _tower(shape: ModelShape, stage: int, width: int) -> int:
+    """The bytes of a frozen vision tower, and of what it keeps of images."""
+    return 0 if stage or shape.vision is None else shape.vision.num_parameters * width + MOST_SEEN_BYTES
 
 
 def _copied_bytes(held: RankParameters, mesh: Mesh, optimizer: OptimizerConfig) -> float:

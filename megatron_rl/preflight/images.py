@@ -13,13 +13,6 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
     """
     if (vision := shape.vision) is None:
         return []
-    mesh, faults = config.policy.parallel.mesh, []
-    first = len(mesh.layer_range(shape.num_layers, 0, 0))
-    if first < vision.num_deep:
-        faults.append(
-            f"policy.parallel: the vision tower adds to the outputs of the first {vision.num_deep} layers, but the "
-            f"first part of the pipeline has {first}; set pipeline or virtual to a smaller number"
-        )
     layers = "transformer_engine" if config.model.layers == "auto" and config.cluster.gpus_per_trainer else ""
     asked: dict[str, object] = {
         "model.layers": "transformer_engine" in (config.model.layers, layers)
@@ -37,10 +30,9 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
             "rollout.quantization": rollout.quantization is not None and "",
             "rollout.speculative": rollout.speculative is not None and "",
         }
-    for key, why in asked.items():
-        if isinstance(why, str):
-            faults.append(
-                f"{key} and a model that sees images ({vision.model_type}) do not go together yet"
-                f"{f': {why}' if why else ''}; or train its text alone, taken out by `megatron-rl convert to-megatron`"
-            )
-    return faults
+    return [
+        f"{key} and a model that sees images ({vision.model_type}) do not go together yet{f': {why}' if why else ''}; "
+        "or train its text alone, taken out by `megatron-rl convert to-megatron`"
+        for key, why in asked.items()
+        if isinstance(why, str)
+    ]

@@ -8,11 +8,12 @@ torchvision, which the packages for CPUs lack: vLLM's modules import its names a
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 import torch
+from transformers import PretrainedConfig
 
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.types import Picture, Vision
@@ -43,12 +44,14 @@ def _stand_in_for_torchvision() -> None:
 _stand_in_for_torchvision()
 
 from vllm.inputs.engine import MultiModalInput, mm_input  # noqa: E402
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration  # noqa: E402
 from vllm.model_executor.models.qwen3_vl import (  # noqa: E402
     Qwen3VLDummyInputsBuilder,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMultiModalProcessor,
     Qwen3VLProcessingInfo,
 )
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration  # noqa: E402
 from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 from vllm.multimodal.inputs import (  # noqa: E402
     MultiModalFieldConfig,
@@ -61,6 +64,10 @@ from vllm.multimodal.inputs import (  # noqa: E402
 class ImageLimits(Qwen3VLProcessingInfo):  # type: ignore[misc]
     """What vLLM asks of the processor of a model before a request comes."""
 
+    def get_hf_config(self) -> PretrainedConfig:
+        found: PretrainedConfig = self.ctx.get_hf_config()
+        return found
+
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {"image": None}
 
@@ -72,9 +79,33 @@ class FinishedImages(Qwen3VLMultiModalProcessor):  # type: ignore[misc]
     requires_tokenizer = False
 
 
-@MULTIMODAL_REGISTRY.register_processor(FinishedImages, info=ImageLimits, dummy_inputs=Qwen3VLDummyInputsBuilder)
+_with_finished_images = MULTIMODAL_REGISTRY.register_processor(
+    FinishedImages, info=ImageLimits, dummy_inputs=Qwen3VLDummyInputsBuilder
+)
+"""`worker.die_with_parent` gives vLLM these classes in place of its own."""
+
+
+@_with_finished_images
+class Qwen25VL(Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]
+    pass
+
+
+@_with_finished_images
 class Qwen3VL(Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """`worker.die_with_parent` gives vLLM this class in place of its own."""
+    pass
+
+
+@_with_finished_images
+class Qwen3VLMoe(Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load a folder as it is published, or as transformers 5 writes it, with the matrices of experts transposed.
+        vLLM knows the first."""
+        return super().load_weights((name, self._published(name, tensor)) for name, tensor in weights)  # type: ignore
+
+    def _published(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        axis = {"gate_up_proj": 1, "down_proj": 2}.get(name.rpartition(".")[2])
+        is_other = axis and tensor.shape[axis] != self.config.text_config.hidden_size
+        return tensor.transpose(1, 2) if is_other else tensor
 
 
 def request_of(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision, files: Pictures) -> MultiModalInput:

@@ -266,7 +266,11 @@ def add_by_adapter(
     return output_TO
 
 
-VISION_MODELS = {"Qwen3VLForConditionalGeneration": "Qwen3VL"}
+VISION_MODELS = {
+    "Qwen2_5_VLForConditionalGeneration": "Qwen25VL",
+    "Qwen3VLForConditionalGeneration": "Qwen3VL",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoe",
+}
 """vLLM's classes of models with a vision tower, and the names of ours, which vLLM imports when it needs one."""
 
 

@@ -57,7 +57,7 @@ from megatron_rl.types.step import (
     TokenSpan,
     TrainingRow,
 )
-from megatron_rl.types.vision import Picture, Vision, text_of_turn
+from megatron_rl.types.vision import MOST_SEEN_BYTES, Picture, Vision, text_of_turn
 
 __all__ = [
     "Adapters",
@@ -86,6 +86,7 @@ __all__ = [
     "LinearRope",
     "Layer",
     "Llama3Rope",
+    "MOST_SEEN_BYTES",
     "Mesh",
     "Metrics",
     "MicrobatchPlan",

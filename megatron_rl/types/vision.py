@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MOST_SEEN_BYTES = 2**30
+"""What a trainer rank keeps of images that its tower has seen. With more it begins again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Picture:
@@ -44,6 +47,8 @@ class Vision:
     interleaved: bool
     """Whether the three take turns over the pairs, as long as height and width have some left, in place of three
     blocks."""
+    num_parameters: int = 0
+    """Of the tower."""
 
     @property
     def axes(self) -> tuple[int, ...]:

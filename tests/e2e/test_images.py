@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from image_models import IMAGE_TOKEN, drawing, write_model
+from safetensors.torch import load_file
 from test_resume import lines
 
 from megatron_rl.data.pictures import Pictures
@@ -24,9 +25,13 @@ def letters(completions, **columns):
 
 @pytest.fixture
 def asked(tmp_path):
-    """The arguments of a run, and its model's folder. Some rows have two images or none."""
+    """The arguments of a run of a kind of model, and the model's folder. Some rows have two images or none."""
+    return lambda kind: arguments(tmp_path, kind)
+
+
+def arguments(tmp_path, kind):
     folder, source = tmp_path / "given" / "model", random.Random(0)
-    write_model(folder)
+    write_model(folder, kind)
     rows = []
     for number in range(16):
         names = [f"{number}_{i}.png" for i in range(number % 3)]
@@ -60,15 +65,50 @@ def asked(tmp_path):
 @pytest.mark.deep
 @pytest.mark.deadline(900)
 def test_a_run_with_images_has_transformers_log_probs_and_goes_on_to_the_bit_after_kills(recipe, asked):
-    keys, model = asked
+    keys, model = asked("qwen3_vl")
+    expected = check_run(recipe, keys, model)
+    run = recipe.start(*keys, "run.name=killed", "cluster.mirror=true")
+    killed = recipe.folder / "runs" / "killed"
+    recipe.wait_until(run, (killed / "checkpoints" / "step_000001").exists)
+    recipe.process(run, "ray::TrainerRank").kill()
+    recipe.wait_until(run, (killed / "checkpoints" / "step_000002").exists)
+    run.kill()
+    run.wait()
+    resumed = recipe.run(*keys, "run.name=killed", "cluster.colocate=true", "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert lines(killed) == expected
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen2_5_vl", ("policy.parallel.pipeline=2",)),
+        ("qwen3_vl_moe", ("policy.parallel.data=2", "policy.parallel.expert=2")),
+    ],
+)
+def test_other_models_in_the_same_loop(recipe, asked, kind, layout):
+    keys, model = asked(kind)
+    check_run(recipe, [*keys, "policy.parallel.tensor=1", *layout, "run.steps=2"], model)
+
+
+def check_run(recipe, keys, model):
+    """Log-probs are transformers', the run ends with a whole model, and its tower is as it was.
+
+    Returns:
+        The metrics of the steps.
+    """
     done = recipe.run(*keys, "run.name=whole")
     assert done.returncode == 0, done.stdout + done.stderr
     folder = recipe.folder / "runs" / "whole"
-    expected = lines(folder)
-    assert all(record["grad_norm"] > 0 and record["mismatch/mean_abs"] < 1e-5 for record in expected[:-1])
+    metrics = lines(folder)
+    assert all(record["grad_norm"] > 0 and record["mismatch/mean_abs"] < 1e-5 for record in metrics[:-1])
 
-    first = transformers.Qwen3VLForConditionalGeneration.from_pretrained(model).eval()
-    last = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder / "hf").eval()
+    first, last = (
+        transformers.AutoModelForImageTextToText.from_pretrained(one, dtype="float32").eval()
+        for one in (model, folder / "hf")
+    )
     pictures, seen = Pictures(model, folder / "images"), set()
     for group in read_step(folder / "rollouts", 0).groups:
         for tokens in group.payload:
@@ -80,17 +120,13 @@ def test_a_run_with_images_has_transformers_log_probs_and_goes_on_to_the_bit_aft
     parts = [dict(one.named_parameters()) for one in (first, last)]
     unchanged = {name for name, tensor in parts[0].items() if torch.equal(tensor, parts[1][name])}
     assert {name for name in parts[0] if ".visual." in name} == unchanged
+    extents = [{name: tensor.shape for name, tensor in files(one).items()} for one in (model, folder / "hf")]
+    assert extents[0] == extents[1]
+    return metrics
 
-    run = recipe.start(*keys, "run.name=killed", "cluster.mirror=true")
-    killed = recipe.folder / "runs" / "killed"
-    recipe.wait_until(run, (killed / "checkpoints" / "step_000001").exists)
-    recipe.process(run, "ray::TrainerRank").kill()
-    recipe.wait_until(run, (killed / "checkpoints" / "step_000002").exists)
-    run.kill()
-    run.wait()
-    resumed = recipe.run(*keys, "run.name=killed", "cluster.colocate=true", "--resume", "auto")
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert lines(killed) == expected
+
+def files(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from scenarios import OPTIMIZER, Layout, begin, build, save
 
 from megatron_rl.actor.weights import find_holders, gather, hub_files
 from megatron_rl.config.optimizer import MuonConfig
+from megatron_rl.models import FAMILIES
 
 MUON = MuonConfig(
     **OPTIMIZER.model_dump(include={"lr", "warmup_steps", "schedule", "min_lr_ratio", "weight_decay", "clip_grad"}),
@@ -27,7 +28,8 @@ def _whole(actor) -> dict[str, np.ndarray]:
     """The whole parameters by HF names on rank 0; nothing on the others."""
     holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
     whole = {}
-    for tensors in hub_files(actor.spec.shape, getattr(torch, actor.spec.model.dtype)):
+    dtype, family = getattr(torch, actor.spec.model.dtype), FAMILIES[actor.spec.shape.family]
+    for tensors in hub_files(actor.spec.shape, dtype, family):
         whole |= gather(actor, actor.parameters(), tensors, holders)
     return {name: tensor.float().numpy().copy() for name, tensor in whole.items()}
 

@@ -27,7 +27,7 @@ from megatron_rl.tools.bench.compare_layouts import parse_layout, random_rows, r
 pytestmark = pytest.mark.deep
 LAYOUTS = {
     **{"qwen3_vl": "tp2-cp2", "qwen3_vl_moe": "tp2-dp2-ep2", "qwen3_5": "tp2-pp2", "qwen3_5_moe": "cp2-ep2"},
-    **{"gemma3": "pp2-cp2", "kimi_k25": "tp2-ep2-etp1"},
+    **{"gemma3": "pp2-cp2", "qwen2_5_vl": "tp2-pp2", "kimi_k25": "tp2-ep2-etp1"},
 }
 assert LAYOUTS.keys() == MODELS.keys()
 

@@ -19,7 +19,7 @@ def open_model(folder: Path, dtype: torch.dtype = torch.float32, **options: str)
         model = transformers.DeepseekV3ForCausalLM.from_pretrained(folder, config=known, dtype=dtype, **options)
     else:
         known = (
-            transformers.AutoModelForImageTextToText if "text_config" in config else transformers.AutoModelForCausalLM
+            transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
         )
         model = known.from_pretrained(folder, dtype=dtype, **options)
     for name, module in model.named_modules():

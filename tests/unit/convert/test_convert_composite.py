@@ -17,12 +17,12 @@ from test_convert_int4 import INT4, write_int4
 from megatron_rl.commands import hf_to_megatron, megatron_to_hf
 from megatron_rl.convert import Options, Verification, open_checkpoint, to_open, to_ranks
 from megatron_rl.models import check_model, read_shape
-from megatron_rl.models.composite import check_text_alone
+from megatron_rl.models.composite import COMPOSITES, check_text_alone
 from megatron_rl.types import Mesh
 
 PARTS = {
     **{"qwen3_5": {"model.visual"}, "qwen3_5_moe": {"model.visual"}, "kimi_k25": {"vision_tower", "mm_projector"}},
-    **{"qwen3_vl": {"model.visual"}, "qwen3_vl_moe": {"model.visual"}},
+    **{"qwen2_5_vl": {"visual"}, "qwen3_vl": {"model.visual"}, "qwen3_vl_moe": {"model.visual"}},
     "gemma3": {"vision_tower", "multi_modal_projector"},
 }
 
@@ -82,6 +82,16 @@ def test_what_is_left_out_is_told_by_the_beginnings_of_names(made, tmp_path, cap
         assert count and f"{count} tensors were left out: {part}.* is another part of the model than its text" in told
     if name in OF_HEADS:
         assert f"{len(HEAD)} tensors of the multi-token head were kept as they are" in told
+
+
+def test_qwen2_5_vl_has_two_forms_of_names():
+    """Of the hub and transformers 5, and of transformers 4.52 to 4.57."""
+    names = COMPOSITES["qwen2_5_vl"]
+    for theirs in ("model.norm.weight", "model.language_model.norm.weight"):
+        assert names.own_name(theirs) == "model.norm.weight"
+    assert names.own_name("lm_head.weight") == "lm_head.weight"
+    assert [names.own_name(f"{start}visual.merger.ln_q.weight") for start in ("", "model.")] == [None, None]
+    assert [names.part(f"{start}visual.merger.ln_q.weight") for start in ("", "model.")] == ["visual.", "model.visual."]
 
 
 def test_stacked_experts_may_be_transposed(made, tmp_path):

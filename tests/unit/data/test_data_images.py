@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from image_models import IMAGE_TOKEN, drawing, write_model
+from image_models import IMAGE_TOKEN, MODELS, drawing, write_model
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -59,8 +59,9 @@ def test_positions_by_hand():
         positions(np.array([9, 9, 7, 9, 9]), [Picture("a", 4, 4)], VISION)
 
 
-def test_positions_are_transformers(model):
-    folder, whole = model
+@pytest.mark.parametrize("kind", MODELS)
+def test_positions_are_transformers(tmp_path, kind):
+    folder, whole = tmp_path, write_model(tmp_path, kind)
     vision, source = read_shape(folder).vision, np.random.default_rng(0)
     for _ in range(20):
         pictures = [Picture("", 2 * source.integers(1, 5), 2 * source.integers(1, 5)) for _ in range(3)]

@@ -291,6 +291,20 @@ def test_other_models_have_the_published_number_of_parameters(name, number):
     assert FAMILIES[shape.family].num_parameters(shape) == number
 
 
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("Qwen2.5-VL-32B-Instruct", 33_452_718_336),
+        ("Qwen2.5-VL-72B-Instruct", 73_410_777_344),
+        ("Qwen3-VL-235B-A22B-Instruct", 235_670_022_896),
+    ],
+)
+def test_models_with_towers_have_the_published_number_of_parameters(name, number):
+    """The numbers of the hub for the first two; the hub says 236B of the third."""
+    shape = read_shape(PUBLISHED / f"{name}.json")
+    assert FAMILIES[shape.family].num_parameters(shape) + shape.vision.num_parameters == number
+
+
 def test_kimi_has_the_published_number_of_tensors():
     """The release of Kimi-K2.5 has 208,550 tensors. An expert's matrix has three in int4, the tower and the projector
     have 335."""

@@ -268,6 +268,28 @@ def test_the_phases_of_a_run_by_hand():
     assert memory.problems == []
 
 
+def test_a_vision_tower_is_on_the_first_stages():
+    """704,573,696 parameters less (8192 - 5120) x 5121 of the tower of 72B, in two bytes. vLLM keeps tower outputs of
+    16,384 tokens, which a step computes; a Qwen3-VL has four rows of them for each."""
+    shape = read_shape(CONFIGS / "Qwen2.5-VL-32B-Instruct.json")
+    number = 704_573_696 - 3072 * 5121
+    memory, without = (run_memory(config(), one) for one in (shape, replace(shape, vision=None)))
+    assert memory.trainer.name == "trainer, stage 0"
+    part = memory.trainer.parts["vision tower and its outputs"]
+    assert part == (2 * number + 2**30,) * 3
+    assert sum(memory.trainer.totals) - sum(without.trainer.totals) == pytest.approx(sum(part))
+    engines = [one.engine.gpu.parts for one in (memory, without)]
+    assert engines[0]["weights"][0] - engines[1]["weights"][0] == 2 * number / 4
+    kept = "outputs of the vision tower"
+    on_one = {"colocate": True, "world_size": 32}
+    shared = [run_memory(config(cluster=on_one), one).engine.gpu for one in (shape, replace(shape, vision=None))]
+    assert [one.host.get("lent to the trainers") for one in shared] == [engines[0]["weights"][0], None]
+    assert engines[0][kept] == (16_384 * 5120 * 2,) * 3 and kept not in engines[1]
+    parallel = {"tensor": 4, "pipeline": 2, "data": 4, "expert": 16, "expert_tensor": 1}
+    deep = run_memory(config(parallel), read_shape(CONFIGS / "Qwen3-VL-235B-A22B-Instruct.json"))
+    assert deep.engine.gpu.parts[kept][0] == 16_384 * 4 * 4096 * 2
+
+
 def test_a_window_and_shared_heads_bound_the_cache():
     windowed = changed(SHAPE, range(48), attention={"window": 1000})
     every = range(64)

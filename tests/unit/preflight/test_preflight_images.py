@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from image_models import drawing, write_model
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.models import read_shape
+from megatron_rl.models import FAMILIES, read_shape
 from megatron_rl.preflight.images import faults_of_images
 from megatron_rl.preflight.rows import faults_of_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
+from megatron_rl.types import Mesh
 
 
 def run_of(folder, **changes) -> GrpoRunConfig:
@@ -52,5 +54,6 @@ def test_what_images_cannot_do_is_named_by_key(tmp_path):
     assert told.startswith("rollout.speculative and a model that sees images (qwen3_vl)")
     [told] = faults_of_images(run_of(tmp_path, policy__lora={}, rollout__lora="merged"), shape)
     assert told.startswith("policy.lora and a model that sees images (qwen3_vl)")
-    [told] = faults_of_images(run_of(tmp_path, policy__parallel={"pipeline": 4}), shape)
-    assert "adds to the outputs of the first 2 layers" in told and "has 1" in told
+    with pytest.raises(ValueError, match="adds to the outputs of the first 2 layers, .* has 1; set"):
+        FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=4))
+    FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=2))
