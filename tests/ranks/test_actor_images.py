@@ -19,7 +19,7 @@ from megatron_rl.data.pictures import Pictures
 from megatron_rl.tools.bench.compare_layouts import parse_layout, relative
 
 LAYOUTS = {
-    "qwen2_5_vl": ("tp2-cp2", "tp2", "pp2", "dp2"),
+    "qwen2_5_vl": ("tp2-cp2", "tp2", "pp2-vpp2", "dp2"),
     "qwen3_vl": ("tp2-cp2", "tp2", "pp2", "cp2", "dp2", "tp2-pp2", "pp2-cp2"),
     "qwen3_vl_moe": ("dp2-ep2", "tp2", "tp2-dp2-ep2", "pp2-cp2"),
 }
