@@ -42,8 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-IMPORTS = ("megatron_rl.actor.actor", "megatron_rl.actor.weights")
-"""The modules that bring all that a rank imports."""
+IMPORTS = ("megatron_rl.actor.actor", "megatron_rl.actor.weights")  # they bring all that a rank imports
 
 DEATH_S = 3.0
 """The time that Ray gets to notice the death of a rank after another rank's error."""
@@ -103,12 +102,9 @@ class MegatronRank(TracedProcess, ABC):
         else:
             let_segments_grow(os.environ)
         start = time.perf_counter()
-        with starting():
-            from megatron_rl.actor import platform
-
-            with platform.importing():
-                for name in IMPORTS:
-                    importlib.import_module(name)
+        with starting(), importlib.import_module("megatron_rl.actor.platform").importing():
+            for name in IMPORTS:
+                importlib.import_module(name)
         log.info("imported Megatron-Core in %.1f s", time.perf_counter() - start)
 
     def start(self, address: str, port: int, secret: str, load_model: bool) -> bool:

@@ -158,10 +158,10 @@ class AlgorithmConfig(Section):
     """The policy in the denominator of the ratio. `old`: the weights at the step's start; with `updates_per_step: 1`
     the ratio is 1 and no clip acts. `engine`: the weights that sampled the token; the clip bounds the distance from
     them, and the ratio is also the importance weight. If neither this key nor `correction` is given, a run with
-    `rollout.max_lag` above 1 has `engine`, unless its loss clips no ratio to pi_old."""
+    `rollout.max_lag` above 1 has `loss.kind: dppo_tv`, or `engine` if a loss that clips a ratio to pi_old is given."""
     correction: CorrectionConfig | None = CorrectionConfig()
-    """The importance correction between engine and trainer; null means none, and is the default where the loss itself
-    contains the weight (`dppo_tv`, `dppo_kl`, `decoupled`, `anchor: engine`)."""
+    """The importance correction between engine and trainer; null means none, the default of losses that contain the
+    weight (`dppo_tv`, `dppo_kl`, `decoupled`, `anchor: engine`)."""
     kl: KlConfig | None = None
     """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept,
     unless the loss compares with it (`a2po`)."""
