@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from megatron_rl.commands.row_counts import num_training_rows
 from megatron_rl.config.load import merge_arguments, validate
-from megatron_rl.config.losses import DppoTvLoss
 from megatron_rl.config.machine import count_gpus
 from megatron_rl.config.rewards import FormatReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig
@@ -119,9 +118,8 @@ def _with_length(config: Offline, tell: Callable[[str], None]) -> Offline:
 
 
 def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
-    """A bound on how far the policy moves away from weights of several steps before: without one, three of five runs
-    with the demo's task and a lag of 4 lost what they had learnt. A clip of the ratio costs more steps than a bound on
-    the change of a token's probability, as docs/asynchronous.md shows."""
+    """A clip that bounds how far the policy moves away from weights of several steps before: without one, three of five
+    runs with the demo's task and a lag of 4 lost what they had learnt."""
     algorithm, loss = config.algorithm, config.algorithm.loss
     clips = sorted(name for name in loss.model_fields_set if name.startswith("clip_ratio"))
     if loss.clips_ratio and clips and algorithm.num_updates == 1 and not algorithm.is_around_engine:
@@ -138,13 +136,6 @@ def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
             "stop_epochs the clip would be around the weights that sampled"
         )
         return config
-    if not algorithm.model_fields_set & {"loss", "anchor", "correction"}:
-        tell(
-            f"algorithm.loss.kind is dppo_tv, because {lag}: it bounds how far a token's probability moves away from "
-            "the weights that sampled it"
-        )
-        settled = algorithm.model_copy(update={"loss": DppoTvLoss(), "correction": None})
-        return config.model_copy(update={"algorithm": settled})
     if loss.clips_ratio and not algorithm.model_fields_set & {"anchor", "correction"}:
         tell(
             f"algorithm.anchor is engine and algorithm.correction null, because {lag}: the clip of {loss.kind} is "

@@ -158,7 +158,7 @@ class AlgorithmConfig(Section):
     """The policy in the denominator of the ratio. `old`: the weights at the step's start; with `updates_per_step: 1`
     the ratio is 1 and no clip acts. `engine`: the weights that sampled the token; the clip bounds the distance from
     them, and the ratio is also the importance weight. If neither this key nor `correction` is given, a run with
-    `rollout.max_lag` above 1 has `loss.kind: dppo_tv`, or `engine` if a loss that clips a ratio to pi_old is given."""
+    `rollout.max_lag` above 1 has `engine`, unless its loss clips no ratio to pi_old."""
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none, the default of losses that contain the
     weight (`dppo_tv`, `dppo_kl`, `decoupled`, `anchor: engine`)."""

@@ -64,8 +64,20 @@ class DistillationConfig(Section):
         """Whether the teacher is a term of the loss, and not of the advantage."""
         return self.form != "sampled"
 
+    @model_validator(mode="after")
+    def _no_tokens_of_one_token(self) -> Self:
+        if not self.in_loss and (unused := sorted({"support", "top_k"} & self.model_fields_set)):
+            raise ValueError(f"{unused[0]} has no effect with form sampled, which takes the sampled token; remove it")
+        return self
+
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         algorithm, sampling = run.algorithm, run.rollout.sampling
+        unlimited = next((i for i, one in enumerate(run.teachers) if one.datasets is None), None)
+        if unlimited is not None and unlimited < len(run.teachers) - 1:
+            yield (
+                f"teachers[{unlimited}] has no datasets, so it teaches all rows that are left, and teachers"
+                f"[{unlimited + 1}] none; give it datasets, or put it last"
+            )
         if not run.teachers:
             yield "algorithm.distillation learns from teachers, and there are none; give teachers, or remove it"
         if algorithm.kl is not None or algorithm.loss.needs_reference:

@@ -31,6 +31,7 @@ from megatron_rl.types import Tokens, TrainingRow
 
 Read = Callable[[Row], Tokens]
 PAIR = ("chosen", "rejected")
+SAME = "`chosen` and `rejected` are the same, so that nothing can be learnt; remove the row"
 FARTHEST = 100
 """KTO looks for another prompt among this number of the following rows."""
 
@@ -60,7 +61,7 @@ def load_preferences(
         if np.array_equal(chosen.ids, rejected.ids):
             if on_bad_row == "cut" and len(chosen.ids) == max_tokens:
                 raise LongRow(f"`chosen` and `rejected` have the same first {max_tokens} tokens")
-            raise BadRow("`chosen` and `rejected` are the same tokens, so that nothing can be learnt; remove the row")
+            raise BadRow(SAME)
         if loss.has_head:
             return [TrainingRow(uid, with_common_prefix(chosen, rejected), (1.0, -1.0), (margin_of(row),) * 2)]
         return [TrainingRow(uid, (chosen, rejected), (1.0, -1.0), (0.0, 0.0))]
@@ -93,7 +94,9 @@ def answers_of(row: Row, loss: PreferenceLossConfig) -> list[tuple[Row, float]]:
     rest = type(row)({name: value for name, value in row.items() if name not in (*PAIR, "label", "completion")})
     if all(row.get(column) is None for column in PAIR) and not loss.has_pairs:
         label = row.get("label")
-        if not isinstance(label, bool) or row.get("completion") is None:
+        if not isinstance(label, bool) and label is not None:
+            raise BadRow(f"`label` is {label!r}; it is true for an answer that is liked, and false for another one")
+        if label is None or row.get("completion") is None:
             raise BadRow(
                 "a row for kto must have `prompt`, `completion` and `label`, which is true or false, or a pair; this "
                 f"row has {_columns(row)}"
@@ -102,15 +105,21 @@ def answers_of(row: Row, loss: PreferenceLossConfig) -> list[tuple[Row, float]]:
     missing = [column for column in PAIR if row.get(column) is None]
     if missing:
         raise BadRow(f"the row has no `{missing[0]}`; a pair has `chosen` and `rejected`, and this row {_columns(row)}")
+    rest.pop("messages", None)  # in UltraFeedback's form it is the chosen chat again
     prompt, answers = row.get("prompt"), [row[column] for column in PAIR]
+    if answers[0] == answers[1]:
+        raise BadRow(SAME)
+    for column, answer in zip(PAIR, answers, strict=True):
+        if isinstance(answer, str) and not answer and not loss.has_head:
+            raise BadRow(f"`{column}` is empty; give an answer, or remove the row")
     chosen, rejected = (listed_turns(answer) for answer in answers)
     if chosen is not None and rejected is not None:
-        answers = [chosen, rejected]
-        if listed_turns(prompt) is None:
-            num_common = _num_common(chosen, rejected)
-            if not num_common:
-                raise BadRow("`chosen` and `rejected` begin with different turns, so they have no prompt in common")
-            prompt, answers = chosen[:num_common], [chosen[num_common:], rejected[num_common:]]
+        asked = listed_turns(prompt)
+        num_common = _num_common(chosen, rejected) if asked is None else _num_repeated(asked, chosen, rejected)
+        if asked is None and not num_common:
+            raise BadRow("`chosen` and `rejected` begin with different turns, so they have no prompt in common")
+        prompt = asked or chosen[:num_common]
+        answers = [chosen[num_common:], rejected[num_common:]]
     elif prompt is None and not loss.has_head:
         raise BadRow(
             "the row has no `prompt`: `chosen` and `rejected` are texts, of which it is not known where the answers "
@@ -132,6 +141,24 @@ def _num_common(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
     """The number of turns with which both chats begin, and after which each has another one."""
     shortest = min(len(chosen), len(rejected)) - 1
     return next((i for i in range(shortest) if chosen[i] != rejected[i]), max(shortest, 0))
+
+
+def _num_repeated(asked: Sequence[Any], chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """The number of turns of the prompt with which both chats begin again: all of them, or none.
+
+    Raises:
+        BadRow: a chat begins with another question.
+    """
+    size = len(asked)
+    if chosen[:size] == rejected[:size] == asked:
+        return size
+    for column, turns in zip(PAIR, (chosen, rejected), strict=True):
+        if isinstance(turns[0], dict) and turns[0].get("role") not in ("assistant", "tool"):
+            raise BadRow(
+                f"`{column}` begins with a turn of the {turns[0].get('role')}, and `prompt` has other turns; begin it "
+                "with the assistant's turn, or with all turns of `prompt`"
+            )
+    return 0
 
 
 def _columns(row: Row) -> str:

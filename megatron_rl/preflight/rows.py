@@ -16,12 +16,13 @@ from jinja2 import TemplateError
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, ImportedReward
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, OfflineRunConfig, SftRunConfig
 from megatron_rl.config.teachers import teacher_of
 from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstrations_of
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
-from megatron_rl.data.preferences import answers_of
+from megatron_rl.data.preferences import answers_of, margin_of
 from megatron_rl.data.prompts import check_columns, check_length, question_of, without_images
 from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.scored_texts import scored_text
@@ -37,6 +38,8 @@ from megatron_rl.verifiers.columns import fault_of_row, required_columns
 from megatron_rl.verifiers.sandbox.code import idle
 from megatron_rl.verifiers.sandbox.process import SandboxError, isolation
 
+DELIMITER = RolloutConfig().delimiter
+"""What ends the reasoning of an answer in most models."""
 ROWS_S = 2.5
 """The time limit, in seconds, for checking the rows of all files. A note says which rows are left out."""
 IDLE_ROWS = 200
@@ -243,11 +246,14 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
 
 def _faults_of_offline_rows(config: OfflineRunConfig, lengths: _Lengths, tell: Tell) -> list[str]:
     offline, turns = config.offline, config.sft.turns if isinstance(config, SftRunConfig) else "all"
-    loss = config.preferences
+    loss, reasons = config.preferences, set[str]()
 
     def check_row(row: Row, place: str) -> None:
         for answer, _ in answers_of(row, loss) if loss else [(row, 0.0)]:
             if loss and loss.has_head:
+                margin_of(row)
+                if DELIMITER in str(answer["completion"]):
+                    reasons.add(place)
                 length = lengths.of_scored(answer, offline.max_tokens)
             else:
                 length = lengths.of_demonstration(answer, turns, offline.max_tokens, is_divisible=loss is None)
@@ -256,11 +262,18 @@ def _faults_of_offline_rows(config: OfflineRunConfig, lengths: _Lengths, tell: T
 
     given = {key: source for key, source in _sources(config).items() if source is not None}
     seconds = ROWS_S / len(given)
-    return [
+    faults = [
         fault
         for key, of_rows in given.items()
         for fault in _file(key, of_rows, check_row, offline.on_bad_row, seconds, tell)
     ]
+    if reasons:
+        tell(
+            f"{counted(len(reasons), 'row')} that were checked have {DELIMITER} in an answer, such as {min(reasons)}: "
+            "a run scores the text after its rollout.delimiter, so train the reward model on the answers without their "
+            "reasoning"
+        )
+    return faults
 
 
 def check_resumed_rows(config: BaseConfig, resume: Resume) -> None:

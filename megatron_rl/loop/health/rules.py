@@ -142,8 +142,8 @@ def evaluation(history: History) -> str:
     since = f"{best[name]:.3f} at step {best['step']:.0f}" if "step" in best else f"{best[name]:.3f}"
     return (
         f"the held-out accuracy is {history[-1][name]:.3f}, and it was {since}: the policy gets worse, whatever the "
-        "training rewards say. Lower policy.optimizer.lr; with rollout.max_lag above 1, set algorithm.loss.kind to "
-        "dppo_tv. checkpoint.keep_best keeps the best checkpoint, and --resume STEP continues from an earlier one"
+        "training rewards say. Lower policy.optimizer.lr; with rollout.max_lag above 1, set algorithm.anchor to "
+        "engine. checkpoint.keep_best keeps the best checkpoint, and --resume STEP continues from an earlier one"
     )
 
 

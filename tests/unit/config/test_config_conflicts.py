@@ -20,6 +20,11 @@ EXPANDABLE = "cluster.environment={PYTORCH_ALLOC_CONF: 'max_split_size_mb:512, e
 CONFLICTS = [
     ([f"teachers=[{TEACHER}]"], "teachers have no effect without algorithm.distillation"),
     (["algorithm.distillation={}"], "there are none; give teachers"),
+    (
+        [f"teachers=[{TEACHER}, {TEACHER}]", "algorithm.distillation={}"],
+        r"teachers\[0\] has no datasets, .* put it last",
+    ),
+    ([f"teachers=[{TEACHER}]", "algorithm.distillation={top_k: 4}"], "top_k has no effect with form sampled"),
     (["teachers=[{}]", "algorithm.distillation={}"], "is the policy, which needs another prompt"),
     (["teachers=[{path: t, server: s}]", "algorithm.distillation={}"], "remove one of the two"),
     *(
