@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     left_out: Counter[str] = Counter()
     try:
-        if options.out.suffix not in (".jsonl", ".json"):
+        if options.out.suffix in (".parquet", ".arrow", ".csv"):
             raise ValueError(f"--out {options.out}: pairs are JSON lines; give a name that ends in .jsonl")
         if options.rejected is None:
             pairs = by_reward(options.folder, _tokenizer(options.folder, options.tokenizer), left_out)

@@ -13,7 +13,7 @@ from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings,
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
 """First parts of paths that are folders and no owners on the hub."""
-IMAGES = "it reads images, and its family is not here with images"
+IMAGES = "it reads images, and no model of its kind does here"
 SEES_IMAGES = re.compile(r"(?i)qwen(2[._-]?5|3)[-_.]?vl")
 """Names of models that train with images."""
 FROZEN = "the vision tower keeps its weights"

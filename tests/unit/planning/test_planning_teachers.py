@@ -40,7 +40,9 @@ def rows(config: GrpoRunConfig):
 
 
 def test_a_teacher_that_is_the_policys_model_has_the_weights_of_the_policys_engine():
-    config = taught("{path: models/Qwen3-32B, parallel: {tensor: 4}}, {path: models/Qwen3-8B, num_engines: 3}")
+    config = taught(
+        "{path: models/Qwen3-32B, datasets: [a], parallel: {tensor: 4}}, {path: models/Qwen3-8B, num_engines: 3}"
+    )
     found = rows(config)
     assert found["engine of teacher 0, at least"]["weights"] == found["engine"]["weights"]
     assert found["engine of teacher 1, at least"]["weights"][0] > 16e9
@@ -58,7 +60,7 @@ SHARED = ("cluster.colocate=true", "rollout.max_lag=0", "rollout.gpu_memory_util
 
 
 def test_teachers_on_shared_gpus_sleep_and_score_in_turn():
-    given = "{path: models/Qwen3-32B, parallel: {tensor: 4}}, {path: models/Qwen3-8B}"
+    given = "{path: models/Qwen3-32B, datasets: [a], parallel: {tensor: 4}}, {path: models/Qwen3-8B}"
     alone, shared, without = (
         taught(given),
         taught(given, "form: sampled", *SHARED),
@@ -90,7 +92,9 @@ def test_a_teacher_that_does_not_fit_is_refused_by_name():
 
 def test_engines_read_all_texts_at_the_rate_of_products():
     lengths = np.array([3000, 1000])
-    config = taught("{path: models/Qwen3-8B, num_engines: 2}, {path: models/Qwen3-32B, parallel: {tensor: 8}}")
+    config = taught(
+        "{path: models/Qwen3-8B, datasets: [a], num_engines: 2}, {path: models/Qwen3-32B, parallel: {tensor: 8}}"
+    )
     by_hand = [float(forward_flops(lengths, shape).sum()) / ranks for shape, ranks in ((SMALL, 2), (SHAPE, 8))]
     others, own = scoring_seconds(config, lengths, H100)
     assert others == pytest.approx(max(by_hand) / (0.65 * 989e12)) and own == 0
