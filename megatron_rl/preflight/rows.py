@@ -269,7 +269,7 @@ def _faults_of_offline_rows(config: OfflineRunConfig, lengths: _Lengths, tell: T
     ]
     if reasons:
         tell(
-            f"{counted(len(reasons), 'row')} that were checked have {DELIMITER} in an answer, such as {min(reasons)}: "
+            f"{DELIMITER} is in an answer of {counted(len(reasons), 'row')}, such as {min(reasons)}: "
             "a run scores the text after its rollout.delimiter, so train the reward model on the answers without their "
             "reasoning"
         )
