@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from functools import cache, cached_property
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,14 @@ from megatron_rl.data.rows import BadRow
 from megatron_rl.types import Picture
 
 
+@cache
+def image_processor(model: Path) -> Any:
+    """transformers' processor of the images of a model's folder, as `preprocessor_config.json` describes it."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(model)
+
+
 class Pictures:
     def __init__(self, model: Path, folder: Path) -> None:
         """
@@ -32,11 +40,9 @@ class Pictures:
         """
         self._model, self._folder = model, folder
 
-    @cached_property
+    @property
     def _processor(self) -> Any:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        return Qwen2VLImageProcessorPil.from_pretrained(self._model)
+        return image_processor(self._model)
 
     def add(self, data: bytes) -> Picture:
         """Resize an image as the model's processor does, and keep it.

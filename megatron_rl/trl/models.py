@@ -14,6 +14,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
+from megatron_rl.data.pictures import image_processor
 from megatron_rl.models.vision import read_vision
 from megatron_rl.trl.rows import size_of
 from megatron_rl.types import Vision
@@ -80,7 +81,7 @@ class GivenModel:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Of the model's config.json. A model that sees images has those of its text model, too."""
+        """The keys of the model's config.json. A model that sees images has the keys of its text model, too."""
         if isinstance(self.given, str):
             found: dict[str, Any] = json.loads((self.folder() / "config.json").read_text())
         else:
@@ -114,12 +115,6 @@ class GivenModel:
         except (ValueError, OSError):  # the run says more
             return None
 
-    @cached_property
-    def _image_processor(self) -> Any:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        return Qwen2VLImageProcessorPil.from_pretrained(self.folder())
-
     def image_tokens(self, image: Any) -> int:
         """The number of an image's tokens in a prompt; 0 if the model sees no images.
 
@@ -129,7 +124,8 @@ class GivenModel:
         if self.vision is None:
             return 0
         width, height = size_of(image)
-        return int(self._image_processor.get_number_of_image_patches(height, width, {})) // self.vision.merge**2
+        processor = image_processor(self.folder())
+        return int(processor.get_number_of_image_patches(height, width, {})) // self.vision.merge**2
 
     def layers(self) -> set[str] | None:
         """The names of its layers that have weights; None if they cannot be read."""

@@ -48,11 +48,11 @@ class Vision:
     """Whether the three take turns over the pairs, as long as height and width have some left, in place of three
     blocks."""
     num_parameters: int = 0
-    """Of the tower."""
+    """The number of the tower's parameters."""
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """For each rotated pair 0 if it turns with time, 1 with height, 2 with width.
+        """The axis of each rotated pair: 0 if it turns with time, 1 with height, 2 with width.
 
         Example: the sections (4, 2, 2) give 0 1 2 0 1 2 0 0 if they are interleaved, and else 0 0 0 0 1 1 2 2.
         """
