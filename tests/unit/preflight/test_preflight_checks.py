@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from megatron_rl.commands.size_run import read
 from megatron_rl.config.load import validate
-from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import GrpoRunConfig, RewardModelRunConfig, SftRunConfig
 from megatron_rl.data import ItemSource, ShuffledStream
 from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, read_shape
 from megatron_rl.models.peft import base_digest, require_fitting
@@ -422,6 +422,26 @@ def test_what_a_model_refuses_is_known_without_rows_and_weights(home):
 
 def rows(name: str, *lines) -> None:
     Path(name).write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+
+
+def test_rows_of_a_reward_model_are_checked_for_margins_and_reasoning(home):
+    """A run scores the text after the reasoning, so a model that was trained with it would read other texts."""
+    merged = {
+        "run": {"name": "scorer", "steps": 1},
+        "model": {"path": "model"},
+        "reward_model": {"rows": "pairs.jsonl"},
+    }
+    config, notes = validate(RewardModelRunConfig, merged), []
+    plain = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    rows("pairs.jsonl", plain)
+    assert rows_module.faults_of_rows(config, None, notes.append) == notes == []
+    rows("pairs.jsonl", plain, plain | {"chosen": "<think>1</think>2"})
+    assert rows_module.faults_of_rows(config, None, notes.append) == []
+    [note] = notes
+    assert "</think> is in an answer of 1 row, such as pairs.jsonl:2" in note
+    rows("pairs.jsonl", plain | {"margin": "big"})
+    [fault] = rows_module.faults_of_rows(config, None, notes.append)
+    assert "`margin` is 'big'" in fault
 
 
 GOOD = {"prompt": "1+1=", "ground_truth": "2"}
