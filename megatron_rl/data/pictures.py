@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from functools import cache
+from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,6 @@ from megatron_rl.data.rows import BadRow
 from megatron_rl.types import Picture
 
 
-@cache
-def image_processor(model: Path) -> Any:
-    """transformers' processor of the images of a model's folder, as `preprocessor_config.json` describes it."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    return Qwen2VLImageProcessorPil.from_pretrained(model)
-
-
 class Pictures:
     def __init__(self, model: Path, folder: Path) -> None:
         """
@@ -40,9 +32,12 @@ class Pictures:
         """
         self._model, self._folder = model, folder
 
-    @property
-    def _processor(self) -> Any:
-        return image_processor(self._model)
+    @cached_property
+    def processor(self) -> Any:
+        """transformers' processor of the model."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Processor
+
+        return Processor.from_pretrained(self._model)
 
     def add(self, data: bytes) -> Picture:
         """Resize an image as the model's processor does, and keep it.
@@ -53,7 +48,7 @@ class Pictures:
         Raises:
             BadRow: this is no whole image, or the processor refuses its extents.
         """
-        own = self._processor
+        own = self.processor
         settings = repr((own.size, own.resample, own.patch_size, own.merge_size)).encode()
         digest = hashlib.blake2b(data, digest_size=16, key=hashlib.sha256(settings).digest()).hexdigest()
         if not (path := self.path(digest)).exists():
@@ -79,8 +74,7 @@ class Pictures:
             FileNotFoundError: the run's folder has no such image.
         """
         image = np.asarray(PIL.Image.open(self.path(picture.digest)))
-        found: np.ndarray = self._processor(images=image, do_resize=False, return_tensors="np")["pixel_values"]
-        return found
+        return np.asarray(self.processor(images=image, do_resize=False, return_tensors="np")["pixel_values"])
 
 
 def require_image(data: bytes) -> None:

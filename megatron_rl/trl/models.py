@@ -14,7 +14,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from megatron_rl.data.pictures import image_processor
+from megatron_rl.data.pictures import pictures_of
 from megatron_rl.models.vision import read_vision
 from megatron_rl.trl.rows import size_of
 from megatron_rl.types import Vision
@@ -124,7 +124,7 @@ class GivenModel:
         if self.vision is None:
             return 0
         width, height = size_of(image)
-        processor = image_processor(self.folder())
+        processor = pictures_of(self.folder(), Path()).processor
         return int(processor.get_number_of_image_patches(height, width, {})) // self.vision.merge**2
 
     def layers(self) -> set[str] | None:
