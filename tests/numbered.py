@@ -34,21 +34,21 @@ _HYBRID = changed(_HYBRID, (1, 3), attention=NO_ATTENTION, mlp=_SQUARED)
 _HYBRID = changed(_HYBRID, (5,), attention=NO_ATTENTION, mlp=SquaredReluMlp(24))
 SHAPES = {
     **{name: changed(_DENSE, family=name) for name in ("llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3")},
-    "qwen3_tied": changed(_DENSE, family="qwen3", tied_embeddings=True),
-    "qwen3_moe": changed(_DENSE, family="qwen3_moe", mlp=_EXPERTS, tied_embeddings=True),
+    "qwen3_tied": changed(_DENSE, family="qwen3", output="embedding"),
+    "qwen3_moe": changed(_DENSE, family="qwen3_moe", mlp=_EXPERTS, output="embedding"),
     "mixtral": changed(_DENSE, family="mixtral", mlp=_EXPERTS),
     "gpt_oss": changed(_DENSE, family="gpt_oss", mlp=replace(_EXPERTS, clamp=7.0)),
     "qwen3_next": changed(
         changed(_LINEAR, range(1, 6), mlp=_SHARED), family="qwen3_next", attention={"interleaved": True}
     ),
-    "qwen3_5_head": changed(_LINEAR, family="qwen3_5_text", tied_embeddings=True, multi_token=True),
-    "qwen3_5_text": changed(_LINEAR, family="qwen3_5_text", tied_embeddings=True),
+    "qwen3_5_head": changed(_LINEAR, family="qwen3_5_text", output="embedding", multi_token=True),
+    "qwen3_5_text": changed(_LINEAR, family="qwen3_5_text", output="embedding"),
     "qwen3_5_moe_text": changed(_LINEAR, family="qwen3_5_moe_text", mlp=_SHARED),
     "deepseek_v3": changed(_DEEPSEEK, family="deepseek_v3"),
     "deepseek_v3_head": changed(_DEEPSEEK, family="deepseek_v3", multi_token=True),
     "deepseek_v3_direct": changed(_DEEPSEEK, family="deepseek_v3", attention={"query_rank": 0}),
     **{name: changed(_DEEPSEEK, family=name) for name in ("kimi_k2", "glm4_moe_lite")},
-    "gemma3_text": changed(_DENSE, family="gemma3_text", tied_embeddings=True),
+    "gemma3_text": changed(_DENSE, family="gemma3_text", output="embedding"),
     "minimax_m2": changed(_DENSE, family="minimax_m2", mlp=_EXPERTS),
     "nemotron_h": changed(_HYBRID, family="nemotron_h"),
     "glm4_moe": changed(_BIASED, family="glm4_moe", attention={"qkv_bias": True, "norms": "head"}),

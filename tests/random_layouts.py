@@ -32,7 +32,7 @@ def shapes(draw) -> ModelShape:
         layers=shape.layers[:num_layers],
         hidden_size=draw(st.integers(1, 9)),
         vocab_size=draw(st.integers(3, 200)),
-        tied_embeddings=draw(st.booleans()),
+        output=draw(st.sampled_from(("own", "embedding"))),
     )
 
 

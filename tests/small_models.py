@@ -26,7 +26,7 @@ def model(
     """A model of equal layers with softmax attention and a dense MLP, changed as `changed` does."""
     attention = SoftmaxAttention(num_heads, num_kv_heads, head_dim, Rope(1e4))
     layers = (Layer(attention, GatedMlp(ffn_size)),) * num_layers
-    shape = ModelShape(family, hidden_size, vocab_size, 1e-6, max_positions, False, layers)
+    shape = ModelShape(family, hidden_size, vocab_size, 1e-6, max_positions, layers)
     return changed(shape, family=family, **changes)
 
 

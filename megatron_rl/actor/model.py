@@ -214,8 +214,8 @@ def _build_chunk(
             rope_scaling=scaling is not None,
             rope_scaling_factor=scaling.factor if scaling else 1.0,
         )
-    if gpt.pre_process and shape.embedding_scale != 1.0:
-        gpt.embedding.register_forward_hook(partial(_scaled, shape.embedding_scale))
+    if gpt.pre_process and FAMILIES[shape.family].embedding.scaled:
+        gpt.embedding.register_forward_hook(partial(_scaled, shape.hidden_size**0.5))
     if gpt.post_process and shape.value_head:
         add_value_head(gpt)
     elif gpt.post_process:

@@ -174,8 +174,12 @@ def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None
 
 def saved_shape(folder: Path, fields: dict[str, Any]) -> ModelShape:
     """The parts of a manifest's model. A field that the manifest lacks has its default. Earlier versions
-    wrote no list of layers; the layers are then the ones of config.json next to the manifest."""
+    had two fields for the output. They wrote no list of layers, which are then the ones of config.json next to the
+    manifest."""
     saved = dict(fields["shape"])
+    if "output" not in saved:
+        told = ("value", saved.get("value_head")), ("embedding", saved.get("tied_embeddings"))
+        saved["output"] = next((output for output, is_so in told if is_so), "own")
     runs = saved.get("layers")
     saved["layers"] = () if runs is None else [layer for number, layer in runs for _ in range(number)]
     shape: ModelShape = TypeAdapter(ModelShape).validate_python(saved)

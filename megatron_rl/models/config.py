@@ -46,8 +46,6 @@ class Special(TypedDict, total=False):
     """Further fields of `SoftmaxAttention`."""
     dense: dict[str, Any]
     """Further fields of `GatedMlp`."""
-    model: dict[str, Any]
-    """Further fields of `ModelShape`."""
     window: int
     windowed: tuple[int, ...]
     """The indices of the layers with the window."""
@@ -167,9 +165,8 @@ def shape_of(table: Family, config: Mapping[str, Any]) -> ModelShape:
         vocab_size=vocab_size,
         norm_eps=special.get("norm_eps") or number(config, "rms_norm_eps"),
         max_positions=size(config, "max_position_embeddings"),
-        tied_embeddings=flag(config, "tie_word_embeddings"),
+        output="embedding" if flag(config, "tie_word_embeddings") else "own",
         layers=_layers(table, [(block or attention, mlp) for block, mlp in blocks]),
-        **special.get("model", {}),
     )
     return critic_shape(shape) if _ends_with_value(config) else shape
 
@@ -225,7 +222,7 @@ def hub_hint(folder: Path) -> str:
 
 def critic_shape(shape: ModelShape) -> ModelShape:
     """The same model with a value head. Its embedding is tied to nothing."""
-    return replace(shape, tied_embeddings=False, value_head=True)
+    return replace(shape, output="value")
 
 
 def critic_config(config: dict[str, Any], padding: int | None) -> dict[str, Any]:

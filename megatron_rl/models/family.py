@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from megatron_rl.models import divisions
 from megatron_rl.models.adapters import adapter_rules, output_adapter_rules
@@ -26,8 +26,6 @@ from megatron_rl.models.traits import Traits
 from megatron_rl.models.view import FileTensor, View
 from megatron_rl.types import Attention, DeltaNet, GatedMlp, Layer, Mesh, Mixture, Mlp, ModelShape
 
-End = Literal["embedding", "norm", "output"]
-ALL_ENDS: tuple[End, ...] = ("embedding", "norm", "output")
 MEGATRON_LAYER, VLLM_LAYER = "decoder.layers.{}.", "model.layers.{}."
 DESCRIBED: dict[str, Any] = {
     **{"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
@@ -70,8 +68,9 @@ class Family(Traits):
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""
-    vllm_repeats_ends: tuple[End, ...] = ()
-    """What vLLM builds on every pipeline stage."""
+    engine_fault: Callable[[ModelShape, str, str], str | None] = lambda shape, dtype, device: None
+    """Why vLLM 0.32.0 fails on a model of this family, or computes it wrongly, with a dtype and a device (`cpu` or
+    `cuda`), and what to do, where vLLM tells neither when it starts. None if there is no such fault."""
     hf_layer: str = "model.layers.{}."
     published_model: str | None = None
     """The class that config.json names, if vLLM has none of this name."""
@@ -269,7 +268,7 @@ class Family(Traits):
             return place_row(rule, rule.split.vllm, sizes, ways, name, experts)
 
         placed: list[Placed] = []
-        if first or "embedding" in self.vllm_repeats_ends or (shape.tied_embeddings and last):
+        if first or self.embedding.on_every_stage or (shape.tied_embeddings and last):
             placed += [Placed(row, "", "") for row in place(self.embedding)]
         rows: dict[Layer, list[Placement]] = {}
         for number in engine_layers(shape.num_layers, pipeline, stage):
@@ -278,8 +277,8 @@ class Family(Traits):
                 rows[layer] = [row for rule in self.layer_rules(layer) for row in place(rule, layer)]
             hf_prefix, local_prefix = self.hf_layer.format(number), VLLM_LAYER.format(number)
             placed += [Placed(row, hf_prefix, local_prefix) for row in rows[layer]]
-        if last or "norm" in self.vllm_repeats_ends:
+        if last or self.final_norm.on_every_stage:
             placed += [Placed(row, "", "") for row in place(self.final_norm)]
-        if (last or "output" in self.vllm_repeats_ends) and not shape.tied_embeddings:
+        if (last or self.output.on_every_stage) and not shape.tied_embeddings:
             placed += [Placed(row, "", "") for row in place(self.output)]
         return placed

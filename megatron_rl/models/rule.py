@@ -56,6 +56,10 @@ class Rule:
     """The engine alone holds the parameter in float32 for every dtype of the model. It is sent as float32; trainer and
     files have the model's dtype."""
 
+    on_every_stage: bool = False
+    """vLLM builds this row of an end of the model on every pipeline stage."""
+    scaled: bool = False
+    """The embedding's output is multiplied by sqrt(hidden size), rounded to the model's dtype."""
     zero_centred: bool = False
     """The model holds the weights of this norm minus 1, and of all other norms of hidden states, q and k."""
 

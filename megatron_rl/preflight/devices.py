@@ -13,7 +13,6 @@ from megatron_rl.models import FAMILIES
 from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
 from megatron_rl.planning.parameters import BYTES
 from megatron_rl.types import ModelShape, SoftmaxAttention
-from megatron_rl.types.mamba import SquaredReluMixture
 
 
 def has_cpu_torch() -> bool:
@@ -43,40 +42,23 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
     """The fault of a model that vLLM cannot compute, or computes wrongly. vLLM does not tell it when it starts."""
     if not isinstance(config, GrpoRunConfig) or config.rollout.replay or config.rollout.backend:
         return []
-    mixture = shape.mixture
-    if config.model.dtype == "float16" and shape.family in ("glm4_moe", "glm4_moe_lite") and mixture:
-        # 0.32.0: `MoERunner` divides the shared experts' output by the factor, and these layers do not compensate it.
-        if mixture.scaling_factor != 1 and mixture.shared_ffn_size:
-            return [
-                f"model.dtype is float16, in which vLLM adds up the experts of {shape.family} with another factor than "
-                f"routed_scaling_factor {mixture.scaling_factor:g}; set it to bfloat16"
-            ]
-    if config.cluster.gpus_per_engine_rank:
+    on_cpus = not config.cluster.gpus_per_engine_rank
+    if fault := FAMILIES[shape.family].engine_fault(shape, config.model.dtype, "cpu" if on_cpus else "cuda"):
+        return [f"{config.model.path}: {fault}"]
+    if not on_cpus:
         return []
-    path, instead = config.model.path, "run the engines on GPUs"
     if config.rollout.speculative is not None and shape.has_linear_attention:
         return [
-            f"rollout.speculative: {path} has linear attention, whose state would have wrong drafts in it: vLLM on "
-            "CPUs keeps no earlier one; set it to null"
-        ]
-    if shape.family == "minimax_m2":  # 0.32.0: `CPURouter` asserts softmax for routers without groups
-        return [f"{path} is a minimax_m2, and vLLM on CPUs has no sigmoid router without groups of experts; {instead}"]
-    if any(isinstance(mlp, SquaredReluMixture) for mlp in shape.mlps):  # 0.32.0: its layer asserts gated experts
-        return [f"{path} has experts with a squared ReLU, and vLLM on CPUs computes only gated experts; {instead}"]
-    if shape.family.startswith("qwen3_5") and not PathFinder.find_spec("torchvision"):  # beside its class for images
-        return [f"vLLM's class for a {shape.family} needs torchvision, which the packages for CPUs lack; {instead}"]
-    if shape.has_delta_rule and config.model.dtype != "bfloat16":
-        return [
-            f"model.dtype is {config.model.dtype}, and vLLM's gated delta rule on CPUs computes in bfloat16 alone; set "
-            f"it to bfloat16, or {instead}"
+            f"rollout.speculative: {config.model.path} has linear attention, whose state would have wrong drafts in "
+            "it: vLLM on CPUs keeps no earlier one; set it to null"
         ]
     heads = {block.head_dim for block in shape.attentions if isinstance(block, SoftmaxAttention)} - {*CPU_HEAD_DIMS}
     if not heads:
         return []
     known = ", ".join(map(str, CPU_HEAD_DIMS))
     return [
-        f"{path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows {known}; take a model with one of "
-        f"these, or {instead}"
+        f"{config.model.path} has the head dim {min(heads)}, and vLLM's attention on CPUs knows {known}; take a model "
+        "with one of these, or run the engines on GPUs"
     ]
 
 

@@ -45,6 +45,7 @@ _stand_in_for_torchvision()
 
 from vllm.inputs.engine import MultiModalInput, mm_input  # noqa: E402
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration  # noqa: E402
+from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM  # noqa: E402, F401 - worker
 from vllm.model_executor.models.qwen3_vl import (  # noqa: E402
     Qwen3VLDummyInputsBuilder,
     Qwen3VLForConditionalGeneration,

@@ -266,12 +266,15 @@ def add_by_adapter(
     return output_TO
 
 
-VISION_MODELS = {
+IMPORT_TORCHVISION = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen25VL",
     "Qwen3VLForConditionalGeneration": "Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoe",
+    "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForCausalLM",
 }
-"""vLLM's classes of models with a vision tower, and the names of ours, which vLLM imports when it needs one."""
+"""vLLM's classes whose modules import torchvision, and their names in `vision_models`, which vLLM imports when it needs
+one. The classes of Qwen3.5 are its own."""
 
 
 def die_with_parent() -> None:
@@ -281,7 +284,7 @@ def die_with_parent() -> None:
     from vllm import ModelRegistry
     from vllm.platforms import current_platform
 
-    for name, ours in VISION_MODELS.items():
+    for name, ours in IMPORT_TORCHVISION.items():
         ModelRegistry.register_model(name, f"megatron_rl.rollout.vision_models:{ours}")
 
     if current_platform.is_cpu():

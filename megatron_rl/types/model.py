@@ -63,14 +63,12 @@ class ModelShape:
     vocab_size: int
     norm_eps: float
     max_positions: int
-    tied_embeddings: bool
     layers: tuple[Layer, ...]
-    value_head: bool = False
-    """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
+    output: Literal["own", "embedding", "value"] = "own"
+    """What turns the last hidden state of a token into logits: weights of its own, or the embedding's (tied). A value
+    head turns it into one number, the value."""
     adapters: Adapters | None = None
     """What is trained in place of the weights; None means the weights themselves."""
-    embedding_scale: float = 1.0
-    """The factor of the embedding's output, which is rounded to the model's dtype."""
     multi_token: bool = False
     """Whether the head that predicts the token after the next one is a part of the model, and is trained. Its layer is
     in `head_layers`."""
@@ -101,6 +99,14 @@ class ModelShape:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def tied_embeddings(self) -> bool:
+        return self.output == "embedding"
+
+    @property
+    def value_head(self) -> bool:
+        return self.output == "value"
 
     @property
     def num_outputs(self) -> int:

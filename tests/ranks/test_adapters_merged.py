@@ -111,8 +111,8 @@ def test_engines_hold_what_an_export_has_and_say_what_the_trainers_say(trainers,
 @pytest.mark.deep
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2, pipeline=2), Mesh(tensor=2, context=2)], ids=["tp2-pp2", "tp2-cp2"])
 def test_trainers_of_qwen3_5_merge_the_bits_of_an_export(trainers, folders, tmp_path, mesh):
-    """Four weights are one of Megatron, and one of them is several intervals of its rows. No engine is there, because
-    vLLM's class needs torchvision."""
+    """Four weights are one of Megatron, and one of them is several intervals of its rows. No engine is there: vLLM
+    computes this model in bf16 alone on CPUs."""
     folder = folders["qwen3_5"]
     started = LORA.model_copy(update={"start": write_adapters(tmp_path / "start", folder, LORA)})
     given = dict(folder=folder, layout=Layout(mesh), lora=started, export=tmp_path)

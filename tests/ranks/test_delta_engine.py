@@ -22,13 +22,7 @@ from sizes import VOCAB_SIZE
 
 from megatron_rl.types import Mesh, Tokens
 
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.skipif(
-        "avx512_bf16" not in Path("/proc/cpuinfo").read_text(),
-        reason="vLLM's kernels for linear attention on a CPU need avx512_bf16",
-    ),
-]
+pytestmark = pytest.mark.deep
 SIZES = dict(
     hidden_size=64,
     num_hidden_layers=4,
@@ -88,11 +82,11 @@ def theirs(folder: Path, ids: np.ndarray, dtype: torch.dtype, change=lambda mode
     return logp_NTV[:, :-1].gather(2, tokens[:, 1:, None])[:, PROMPT - 1 :, 0].numpy()
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory) -> Said:
+@pytest.fixture(scope="module", params=[transformers.Qwen3NextConfig, transformers.Qwen3_5MoeTextConfig])
+def said(tmp_path_factory, request) -> Said:
     folder = tmp_path_factory.mktemp("linear") / "model"
     torch.manual_seed(0)
-    model = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**SIZES))
+    model = transformers.AutoModelForCausalLM.from_config(request.param(**SIZES), dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith("A_log"):
             parameter.data.uniform_(-3.0, 0.0)  # so that states remember

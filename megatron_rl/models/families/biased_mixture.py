@@ -16,7 +16,7 @@ from megatron_rl.models.families.rows import mixture_rows
 from megatron_rl.models.multi_token import MultiTokenHead, head_rows
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, REPLICATED, ROWS
-from megatron_rl.types import Mixture
+from megatron_rl.types import Mixture, ModelShape
 
 ROUTER_BIAS_ROW = Rule(
     REPLICATED,
@@ -56,6 +56,18 @@ TOKEN_AFTER_NEXT = MultiTokenHead(
 def served_in_float32(mixture: Sequence[Rule]) -> tuple[Rule, ...]:
     """The same rows for a class of vLLM that holds the router's weight in float32."""
     return tuple(replace(rule, served_float32=rule.megatron == "mlp.router.weight") for rule in mixture)
+
+
+def fault_in_float16(shape: ModelShape, dtype: str, device: str) -> str | None:
+    """`Family.engine_fault` of a class that does not undo what vLLM's `MoERunner` does in float16: it divides the
+    output of the shared experts by the factor of the others."""
+    mixture = shape.mixture
+    if dtype != "float16" or not mixture or mixture.scaling_factor == 1 or not mixture.shared_ffn_size:
+        return None
+    return (
+        f"model.dtype is float16, in which vLLM adds up the experts of {shape.family} with another factor than "
+        f"routed_scaling_factor {mixture.scaling_factor:g}; set it to bfloat16"
+    )
 
 
 def only(config: Mapping[str, Any], **known: Any) -> None:

@@ -14,6 +14,7 @@ from megatron_rl.models.config_values import size
 from megatron_rl.models.families.biased_mixture import (
     BIASED_MIXTURE,
     TOKEN_AFTER_NEXT,
+    fault_in_float16,
     only,
     read_experts,
     served_in_float32,
@@ -126,5 +127,6 @@ GLM4_MOE_LITE = replace(
     name="glm4_moe_lite",
     vllm_model="Glm4MoeLiteForCausalLM",
     mixture=served_in_float32(BIASED_MIXTURE),
+    engine_fault=fault_in_float16,
 )
 """GLM-4.7-Flash has DeepSeek-V3's attention and mixture, and vLLM holds its routers in float32."""

@@ -16,7 +16,7 @@ from megatron_rl.models.family import DESCRIBED
 from megatron_rl.models.multi_token import MultiTokenHead, head_rows
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, DELTA_SECTIONS, GATED_QKV, REPLICATED, ROWS
-from megatron_rl.types import DeltaNet
+from megatron_rl.types import DeltaNet, ModelShape
 
 GATED_ATTENTION = (
     INPUT_NORM,
@@ -38,6 +38,18 @@ HEAD = MultiTokenHead(
     rows=head_rows("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
 )
 """Its layer has softmax attention."""
+
+
+def engine_fault(shape: ModelShape, dtype: str, device: str) -> str | None:
+    """vLLM's kernels on CPUs have no other dtype."""
+    if device != "cpu" or dtype == "bfloat16" or not shape.has_delta_rule:
+        return None
+    return (
+        f"model.dtype is {dtype}, and vLLM's gated delta rule on CPUs computes in bfloat16 alone; set it to bfloat16, "
+        "or run the engines on GPUs"
+    )
+
+
 IN_PROJ = "self_attention.in_proj.weight"
 """Megatron's one parameter of all projections of the input."""
 DELTA_ROWS = (

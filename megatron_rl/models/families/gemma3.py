@@ -16,16 +16,17 @@ from megatron_rl.models.config_values import number, size
 from megatron_rl.models.families.olmo import OLMO2
 from megatron_rl.models.families.rows import (
     ATTENTION_OUTPUT,
-    ENDS,
+    ENDS_ON_EVERY_STAGE,
     GATED_MLP,
     HEAD_NORMS,
     INPUT_NORM,
     MLP_NORM,
     QKV_WEIGHT,
+    Ends,
     rows_of,
 )
 from megatron_rl.models.families.windows import window
-from megatron_rl.models.family import ALL_ENDS, DESCRIBED, Family
+from megatron_rl.models.family import DESCRIBED, Family
 from megatron_rl.models.rule import HfTensor
 
 
@@ -34,11 +35,11 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "softmax": {"scale": number(config, "query_pre_attn_scalar") ** -0.5},
         "dense": {"activation": "gelu_tanh"},
-        "model": {"embedding_scale": size(config, "hidden_size") ** 0.5},
         **window(config, [layer for layer in range(num_layers) if (layer + 1) % every], needed=True),
     }
 
 
+_ENDS: Ends = {**ENDS_ON_EVERY_STAGE, "embedding": replace(ENDS_ON_EVERY_STAGE["embedding"], scaled=True)}
 GEMMA3_TEXT = Family(
     name="gemma3_text",
     vllm_model="Gemma3ForCausalLM",
@@ -59,6 +60,5 @@ GEMMA3_TEXT = Family(
     known={key: value for key, value in DESCRIBED.items() if key != "hidden_act"}
     | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False}
     | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-    vllm_repeats_ends=ALL_ENDS,
-    **ENDS,
+    **_ENDS,
 )

@@ -11,6 +11,7 @@ from megatron_rl.models.config_values import flag
 from megatron_rl.models.families.biased_mixture import (
     BIASED_MIXTURE,
     TOKEN_AFTER_NEXT,
+    fault_in_float16,
     read_experts,
     served_in_float32,
 )
@@ -46,6 +47,7 @@ GLM4_MOE = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=served_in_float32(BIASED_MIXTURE),
     read_config=_read,
+    engine_fault=fault_in_float16,
     rotary_share=0.5,
     known={key: value for key, value in WINDOWLESS.items() if key != "attention_bias"},
     ignored=(TOKEN_AFTER_NEXT,),

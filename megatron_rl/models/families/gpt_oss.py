@@ -15,16 +15,15 @@ from typing import Any
 from megatron_rl.models.config_values import size
 from megatron_rl.models.families.rows import (
     ATTENTION_OUTPUT,
-    EMBEDDING,
-    FINAL_NORM,
+    ENDS_ON_EVERY_STAGE,
     INPUT_NORM,
     MIXTURE_NORM,
-    OUTPUT,
     QKV_BIAS,
     QKV_WEIGHT,
+    Ends,
 )
 from megatron_rl.models.families.windows import window
-from megatron_rl.models.family import ALL_ENDS, DESCRIBED, Family
+from megatron_rl.models.family import DESCRIBED, Family
 from megatron_rl.models.interleaving import every
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, ONCE, REPLICATED, ROWS, Piece, Sizes, SplitKind
@@ -186,17 +185,18 @@ def _check_rope(config: Mapping[str, Any]) -> None:
             raise ValueError(f"{key} has no {name}, which vLLM needs for gpt_oss")
 
 
+_ENDS: Ends = {
+    **ENDS_ON_EVERY_STAGE,
+    "embedding": replace(ENDS_ON_EVERY_STAGE["embedding"], vllm="model.embedding.weight"),
+}
 GPT_OSS = Family(
     name="gpt_oss",
     vllm_model="GptOssForCausalLM",
-    embedding=replace(EMBEDDING, vllm="model.embedding.weight"),
     attention=_ATTENTION,
     dense=(),
     mixture=_MIXTURE,
-    final_norm=FINAL_NORM,
-    output=OUTPUT,
     read_config=_read,
     absent={"num_key_value_heads": 8, "head_dim": 64, "rope_theta": 150_000.0},
     known=DESCRIBED | {"attention_bias": True},
-    vllm_repeats_ends=ALL_ENDS,
+    **_ENDS,
 )

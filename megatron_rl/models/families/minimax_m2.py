@@ -18,6 +18,7 @@ from megatron_rl.models.families.rows import ATTENTION_OUTPUT, ENDS, INPUT_NORM,
 from megatron_rl.models.family import WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import ROWS, Piece, Sizes, SplitKind, part
+from megatron_rl.types import ModelShape
 
 _NEEDED = {"scoring_func": "sigmoid", "use_routing_bias": True}
 """What vLLM's class reads from config.json, and transformers' class always does."""
@@ -59,6 +60,12 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     return sigmoid_scored(MIXTRAL.read_config)(config)
 
 
+def _engine_fault(shape: ModelShape, dtype: str, device: str) -> str | None:
+    """vLLM's `CPURouter` asserts softmax for routers without groups."""
+    told = "vLLM on CPUs has no sigmoid router without groups of experts; run the engines on GPUs"
+    return told if device == "cpu" else None
+
+
 MINIMAX_M2 = Family(
     name="minimax_m2",
     vllm_model="MiniMaxM2ForCausalLM",
@@ -66,6 +73,7 @@ MINIMAX_M2 = Family(
     dense=(),
     mixture=(*served_in_float32(MIXTRAL.mixture), _ROUTER_BIAS),
     read_config=_read,
+    engine_fault=_engine_fault,
     absent={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5_000_000.0},
     known=WINDOWLESS
     | {"tie_word_embeddings": False, "shared_intermediate_size": 0}

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.models.config_values import size
-from megatron_rl.models.families.rows import ENDS, LLAMA_ATTENTION, mixture_rows
+from megatron_rl.models.families.rows import ENDS_ON_EVERY_STAGE, LLAMA_ATTENTION, mixture_rows
 from megatron_rl.models.families.windows import all_layers
-from megatron_rl.models.family import ALL_ENDS, Family
+from megatron_rl.models.family import Family
 from megatron_rl.types import Mixture
 
 
@@ -29,6 +29,5 @@ MIXTRAL = Family(
     dense=(),
     mixture=mixture_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
     read_config=_read,
-    vllm_repeats_ends=ALL_ENDS,
-    **ENDS,
+    **ENDS_ON_EVERY_STAGE,
 )

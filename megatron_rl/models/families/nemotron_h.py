@@ -16,18 +16,16 @@ from megatron_rl.models.config_values import flag, number, size
 from megatron_rl.models.families.biased_mixture import ROUTER_BIAS_ROW, only
 from megatron_rl.models.families.rows import (
     ATTENTION_OUTPUT,
-    EMBEDDING,
-    FINAL_NORM,
+    ENDS_ON_EVERY_STAGE,
     INPUT_NORM,
     MLP_NORM,
-    OUTPUT,
     QKV_WEIGHT,
     renamed,
 )
-from megatron_rl.models.family import ALL_ENDS, WINDOWLESS, Family
+from megatron_rl.models.family import WINDOWLESS, Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import COLUMNS, REPLICATED, ROWS, Piece, Sizes, SplitKind, part
-from megatron_rl.types import Attention, Mlp
+from megatron_rl.types import Attention, Mlp, ModelShape
 from megatron_rl.types.mamba import NO_ATTENTION, NO_MLP, Mamba2, SquaredReluMixture, SquaredReluMlp, is_absent
 
 _NORM = (HfTensor("norm.weight", ("hidden",)),)
@@ -207,25 +205,37 @@ def _experts(config: Mapping[str, Any]) -> SquaredReluMixture:
     )
 
 
+def _engine_fault(shape: ModelShape, dtype: str, device: str) -> str | None:
+    """vLLM's layer of experts on CPUs asserts that they have a gate."""
+    told = "it has experts with a squared ReLU, and vLLM on CPUs computes only gated experts; run the engines on GPUs"
+    return told if device == "cpu" and shape.mixture else None
+
+
 NEMOTRON_H = _Hybrid(
     name="nemotron_h",
     vllm_model="NemotronHForCausalLM",
     embedding=replace(
-        EMBEDDING, hf=(HfTensor("backbone.embeddings.weight", ("vocab", "hidden")),), vllm="model.embed_tokens.weight"
+        ENDS_ON_EVERY_STAGE["embedding"],
+        hf=(HfTensor("backbone.embeddings.weight", ("vocab", "hidden")),),
+        vllm="model.embed_tokens.weight",
     ),
     attention=_ATTENTION,
     linear=_MAMBA,
     dense=(replace(MLP_NORM, hf=_NORM, fused=None), *_mlp("mixer", "ffn", "mlp")),
     mixture=_MIXTURE,
-    final_norm=replace(FINAL_NORM, hf=(HfTensor("backbone.norm_f.weight", ("hidden",)),), vllm="model.norm_f.weight"),
-    output=OUTPUT,
+    final_norm=replace(
+        ENDS_ON_EVERY_STAGE["final_norm"],
+        hf=(HfTensor("backbone.norm_f.weight", ("hidden",)),),
+        vllm="model.norm_f.weight",
+    ),
+    output=ENDS_ON_EVERY_STAGE["output"],
     read_config=_read,
+    engine_fault=_engine_fault,
     known=WINDOWLESS
     | {"use_bias": False, "use_conv_bias": True, "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"}
     | {"tie_word_embeddings": False, "residual_in_fp32": False, "num_nextn_predict_layers": 0}
     | {"mamba_proj_bias": False, "hidden_dropout": 0.0, "block_configs": None},
     absent={"num_key_value_heads": 8, "head_dim": 128},
     rotary_share=0.0,
-    vllm_repeats_ends=ALL_ENDS,
     hf_layer="backbone.layers.{}.",
 )

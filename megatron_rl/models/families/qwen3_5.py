@@ -21,8 +21,9 @@ from megatron_rl.models.families.delta import (
     IN_PROJ,
     SHARED_EXPERT,
     delta_layers,
+    engine_fault,
 )
-from megatron_rl.models.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_rows
+from megatron_rl.models.families.rows import ENDS, ENDS_ON_EVERY_STAGE, GATED_MLP, MLP_NORM, Ends, mixture_rows
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import DELTA_SECTIONS, DELTA_STRENGTH
@@ -48,6 +49,7 @@ _INPUT = (
         vllm="linear_attn.in_proj_ba.weight",
     ),
 )
+_ENDS: Ends = {**ENDS, "embedding": ENDS_ON_EVERY_STAGE["embedding"]}
 
 
 def _dense(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,12 +74,12 @@ QWEN3_5_TEXT = Family(
     linear=(*DELTA_ROWS, *_INPUT),
     dense=(MLP_NORM, *GATED_MLP),
     read_config=_dense,
+    engine_fault=engine_fault,
     known=DESCRIBED_DELTA,
     ignored=(HEAD,),
     absent={"num_key_value_heads": 4, "head_dim": 256},
     rotary_share=0.25,
-    vllm_repeats_ends=("embedding",),
-    **ENDS,
+    **_ENDS,
 )
 QWEN3_5_MOE_TEXT = Family(
     name="qwen3_5_moe_text",
@@ -87,10 +89,10 @@ QWEN3_5_MOE_TEXT = Family(
     dense=(),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_mixture,
+    engine_fault=engine_fault,
     known=DESCRIBED_DELTA | {"norm_topk_prob": True},
     ignored=(HEAD,),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,
-    vllm_repeats_ends=("embedding",),
-    **ENDS,
+    **_ENDS,
 )

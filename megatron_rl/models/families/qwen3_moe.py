@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_rl.models.config_values import flag, size, whole_numbers
 from megatron_rl.models.families.qwen3 import QWEN3
-from megatron_rl.models.families.rows import ENDS, mixture_rows
+from megatron_rl.models.families.rows import ENDS_ON_EVERY_STAGE, mixture_rows
 from megatron_rl.models.families.windows import all_layers_if_switched_on
-from megatron_rl.models.family import ALL_ENDS, Family
+from megatron_rl.models.family import Family
 from megatron_rl.types import Mixture
 
 
@@ -55,6 +55,5 @@ QWEN3_MOE = Family(
     mixture=mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"),
     read_config=_read,
     known={**QWEN3.known, "shared_expert_intermediate_size": 0},
-    vllm_repeats_ends=ALL_ENDS,
-    **ENDS,
+    **ENDS_ON_EVERY_STAGE,
 )

@@ -19,9 +19,10 @@ from megatron_rl.models.families.delta import (
     IN_PROJ,
     SHARED_EXPERT,
     delta_layers,
+    engine_fault,
 )
 from megatron_rl.models.families.qwen3_moe import first_dense_layers
-from megatron_rl.models.families.rows import ENDS, GATED_MLP, MLP_NORM, mixture_rows
+from megatron_rl.models.families.rows import ENDS, ENDS_ON_EVERY_STAGE, GATED_MLP, MLP_NORM, Ends, mixture_rows
 from megatron_rl.models.family import Family
 from megatron_rl.models.rule import HfTensor, Rule
 from megatron_rl.models.splits import DELTA_STRENGTH, ROWS
@@ -57,6 +58,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+_ENDS: Ends = {**ENDS_ON_EVERY_STAGE, "final_norm": ENDS["final_norm"]}
 QWEN3_NEXT = Family(
     name="qwen3_next",
     vllm_model="Qwen3NextForCausalLM",
@@ -65,10 +67,10 @@ QWEN3_NEXT = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *SHARED_EXPERT),
     read_config=_read,
+    engine_fault=engine_fault,
     known=DESCRIBED_DELTA,
     ignored=(replace(HEAD, key="num_nextn_predict_layers"),),
     absent={"num_key_value_heads": 2, "head_dim": 256},
     rotary_share=0.25,
-    vllm_repeats_ends=("embedding", "output"),
-    **ENDS,
+    **_ENDS,
 )

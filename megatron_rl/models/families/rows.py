@@ -32,6 +32,11 @@ class Ends(TypedDict):
 
 
 ENDS: Ends = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "output": OUTPUT}
+ENDS_ON_EVERY_STAGE: Ends = {
+    "embedding": replace(EMBEDDING, on_every_stage=True),
+    "final_norm": replace(FINAL_NORM, on_every_stage=True),
+    "output": replace(OUTPUT, on_every_stage=True),
+}
 
 INPUT_NORM = Rule(
     REPLICATED,

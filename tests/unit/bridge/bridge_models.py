@@ -15,7 +15,7 @@ __all__ = ["SHAPES", "cut", "hf_weights"]
 _DENSE = model("llama", 2, 32, 4, 2, 16, 64, 40, 128)
 _EXPERTS = Mixture(num_experts=4, num_active=2, ffn_size=24)
 SHAPES = {
-    "llama": changed(_DENSE, tied_embeddings=True),
+    "llama": changed(_DENSE, output="embedding"),
     "qwen2": changed(_DENSE, family="qwen2"),
     "qwen3": changed(_DENSE, family="qwen3"),
     "qwen3_moe": changed(_DENSE, family="qwen3_moe", mlp=_EXPERTS),

@@ -24,7 +24,7 @@ from megatron_rl.types import Mesh, ModelShape
 SHAPE = SHAPES["qwen3"]
 MESH, ENGINES = Mesh(pipeline=2), Engines(2)
 TRAINERS, ENGINE_RANKS = [0, 1], [2, 3]
-LARGE = replace(SHAPE, vocab_size=3 * 2**16, tied_embeddings=True)
+LARGE = replace(SHAPE, vocab_size=3 * 2**16, output="embedding")
 """Its embedding has 24 MiB, in messages of 16 and 8 MiB. 16 MiB is more than the sockets between two ranks hold."""
 
 

@@ -318,6 +318,10 @@ def test_a_manifest_of_an_earlier_version_lacks_the_layers_and_newer_fields(tmp_
     del fields["shape"]["layers"]
     fields["shape"] |= {"num_heads": 4, "rope_theta": 1e4, "latent": None}
     assert saved_shape(tmp_path / "open", fields) == read_shape(folder)
+    fields["shape"].pop("output", None)
+    for tied, value, output in ((False, False, "own"), (True, False, "embedding"), (False, True, "value")):
+        fields["shape"] |= {"tied_embeddings": tied, "value_head": value}
+        assert saved_shape(tmp_path / "open", fields).output == output
 
 
 def test_a_number_that_float16_cannot_hold_is_told_with_its_tensor(tmp_path):

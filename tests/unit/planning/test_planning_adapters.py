@@ -65,7 +65,7 @@ def test_the_output_layers_adapter_is_on_the_last_stage():
 
 
 def test_a_critics_value_head_is_trained_with_its_adapters():
-    critic = replace(SHAPE, value_head=True)
+    critic = replace(SHAPE, output="value")
     assert count_parameters(critic).trained == 64 * OF_LAYER + 5120
     assert rank_parameters(critic, Mesh(), 0).trained == 64 * OF_LAYER + 5120
 
