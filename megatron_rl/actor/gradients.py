@@ -49,7 +49,7 @@ def differentiate(
         chunk.zero_grad_buffer()
     trainer.optimizer.megatron.zero_grad()
     start_counting(trainer.chunks)
-    head_loss = HeadLoss.of(microbatches) if trainer.spec.shape.multi_token else None
+    head_loss = HeadLoss.of(microbatches, trainer.spec.num_likeliest) if trainer.spec.shape.multi_token else None
     results = trainer.schedule.run(microbatches, loss, head_loss=head_loss)
     reports = results if trainer.reports_metrics else []
     if head_loss and trainer.reports_metrics:

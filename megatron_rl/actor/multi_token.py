@@ -8,7 +8,12 @@ where `layer` is one layer of the model's kind over the whole sequence, and the 
 states, embedding and output layer are the policy's and get no gradient from the head, so that the policy's gradient is
 what it is without a head. A target is an action whose token before it is one as well: when an engine drafts, the token
 before is the one that it has just sampled, so it never drafts the first token of an answer. The loss is the mean
-cross-entropy over all targets of a mini-batch, at the sampling temperature. It has no weight, because these parameters
+cross-entropy over all targets of a mini-batch, at the sampling temperature. With `policy.multi_token_targets: policy`
+it is the cross-entropy to the distribution p that the policy has at position i + 1, over its most probable tokens K:
+
+    loss_i = - sum_(v in K) p_v / p(K) log softmax(logits_i)_v
+
+The loss has no weight, because these parameters
 have no other loss: Adam and Muon take the same steps with any factor, up to epsilon.
 
 We do not use Megatron's `MultiTokenPredictionLayer`: it takes its targets from rows that it shifts on the device, and
@@ -126,21 +131,24 @@ class HeadLoss:
 
     num_targets: int
     """The number of the targets of all ranks."""
+    num_likeliest: int
+    """The size of K; 0: the targets are the sampled tokens."""
     reports: list[dict[str, Metric]] = field(default_factory=list)
     """The metrics of this rank's micro-batches, on the last stage:
         multi_token/loss: the mean cross-entropy of the targets, in nats.
-        multi_token/accuracy: the share of the targets that have the largest logit."""
+        multi_token/accuracy: the share of the sampled tokens that have the largest logit."""
 
     @classmethod
-    def of(cls, microbatches: Sequence[Microbatch]) -> HeadLoss:
+    def of(cls, microbatches: Sequence[Microbatch], num_likeliest: int = 0) -> HeadLoss:
         """Count the targets of a mini-batch. Collective: all ranks call it."""
         number = torch.stack([targets_after_next(batch)[1].sum() for batch in microbatches]).sum()
-        return cls(int(sum_over_data_ranks(number)))
+        return cls(int(sum_over_data_ranks(number)), num_likeliest)
 
     def add(self, logp_T: Tensor, is_largest_T: Tensor) -> None:
         """
         Args:
-            logp_T, is_largest_T: of the whole row; 0 where there is no target.
+            logp_T: the negated cross-entropy of each target of the whole row; 0 where there is none.
+            is_largest_T: of the whole row; 0 where there is no target.
         """
         number = max(1, self.num_targets)
         loss, accuracy = -logp_T.detach().sum() / number, is_largest_T.sum() / number

@@ -55,6 +55,12 @@ class ActorSpec:
         """What becomes of the model's multi-token head. A critic has none."""
         return "drop" if self.shape.value_head else self.policy.multi_token
 
+    @property
+    def num_likeliest(self) -> int:
+        """See `multi_token.HeadLoss`."""
+        targets = min(32, self.shape.vocab_size - len(self.forbidden))
+        return targets if self.policy.multi_token_targets == "policy" else 0
+
 
 def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
     """

@@ -237,16 +237,21 @@ class Schedule:
         is 0, so that every parameter still gets a gradient: the reduction over the ranks waits for all of them."""
         weight_VH = output_weight(self.last).detach()
         target_T, mask_T = targets_after_next(batch)
+        drafting_TH = drafting_hidden(self.last, hidden_1TH, self._part(batch.target_T, batch), packed)
+        vocabulary, given = self._vocabulary_of(weight_VH), {"temperature": temperature}
+        mask_T = self._part(mask_T, batch)
         logp_T, is_largest_T = draft_logprobs(
-            drafting_hidden(self.last, hidden_1TH, self._part(batch.target_T, batch), packed),
-            weight_VH,
-            self._part(target_T, batch),
-            self._vocabulary_of(weight_VH),
-            temperature=temperature,
-            mask_T=self._part(mask_T, batch),
+            drafting_TH, weight_VH, self._part(target_T, batch), vocabulary, mask_T=mask_T, **given
         )
         if head_loss is None:
             return logp_T.sum() * 0.0
+        if k := head_loss.num_likeliest:
+            with torch.no_grad():
+                token_TK = self._top(hidden_1TH, batch, temperature, k)
+                share_TK = self._support(hidden_1TH, batch, token_TK, temperature).softmax(-1)
+            token_TK, share_TK = (self._part(torch.roll(x, -1, 0), batch) for x in (token_TK, share_TK))
+            logp_TK = logprobs_at(drafting_TH, weight_VH, token_TK, vocabulary, mask_T=mask_T, **given)
+            logp_T = (share_TK * logp_TK).sum(-1)
         whole = logp_T.detach(), is_largest_T.float()
         if self.context is not None:
             whole = (self.context.whole(whole[0], batch.lengths_S), self.context.whole(whole[1], batch.lengths_S))

@@ -205,8 +205,11 @@ class PolicyConfig(Section):
     """What becomes of the multi-token head, the layers that predict tokens after the next one (DeepSeek-V3, GLM-4.5,
     Qwen3-Next, Qwen3.5) and draft for an engine. `drop`: checkpoints and exports have none. `keep`: they have the head
     of `model.path`, which drafts for the policy that the run began with. `train` (DeepSeek-V3 and GLM-4.5): every
-    update also trains it, by the cross-entropy of the token after the next one in the sampled answers. The policy gets
-    no gradient from it, and its gradient is clipped by its own norm."""
+    update also trains it, by a cross-entropy over the sampled answers. The policy gets no gradient from it, and its
+    gradient is clipped by its own norm."""
+    multi_token_targets: Literal["sampled", "policy"] = "sampled"
+    """What a trained head learns: the `sampled` tokens, or the distribution of the `policy` over its 32 most probable
+    tokens."""
 
     @property
     def adapters(self) -> Adapters | None:
@@ -219,6 +222,11 @@ class PolicyConfig(Section):
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
         yield from self.optimizer.wider_gradients("policy", run.model.dtype)
         yield from self.megatron.wrong_loss_scales()
+        if self.multi_token_targets != "sampled" and self.multi_token != "train":
+            yield (
+                f"policy.multi_token_targets is {self.multi_token_targets}, but policy.multi_token is "
+                f"{self.multi_token}, so that no head is trained; set it to train, or remove the targets"
+            )
 
     @model_validator(mode="after")
     def _no_streamed_state_of_fp8_weights(self) -> PolicyConfig:

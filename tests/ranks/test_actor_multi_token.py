@@ -93,7 +93,9 @@ def rows(groups) -> list[Tokens]:
     return [*rows, short, *groups]
 
 
-def plain_head(name: str, whole: Path, folder: Path, rows: list[Tokens]) -> tuple[float, float, dict[str, np.ndarray]]:
+def plain_head(
+    name: str, whole: Path, folder: Path, rows: list[Tokens], targets: str = "sampled"
+) -> tuple[float, float, dict[str, np.ndarray]]:
     """Loss, accuracy and gradient of the head, sample by sample: the formula of the paper, around a layer of
     transformers."""
     model = open_model(whole, torch.float64, experts_implementation="eager")
@@ -121,7 +123,11 @@ def plain_head(name: str, whole: Path, folder: Path, rows: list[Tokens]) -> tupl
         logits = (norm(x, last) @ model.lm_head.weight.detach().T)[0]
         for i in range(len(ids) - 2):
             if row.action_mask[i + 1] and row.action_mask[i + 2]:
-                losses.append(-logits[i].log_softmax(-1)[ids[i + 2]])
+                if targets == "policy":
+                    p, likeliest = (hidden[0, i + 1] @ model.lm_head.weight.detach().T).softmax(-1).topk(32)
+                    losses.append(-(p / p.sum() * logits[i].log_softmax(-1)[likeliest]).sum())
+                else:
+                    losses.append(-logits[i].log_softmax(-1)[ids[i + 2]])
                 hits += int(logits[i].argmax() == ids[i + 2])
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -135,10 +141,10 @@ def plain_head(name: str, whole: Path, folder: Path, rows: list[Tokens]) -> tupl
 def expected(wholes, heads, rows):
     known = {}
 
-    def of(name: str):
-        if name not in known:
-            known[name] = plain_head(name, wholes[name], heads[name], rows)
-        return known[name]
+    def of(name: str, targets: str = "sampled"):
+        if (name, targets) not in known:
+            known[name, targets] = plain_head(name, wholes[name], heads[name], rows, targets)
+        return known[name, targets]
 
     return of
 
@@ -147,13 +153,13 @@ def expected(wholes, heads, rows):
 def numbers(trainers, heads, rows):
     """By rank: metrics and, of rank 0, the gradient by names."""
 
-    def of(name: str, layout: str, choice: str, recompute: str = "none", dtype: str = "float32"):
+    def of(name: str, layout: str, choice: str, recompute: str = "none", dtype: str = "float32", **more: str):
         parallel = parse_layout(layout.removesuffix("-nosequence")) if layout else ParallelConfig()
         parallel = parallel.model_copy(update={"sequence": not layout.endswith("-nosequence")})
         shares = deal_rows(heads[name], parallel, rows, 2 if layout else 1)
         model = ModelConfig(path=heads[name], dtype=dtype, recompute=recompute)
         scale = MegatronConfig(optimizer={"initial_loss_scale": 2.0**10})
-        policy = PolicyConfig(parallel=parallel, multi_token=choice, megatron=scale)
+        policy = PolicyConfig(parallel=parallel, multi_token=choice, megatron=scale, **more)
         arguments = dict(folder=heads[name], model=model, policy=policy, shares=shares)
         return trainers.run("multi_token_scenarios.update_once", parallel.mesh.world_size, **arguments)
 
@@ -198,6 +204,15 @@ RECOMPUTED = [("deepseek_v3", "tp2"), ("glm4_moe", "cp2-ep2")]
 def test_every_layout_has_loss_and_gradient_of_the_formula(numbers, expected, name, layout):
     recompute = "full" if (name, layout) in RECOMPUTED else "none"
     check(name, numbers(name, layout, "train", recompute), expected(name))
+
+
+TOWARDS_POLICY = [("glm4_moe", ""), ("deepseek_v3", "tp2-cp2"), ("deepseek_v3", "pp2-dp2-ep2"), ("qwen3_next", "tp2")]
+
+
+@pytest.mark.parametrize("name, layout", cover.essential(TOWARDS_POLICY))
+def test_a_head_may_be_trained_towards_the_policys_distribution(numbers, expected, name, layout):
+    """The vocabulary has 60 tokens, so the 32 most probable ones have a part of the probability."""
+    check(name, numbers(name, layout, "train", multi_token_targets="policy"), expected(name, "policy"))
 
 
 @pytest.mark.deep

@@ -153,6 +153,7 @@ CONFLICTS = [
     (["rollout.beams={width: 2, catalogue: items.json}"], "set rollout.thinking with mode two_call"),
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.thinking.thought_tokens=0"], "may be 0"),
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.sampling.top_k=5"], "the engine's full"),
+    (["policy.multi_token_targets=policy"], "policy.multi_token is drop, so that no head is trained"),
     (["rollout.speculative={kind: multi_token}"], "whose weights no weight sync brings"),
     (["rollout.speculative={}", "cluster.gpus_per_engine_rank=1"], "is for engines on CPUs"),
     (["rollout.speculative={}", "rollout.parallel.pipeline=2"], "and with pipeline stages"),
