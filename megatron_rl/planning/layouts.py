@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
@@ -47,7 +48,9 @@ class Layout:
         sizes = {"TP": mesh.tensor, "CP": mesh.context, "PP": mesh.pipeline, "DP": mesh.data}
         text = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
         experts = f", EP{mesh.expert} x ETP{mesh.expert_ways}" if mesh.expert > 1 else ""
-        stages = f" of {' '.join(map(str, self.parallel.layers))} layers" if self.parallel.layers else ""
+        runs = [(count, len([*equal])) for count, equal in groupby(self.parallel.layers or ())]
+        counts = "+".join(f"{count}x{times}" if times > 1 else f"{count}" for count, times in runs)
+        stages = f" of {counts} layers" if counts else ""
         parts = f" x VPP{mesh.virtual}" if mesh.virtual > 1 else ""
         return f"{text}{parts}{experts}{stages}, recompute {self.recompute}{', offload' if self.offload else ''}"
 

@@ -201,6 +201,8 @@ def test_layouts_of_muon_are_never_offloaded():
     layouts = fitting_layouts(config(policy=policy), SHAPE)
     assert layouts and all(layout.offload is None for layout in layouts)
     assert not any("offload" in key for layout in layouts for key in (*layout.overrides, layout.label))
+    stages = ParallelConfig(pipeline=4, layers=(15, 17, 17, 15))
+    assert replace(layouts[0], parallel=stages).label.startswith("PP4 of 15+17x2+15 layers, recompute ")
 
 
 def test_communicators_are_those_of_groups_of_several_ranks():
