@@ -147,7 +147,8 @@ class EnvironmentReward(Reward):
         environment = run.rollout.environment
         if environment is None or (environment.kind == "tools" and environment.objects is None):
             yield (
-                f"rewards: {self.label} needs the rewards of rollout.environment with kind class, which is "
+                f"rewards: {self.label} needs the rewards of rollout.environment (kind class or agent, or tools with "
+                "objects), which is "
                 + ("null" if environment is None else "of kind tools, and functions give none")
                 + "; remove one of the two"
             )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
 from typing import Any
 
 from jinja2 import TemplateError
@@ -20,31 +21,53 @@ from megatron_rl.environments.call_reader import Schemas
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 """The text of chat turns, and whether it ends where the assistant's answer begins -> the text."""
 QUESTION = {"role": "user", "content": "question"}
+MOST_CALLS = 128
+"""The largest number of calls in a turn: reading and answering thousands of them would hold up the engine."""
 OTHER_FORMS = re.compile(r"<\|python_tag\|>|<\|tool_call")
 """What chat templates with other formats write, such as LFM2's and Gemma 4's."""
 
 
 def calls_of(text: str, form: CallFormat, schemas: Schemas, delimiter: str = "") -> list[AskedCall]:
-    """The calls after a turn's reasoning, in their order.
+    """The calls outside of a turn's reasoning, in their order.
 
     Args:
+        text: the turn, with what the prompt says of it: a chat template may open the reasoning (`opening_of`).
         delimiter: the text that ends reasoning; empty if the model does not reason, or has channels for it.
     """
-    calls = list(form.calls(text, schemas))
+    calls = _first(form.calls(text, schemas))
     if not delimiter or isinstance(form, Channels):
         return calls
-    start, stop = _answer(text, delimiter, calls)
-    return [*form.calls(" " * start + text[start:stop], schemas)]
+    return _first(form.calls(_without_reasoning(text, delimiter, calls), schemas))
 
 
-def _answer(text: str, delimiter: str, calls: Sequence[AskedCall]) -> tuple[int, int]:
-    """The first and last character of what a turn says after its reasoning, which ends at the first delimiter outside
-    of calls: arguments may have one. A turn without a delimiter is open reasoning from where it opens it."""
+def _first(calls: Iterable[AskedCall]) -> list[AskedCall]:
+    """The calls of a turn, of which the last one is a fault if there are too many."""
+    found = [*islice(calls, MOST_CALLS + 1)]
+    if len(found) > MOST_CALLS:
+        found[-1] = replace(found[-1], fault=f"a turn may have {MOST_CALLS} calls", kind="malformed")
+    return found
+
+
+def _without_reasoning(text: str, delimiter: str, calls: Sequence[AskedCall]) -> str:
+    """The turn with spaces in the place of its reasoning. Reasoning ends at the first delimiter outside of calls, whose
+    arguments may have one. A turn may open it again, and leave it open.
+
+    Example, with the delimiter </think>: `so</think>ok<think>hm</think>done` becomes `ok` and `done`, with spaces.
+    """
     closed = [call for call in calls if call.is_closed]
-    for found in re.finditer(re.escape(delimiter), text):
-        if not any(call.start < found.start() < call.stop for call in closed):
-            return found.end(), len(text)
-    return 0, len(text.partition(delimiter.replace("/", "", 1))[0])
+    opening = delimiter.replace("/", "", 1)
+    marks = [
+        found
+        for found in re.finditer(f"{re.escape(delimiter)}|{re.escape(opening)}", text)
+        if not any(call.start < found.start() < call.stop for call in closed)
+    ]
+    begun = 0 if any(mark[0] == delimiter for mark in marks) else None
+    for mark in marks:
+        if mark[0] == delimiter and begun is not None:
+            text, begun = text[:begun] + " " * (mark.end() - begun) + text[mark.end() :], None
+        elif mark[0] == opening and begun is None:
+            begun = mark.start()
+    return text if begun is None else text[:begun]
 
 
 def as_turn(text: str, form: CallFormat, calls: Sequence[AskedCall]) -> dict[str, Any]:

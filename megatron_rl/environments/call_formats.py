@@ -35,6 +35,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from megatron_rl.environments.call_reader import (
+    STRICT,
     Fault,
     FaultKind,
     ReadCall,
@@ -164,7 +165,7 @@ class WholeTurn:
     def calls(self, text: str, schemas: Schemas) -> Iterator[AskedCall]:
         reader = Reader(text, 0).space()
         start, is_marked = reader.at, reader.takes("<|python_tag|>")
-        if not is_marked and re.match(r'\{\s*"name"', text[start:]) is None:
+        if not is_marked and re.match(r'\{\s*"name"', text[start:]) is None and not _has_call(text[start:]):
             return
         try:
             call = named_call(reader.json(), "parameters")
@@ -176,6 +177,19 @@ class WholeTurn:
         yield AskedCall(start, len(text), True, call.name, call.arguments)
 
 
+def _has_call(text: str) -> bool:
+    """Whether a text is JSON with a name and parameters in another form, as servers read it: a list, or other keys."""
+    try:
+        value = STRICT.decode(text.strip())
+    except (ValueError, RecursionError):
+        return False
+    return any(isinstance(one, dict) and {"name", "parameters"} <= one.keys() for one in (value, *as_list(value)))
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 @dataclass(frozen=True, slots=True)
 class Channels:
     """The messages of a turn of gpt-oss."""
@@ -184,7 +198,10 @@ class Channels:
     reads_end: bool = True
 
     def calls(self, text: str, schemas: Schemas) -> Iterator[AskedCall]:
+        stop = 0
         for found in HEADER.finditer(text):
+            if found.start() < stop:  # it is a text in the arguments of a call
+                continue
             channel = (found[2] or "").strip()
             to = re.search(r"to=(\S+)", f"{found[1]} {channel}")
             if to is None:
@@ -202,9 +219,14 @@ class Channels:
                 stop = min((place for mark in marks if (place := text.find(mark, reader.at)) >= 0), default=len(text))
                 yield AskedCall(found.start(), stop, False, fault=str(fault), kind=fault.kind)
                 continue
-            yield AskedCall(found.start(), reader.at, True, call.name, call.arguments)
+            stop = reader.at
+            yield AskedCall(found.start(), stop, True, call.name, call.arguments)
+        if (header := UNFINISHED.search(text, stop)) and "to=" in header[0]:
+            yield AskedCall(header.start(), len(text), False, fault="<|message|> is missing", kind="unclosed")
 
 
+UNFINISHED = re.compile(r"(?:\A|<\|start\|>assistant)[^<]*<\|channel\|>[^<]*(?:<\|constrain\|>[^<]*)?(?:<\|call\|>)?\Z")
+"""The header of a message that the turn ends with."""
 HEADER = re.compile(
     r"(?:\A|<\|start\|>assistant)([^<]*)(?:<\|channel\|>([^<]*))?(?:<\|constrain\|>[^<]*)?<\|message\|>"
 )
@@ -289,9 +311,12 @@ def _mistral(reader: Reader, schemas: Schemas) -> list[ReadCall]:
     if reader.space().text.startswith("[", reader.at):
         calls = named_calls(reader.json(), "id")
     else:
-        name = reader.name()
-        reader.require("[ARGS]")
-        calls = [ReadCall(name, reader.arguments())]
+        name, id = reader.name(), ""
+        if reader.takes("[CALL_ID]"):  # Mistral Small 3.2
+            id = reader.until("[ARGS]", "[TOOL_CALLS]")
+        else:
+            reader.require("[ARGS]")
+        calls = [ReadCall(name, reader.arguments(), id)]
     if reader.space().at < len(reader.text) and not reader.text.startswith("[TOOL_CALLS]", reader.at):
         raise Fault("malformed", f"{reader.text[reader.at : reader.at + 20]!r} follows the call")
     return calls

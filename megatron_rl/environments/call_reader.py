@@ -1,7 +1,7 @@
 """Reads the calls of tools in a text, mark by mark, without a repair.
 
-Invariants (tests/unit/environments): JSON with a key twice, NaN or Infinity is none; a value whose end is in doubt is a
-fault.
+Invariants (tests/unit/environments): JSON with a key twice, NaN, Infinity or 1e999 is none; a value whose end is in
+doubt is a fault.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -50,7 +51,13 @@ def _no_number(text: str) -> None:
     raise ValueError(f"{text} is no number")
 
 
-STRICT = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_number)
+def _finite(text: str) -> float:
+    if not isfinite(number := float(text)):
+        raise ValueError(f"{text} is too large a number")
+    return number
+
+
+STRICT = json.JSONDecoder(object_pairs_hook=_without_repeats, parse_constant=_no_number, parse_float=_finite)
 
 
 @dataclass(slots=True)
@@ -144,7 +151,9 @@ def named_call(value: Any, arguments: str = "arguments", optional: str = "") -> 
         raise Fault("malformed", f'a call must be {{"name": ..., "{arguments}": {{...}}}}')
     if others := [key for key in value if key not in ("name", arguments, optional)]:
         raise Fault("malformed", f'a call must be {{"name": ..., "{arguments}": {{...}}}}, without {others[0]!r}')
-    return ReadCall(value["name"], object_of(value.get(arguments, {})), str(value.get(optional, "")))
+    if not isinstance(id := value.get(optional, ""), str):
+        raise Fault("malformed", f"the {optional} of a call must be a text, and not {id!r}")
+    return ReadCall(value["name"], object_of(value.get(arguments, {})), id)
 
 
 def named_calls(value: Any, optional: str = "") -> list[ReadCall]:

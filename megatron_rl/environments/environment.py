@@ -176,6 +176,8 @@ class ClassSession:
         reward = step.reward
         if no_reward := fault_of_reward(reward):
             raise fault("step", f"returned the reward {reward!r}, {no_reward}")
+        if isinstance(step.done, str):
+            raise fault("step", f"returned {step.done!r} for done, {wanted}, the last as True or False")
         message = {"role": "user", "content": step.observation}
         return Reaction((message,), None if reward is None else float(reward), bool(step.done))
 

@@ -21,7 +21,9 @@ from megatron_rl.config.exception_text import place, said
 from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import FORMATS, fault_of_reward
+from megatron_rl.environments.asked_calls import QUESTION
 from megatron_rl.environments.calls import Calls, OutOfTime
+from megatron_rl.environments.observations import opening_of
 from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Request, Samples, Transcript, as_rollout
 from megatron_rl.rollout.programs.chat_template import RenderCall, ends_of
 from megatron_rl.rollout.programs.conversations import Conversations
@@ -61,7 +63,8 @@ class Agents:
         self._ends = ends_of(folder)
         sampling = rollout.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-        reading = TurnReading(FORMATS[form], rollout.delimiter, self._decode)
+        opening = opening_of(render([QUESTION], [], True), rollout.delimiter)
+        reading = TurnReading(FORMATS[form], rollout.delimiter, self._decode, opening)
         self._endpoint = Endpoint(reading, rollout.max_model_tokens, own, cfg.remote)
         self._starting: asyncio.Task[None] | None = None
         self._plays = Plays()

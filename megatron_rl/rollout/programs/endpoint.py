@@ -26,7 +26,7 @@ from socket import gethostname
 from typing import Annotated, Any, Self
 
 from aiohttp import web
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from megatron_rl.environments import CallFormat, Schemas, as_turn, calls_of
 from megatron_rl.rollout.program import Call, Completion
@@ -75,7 +75,6 @@ ABOUT_THE_CALLER = {
     "safety_identifier",
     "service_tier",
     "store",
-    "stream_options",
     "user",
 }
 """The fields that say nothing about the answer."""
@@ -122,6 +121,16 @@ class Body(BaseModel, extra="allow"):
     n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] | None = None
     stop: str | list[str] | None = None
     logprobs: Annotated[bool, Field(strict=True)] | None = None
+    stream_options: dict[str, Any] | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _tools_are_functions(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for number, tool in enumerate(tools or []):
+            function = tool.get("function", {})
+            if not isinstance(function, dict) or not isinstance(function.get("parameters") or {}, dict):
+                raise ValueError(f"the function of tool {number}, and its parameters, must be objects")
+        return tools
 
     @property
     def stops(self) -> list[str]:
@@ -191,6 +200,8 @@ class TurnReading:
     """The text that ends reasoning; a call inside it is none. Empty if the model does not reason."""
     decode: Callable[[list[int]], str]
     """Token ids -> text, with the special tokens."""
+    opening: str = ""
+    """See `opening_of`."""
 
     def text(self, completion: Completion) -> str:
         """What a turn says, without the token that ends it if its format does not read this."""
@@ -201,10 +212,12 @@ class TurnReading:
         """The assistant's turn: the calls of tools are `tool_calls`. A turn that was cut, or has a call that cannot be
         read, is text."""
         text = self.text(completion)
-        asked = calls_of(text, self.form, schemas, self.delimiter) if completion.stopped else []
+        whole = self.opening + text
+        asked = calls_of(whole, self.form, schemas, self.delimiter) if completion.stopped else []
         if not asked or any(call.fault for call in asked):
             return {"role": "assistant", "content": text}
-        turn = as_turn(text, self.form, asked)
+        turn = as_turn(whole, self.form, asked)
+        turn["content"] = turn["content"].removeprefix(self.opening)
         for call in turn["tool_calls"]:
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return turn | {"tool_calls": [{"id": f"call_{secrets.token_hex(6)}", **call} for call in turn["tool_calls"]]}
@@ -297,11 +310,14 @@ class Endpoint:
             return web.json_response(dialect.error(GONE), status=404)
         try:
             body = await _body_of(request, dialect)
+            if dialect is not CHAT and (body.n or 1) > 1:
+                raise Refused(f"n: a request to {dialect.path} has one answer")
             asked = self._asked(line, body)
             if counts:
                 return web.json_response({"input_tokens": len(asked[0].ids)})
             if body.stream:
-                return await self._stream(dialect, request, self._answer(line, body, asked, request))
+                tells_usage = dialect is not CHAT or bool((body.stream_options or {}).get("include_usage"))
+                return await self._stream(dialect, request, self._answer(line, body, asked, request), tells_usage)
             return web.json_response(dialect.answer(await self._answer(line, body, asked, request)))
         except (Abandoned, TimeoutError):
             return web.json_response(dialect.error("the caller has gone, or is too slow"), status=408)
@@ -310,7 +326,7 @@ class Endpoint:
             return web.json_response(dialect.error(str(error)), status=400)
 
     async def _stream(
-        self, dialect: Dialect, request: web.Request, answer: Coroutine[Any, Any, Json]
+        self, dialect: Dialect, request: web.Request, answer: Coroutine[Any, Any, Json], tells_usage: bool
     ) -> web.StreamResponse:
         """The answer in one piece, since a call of a tool is one only when it is complete. Until then come comments."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -325,7 +341,8 @@ class Endpoint:
             log.warning("a call of an agent was refused: %s", error)
             events = [("error", dialect.error(str(error)))]
         for event in events:
-            await response.write(line_of(event))
+            if tells_usage or event[1].get("choices") != []:  # such a chunk is for callers that ask for it
+                await response.write(line_of(event))
         if dialect is CHAT:
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()

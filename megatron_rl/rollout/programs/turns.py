@@ -203,14 +203,17 @@ class Turns:
         talk = played.talks[-1]
         message = self._message(turn.transcript, self._parameters(played.prompt))
         talk.took(turn, self._delimiter)
-        played.history.append({**message, "content": self._opening + message["content"]})
-        played.said.append({**message, "content": self._special.sub("", message["content"])})
+        played.history.append(message)
+        told = message["content"].removeprefix(self._opening)
+        played.said.append({**message, "content": self._special.sub("", told)})
         if not turn.transcript.stopped:
             return False
         since = time.perf_counter()
         try:
             await beginning
-            reaction = await session.react(self._said(turn.transcript))
+            # A call is none in the reasoning, which the prompt may open; another environment reads what was sampled.
+            opening = self._opening if self._limits.kind == "tools" else ""
+            reaction = await session.react(opening + self._said(turn.transcript))
         finally:
             played.seconds += time.perf_counter() - since
         played.took(reaction)
@@ -290,8 +293,8 @@ class Turns:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _message(self, turn: Transcript, schemas: Schemas) -> dict[str, Any]:
-        """What the model has said."""
-        text, limits = self._said(turn), self._limits
+        """What the model has said, after what the prompt says of its turn."""
+        text, limits = self._opening + self._said(turn), self._limits
         if limits.kind != "tools":
             return {"role": "assistant", "content": text}
         calls = calls_of(text, self._form, schemas, self._end_of_thought) if turn.stopped else []

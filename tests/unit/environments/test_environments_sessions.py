@@ -298,6 +298,7 @@ class Unclear:
         ("text", "step returned 'text', but it must return"),
         ((), r"step returned \(\), but it must return"),
         ((1, 2.0, True), "returned the observation 1, but"),
+        (("a", 2.0, "False"), "returned 'False' for done, but it must return"),
         (("a", float("nan"), True), "returned the reward nan, which is no finite number"),
         (("a", "1", True), "returned the reward '1', which is no finite number"),
     ],

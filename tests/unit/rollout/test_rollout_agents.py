@@ -35,10 +35,11 @@ from tiny_chat import DROPS_THOUGHTS, KEEPS
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.environments import FORMATS
 from megatron_rl.rollout.program import Call, Completion
 from megatron_rl.rollout.programs.agents import Agents
 from megatron_rl.rollout.programs.conversations import Refused
-from megatron_rl.rollout.programs.endpoint import Endpoint
+from megatron_rl.rollout.programs.endpoint import Endpoint, TurnReading
 from megatron_rl.rollout.programs.episodes import EpisodeRequest
 from megatron_rl.types import Prompt
 
@@ -265,13 +266,24 @@ def test_calls_of_tools_arrive_as_tool_calls_and_go_on_with_their_results():
     assert text_of(transcript.ids) == text + "<end>\n<turn>tool:2<end>\n<turn>assistant:2<end>"
 
 
+def test_a_call_in_reasoning_that_the_prompt_opens_is_text():
+    reading = TurnReading(FORMATS["hermes"], "</think>", text_of, "<think>\n")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert reading.message(completion(f"so {call} hm"), {}) == assistant(f"so {call} hm")
+    said = reading.message(completion(f"so</think>ok\n{call}"), {})
+    assert said["content"] == "so</think>ok" and [one["function"]["name"] for one in said["tool_calls"]] == ["add"]
+
+
 def test_a_stream_is_the_answer_in_one_piece():
     async def agent(url: str):
         async with client(url) as model:
-            stream = await model.chat.completions.create(model="m", messages=[user("a")], stream=True)
-            return [piece async for piece in stream]
+            asked = {"model": "m", "messages": [user("a")], "stream": True}
+            stream = await model.chat.completions.create(**asked, stream_options={"include_usage": True})
+            plain = await model.chat.completions.create(**asked)
+            return [piece async for piece in stream], [piece async for piece in plain]
 
-    pieces, *_ = play(agent, "one")
+    (pieces, plain), *_ = play(agent, "one", "two")
+    assert all(piece.choices for piece in plain)  # agents read the first one
     choices = [piece.choices[0] for piece in pieces if piece.choices]
     assert "".join(choice.delta.content or "" for choice in choices) == "one"
     assert choices[-1].finish_reason == "stop" and pieces[-1].usage.completion_tokens == 4
@@ -315,6 +327,7 @@ def test_what_cannot_be_answered_is_refused_and_says_why(request_, reason):
         ({"messages": [user("a") | {"tool_calls": ["a"]}]}, "messages.0.tool_calls.0"),
         ({"messages": [user("a") | {"tool_calls": [{"function": None}]}]}, "messages.0.tool_calls.0.function"),
         ({"messages": [user("a")], "tools": ["a"]}, "tools.0"),
+        ({"messages": [user("a")], "tools": [{"type": "function", "function": "add"}]}, "tools: "),
         *(({"messages": [user("a")], "max_tokens": wrong}, "max_tokens") for wrong in (-1, 0, 2.5, True, "8", [8])),
         ({"messages": [user("a")], "max_completion_tokens": -1}, "max_completion_tokens"),
         ({"messages": [user("a")], "n": "1"}, "n: "),

@@ -164,6 +164,8 @@ WRONG = [
     ("responses", {"input": ["a"]}, "another type"),
     ("responses", {"input": "a", "max_output_tokens": 0}, "max_completion_tokens"),
     ("responses", {"input": "a", "tools": [1]}, "another type"),
+    ("responses", {"input": "a", "n": 2}, "n: a request to responses has one answer"),
+    ("messages", {"messages": [user("a")], "n": 2}, "n: a request to messages has one answer"),
     ("messages", {"max_tokens": 9}, "messages"),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image'"),
     ("messages", {"messages": [user("a")], "max_tokens": -1}, "max_tokens"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import some_objects
-from tiny_chat import DROPS_THOUGHTS, KEEPS, characters, renderer
+from tiny_chat import DROPS_THOUGHTS, KEEPS, OPENS_A_THOUGHT, characters, renderer
 
 from megatron_rl.config.environment import ToolsEnvironment
 from megatron_rl.config.rollout import RolloutConfig
@@ -127,6 +127,18 @@ def test_the_turns_of_a_class_are_the_users(folder):
         {"role": "user", "content": "not 1"},
         {"role": "assistant", "content": "3"},
     )
+
+
+def test_a_call_in_reasoning_that_the_prompt_opens_does_not_act(folder):
+    options = {"template": OPENS_A_THOUGHT, "delimiter": "</think>"}
+    asks = call("add", a=1, b=2)
+    [(sample, tokens)] = play_all(folder, TOOLS, f"so {asks} but hm", **options)
+    assert (sample.episode.num_turns, tokens.conversation.turns) == (
+        1,
+        ({"role": "assistant", "content": f"so {asks} but hm"},),
+    )
+    [(sample, tokens)] = play_all(folder, TOOLS, f"so</think>{asks}", "</think>3", **options)
+    assert sample.episode.num_turns == 2 and tokens.conversation.turns[1]["content"] == "3"
 
 
 def test_a_changed_history_makes_each_turn_a_sample_of_the_same_answer(folder):
