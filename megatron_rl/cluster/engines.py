@@ -109,6 +109,7 @@ class EngineRank(TracedProcess):
                 shares_gpus=config.cluster.colocate,
                 loads_weights=self.loads_weights,
                 make_answers=self._make_answers(),
+                trains_tower=config.policy.vision_tower == "trained",
                 pictures=config.pictures_folder,
                 adapters=config.served_adapters,
                 keeps_statistics=self._endpoint is not None,

@@ -267,6 +267,11 @@ class RolloutConfig(Section):
                 "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "
                 "rollout.max_lag no token could show whether engine and trainer agree; set prefix_cache to cleared"
             )
+        if run.policy.vision_tower == "trained" and self.prefix_cache == "salted":
+            yield (
+                "rollout.prefix_cache: salted lets running answers go on without seeing their images again, and with "
+                "policy.vision_tower: trained a weight sync drops what the older tower saw; set prefix_cache to cleared"
+            )
         if self.late != "wait" and not self.one_by_one:
             yield (
                 f"rollout.late: {self.late} has no effect without rollout.max_lag and rollout.active_sampling, "

@@ -54,6 +54,8 @@ class EngineWeights(BackendWeights):
         self._pinned: set[tuple[int, int]] = set()
         """The answers of the pinned version, by ticket and number."""
         self._pinned_version: int | None = None
+        self.brings_tower = False
+        """Whether a push also brings a vision tower, so that no output of an older one may be used again."""
         self._taken: tuple[int, float] | None = None
         """The version that was taken and waits for `commit`, and when the requests were paused for it; 0 if none
         ran."""
@@ -247,6 +249,8 @@ class EngineWeights(BackendWeights):
             engine.set_weight_version(str(version))
             if self._rollout.prefix_cache == "cleared" and not engine.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("vLLM did not empty its prefix cache")
+            if self.brings_tower:  # running requests have been preempted, and see their images again
+                engine.reset_encoder_cache()
         except Exception as error:
             self._fail(f": {error}")
             raise

@@ -73,8 +73,9 @@ class VllmSampler(Sampler):
         shares, loads = spec.shares_gpus, spec.loads_weights
         speculative = spec.rollout.speculative
         self.drafts = Drafts(speculative.tokens) if speculative is not None else None
-        keeps = has_adapters or spec.vision is not None
+        keeps = has_adapters or spec.keeps_tower
         self.weights = EngineWeights(self._thread, spec.rollout, self._progress, shares, keeps, loads, self.drafts)
+        self.weights.brings_tower = spec.trains_tower
 
     async def start(self) -> None:
         """Start vLLM.
