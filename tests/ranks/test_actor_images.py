@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from image_models import IMAGE_TOKEN, MODELS, drawing, row, write_model
+from safetensors.torch import load_file
+from scenarios import Layout
 from test_actor_experts import as_saved
 from test_actor_gradients import numbers_of
 from transformers_models import open_model
@@ -17,6 +19,7 @@ from transformers_models import open_model
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.tools.bench.compare_layouts import parse_layout, relative
+from megatron_rl.types import Mesh
 
 LAYOUTS = {
     "qwen2_5_vl": ("tp2-cp2", "tp2", "pp2-vpp2", "dp2"),
@@ -118,3 +121,24 @@ def test_layers_that_are_computed_again_have_the_same_gradient(trainers, worlds,
     folder, rows, expected, _ = worlds(kind)
     found = numbers_of(trainers, folder, rows, parse_layout(layout), 2, "full", vision_tower="trained")
     check(found[0], expected, "trained")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_trained_tower_is_saved_and_exported_whole(trainers, worlds, tmp_path, kind):
+    folder, trained = worlds(kind)[0], dict(vision_tower="trained")
+    given = dict(folder=folder, layout=Layout(Mesh(tensor=2, pipeline=2)), **trained)
+    trainers.run("save_at_once", 4, checkpoint=tmp_path / "saved", **given)
+    one = dict(folder=folder, layout=Layout(), target=tmp_path / "export")
+    trainers.run("export", 1, weights=tmp_path / "saved", checkpoint=tmp_path / "saved", **one, **trained)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))
+    assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    with pytest.raises(AssertionError, match="has a vision tower that is trained, and policy.vision_tower says other"):
+        trainers.run("export", 1, weights=tmp_path / "saved", **one)
+
+
+@pytest.mark.deep
+def test_tensor_ranks_that_have_the_same_tokens_have_the_same_gradient(trainers, worlds):
+    folder, rows, expected, _ = worlds("qwen3_vl")
+    parallel = ParallelConfig(tensor=2, sequence=False)
+    check(numbers_of(trainers, folder, rows, parallel, 2, vision_tower="trained")[0], expected, "trained")
