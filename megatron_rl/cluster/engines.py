@@ -189,8 +189,7 @@ class EngineRank(TracedProcess):
     ) -> tuple[Any, ...]:
         """Some of the answers of a group and their continuations (`asked.Answered`), and the objects with their tokens
         (`payloads.objects_of`), which become separate objects in Ray's store."""
-        paths = [Path(path) for path in earlier]
-        given = await self.engine.answer(ticket, asked, samples, version, batch, paths)
+        given = await self.engine.answer(ticket, asked, samples, version, batch, [*map(Path, earlier)])
         tokens = [one for part in given for _, one in part]
         counts, objects = objects_of(tokens, len(samples), self.config.policy.routing_replay)
         return (*([rollout for rollout, _ in part] for part in given), counts), *objects

@@ -212,9 +212,7 @@ class PolicyConfig(Section):
     tokens."""
 
     vision_tower: Literal["frozen", "trained"] = "frozen"
-    """What becomes of the vision tower of a model that sees images. `frozen`: it stays as in `model.path`. `trained`:
-    it is trained with the text model, is in checkpoints and in the export, and each weight sync brings it; no output of
-    it is kept between two passes."""
+    """Whether the vision tower of a model that sees images is trained with its text, or stays as in `model.path`."""
 
     @property
     def adapters(self) -> Adapters | None:

@@ -203,9 +203,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def composite_of(folder: Path) -> Composite | None:
+def composite_of(folder: Path, with_tower: bool = False) -> Composite | None:
     """None if the folder holds a text model alone."""
-    return COMPOSITES.get(str(json.loads((folder / "config.json").read_text()).get("model_type")))
+    found = COMPOSITES.get(str(json.loads((folder / "config.json").read_text()).get("model_type")))
+    return found.with_tower() if found and with_tower else found
 
 
 def as_in_files(family: Family, shape: ModelShape, found: Mapping[str, tuple[int, ...]]) -> Family:

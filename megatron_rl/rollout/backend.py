@@ -140,9 +140,10 @@ class EngineSpec:
         return vision_of(self.model.path)
 
     @property
-    def keeps_tower(self) -> bool:
-        """Whether the engine has a vision tower from the model's folder, which no push changes."""
-        return self.vision is not None and not self.trains_tower
+    def keeps_weights(self) -> bool:
+        """Whether the engine has weights of the model's folder that no push changes: the base model of adapters, or a
+        frozen vision tower. A sleeping engine keeps them in the node's memory."""
+        return self.adapters is not None or (self.vision is not None and not self.trains_tower)
 
     @property
     def forbidden_ids(self) -> tuple[int, ...]:
