@@ -77,4 +77,4 @@ class HeldSampler(VllmSampler):
     def __init__(self, spec) -> None:
         super().__init__(spec)
         self._thread = HeldThread(RequestQueue(self._give, self._completion), lambda: self.weights.version)
-        self.weights = HeldWeights(self._thread, spec.rollout, self._progress, spec.shares_gpus)
+        self.weights = HeldWeights(self._thread, spec, self._progress)

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.utils import unwrap_model
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.adapters import Adapting
@@ -38,7 +40,7 @@ from megatron_rl.actor.megatron_settings import build
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32, prepare_routers
 from megatron_rl.actor.multi_token import add_head
 from megatron_rl.actor.norm import Norm, PostNormLayer
-from megatron_rl.actor.tower import add_deep
+from megatron_rl.actor.tower import add_deep, build_tower
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
@@ -164,7 +166,7 @@ def build_model(
     is_frozen: bool = False,
 ) -> list[DistributedDataParallel]:
     """Build this rank's pipeline stage, wrapped for its type and data parallelism: one model for each virtual stage,
-    in order of depth. A frozen one has no gradients."""
+    in order of depth. A frozen one has no gradients. A trained vision tower is the first one's `visual`."""
     parallel = policy.parallel
     config = transformer_config(shape, model, parallel, policy.megatron.transformer)
     if parallel.context > 1 and platform.device().type != "cpu" and config.transformer_impl == "local":
@@ -174,7 +176,19 @@ def build_model(
             f"for CPUs only, but {obstacle}; set context to 1, or see model.layers"
         )
     chunks = range(parallel.virtual)
-    return [_build_chunk(shape, config, policy, stage, chunk, adapting, is_frozen) for chunk in chunks]
+    models = [_build_chunk(shape, config, policy, stage, chunk, adapting, is_frozen) for chunk in chunks]
+    if stage == 0 and shape.tower:
+        # Megatron's wrapper for two bytes, which is around the model already, would round its rotary frequencies.
+        tower = build_tower(Path(model.path), config.params_dtype, model.recompute == "full")
+        for parameter in tower.parameters():  # each rank's tokens give a part of its gradient
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # it is Megatron's
+        unwrap_model(models[0]).visual = tower
+    is_split = parallel.data * parallel.context > 1
+    ours = {"grad_reduce_in_fp32": policy.optimizer.gradients == "float32", "use_distributed_optimizer": is_split}
+    # On CPUs, communication during the backward pass would take the cores from it.
+    fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
+    ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
+    return [DistributedDataParallel(config, ddp, model) for model in models]
 
 
 def _build_chunk(
@@ -185,7 +199,7 @@ def _build_chunk(
     chunk: int,
     adapting: Adapting | None,
     is_frozen: bool,
-) -> DistributedDataParallel:
+) -> torch.nn.Module:
     parallel, fused = policy.parallel, config.transformer_impl == "transformer_engine"
     number = chunk if parallel.virtual > 1 else None
     layers = parallel.mesh.layer_range(shape.num_layers, stage, chunk)
@@ -230,15 +244,10 @@ def _build_chunk(
         adapting.adapt(gpt, "" if number is None else f"chunk{number}.")
     if is_frozen:
         gpt.requires_grad_(False)
-    wrapped = Float16Module(config, gpt) if config.bf16 or config.fp16 else gpt
+    wrapped: torch.nn.Module = Float16Module(config, gpt) if config.bf16 or config.fp16 else gpt
     keep_biases_in_float32([gpt])
     _keep_rates_in_float32(gpt, shape)
-    is_split = parallel.data * parallel.context > 1
-    ours = {"grad_reduce_in_fp32": policy.optimizer.gradients == "float32", "use_distributed_optimizer": is_split}
-    # On CPUs, communication during the backward pass would take the cores from it.
-    fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
-    ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
-    return DistributedDataParallel(config, ddp, wrapped)
+    return wrapped
 
 
 def _keep_rates_in_float32(gpt: GPTModel, shape: ModelShape) -> None:

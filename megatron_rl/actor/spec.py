@@ -75,6 +75,10 @@ def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
         )
     if policy.multi_token != "drop":
         _check_head(shape, policy)
+    if policy.vision_tower == "trained" and shape.vision is None:
+        raise ValueError(
+            "policy.vision_tower is trained, but the model is trained as a text model, without a tower; leave it out"
+        )
     if shape.mixture is None:
         for name in OF_MIXTURES:
             if value := getattr(policy, name):

@@ -31,8 +31,7 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.multi_token import HeadLoss, drafting_hidden
 from megatron_rl.actor.packing import Microbatch, RoutedRow, Routes, multiplicity, targets_after_next
-from megatron_rl.actor.row_images import RowImages
-from megatron_rl.actor.tower import SeenImages, Tower
+from megatron_rl.actor.tower import SeenImages, Tower, beside
 from megatron_rl.actor.value_head import values
 from megatron_rl.algorithms.columns import FirstPass, support_of
 from megatron_rl.algorithms.logprobs import Extra, VocabularyShard, draft_logprobs, token_logprobs
@@ -129,8 +128,9 @@ class Schedule:
             if self.shape.mixture is not None:
                 packed.routed = self._routed(batch)
             with spans.span("forward", i):
-                if batch.images and (gpt := unwrap_model(model)).pre_process:
-                    packed.images, extra["decoder_input"] = self._seen(batch, batch.images, gpt)
+                gpt, tower = unwrap_model(model), self.tower
+                if tower and gpt.pre_process and (batch.images or tower.trained):
+                    packed.images, extra["decoder_input"] = self._seen(batch, tower, gpt)
                 output = model(
                     input_ids=self._part(batch.ids_T, batch)[None],
                     position_ids=None,
@@ -264,18 +264,21 @@ class Schedule:
         known = routes and Routes(self._own(routes.expert_TLK, batch), self._own(routes.is_known_T, batch))
         return RoutedRow(self._own(multiplicity(batch), batch), known)
 
-    def _seen(self, batch: Microbatch, images: RowImages, gpt: GPTModel) -> tuple[SeenImages, Tensor]:
-        """What the tower computes for this rank's tokens, and their embeddings with it, [t, 1, H]."""
-        assert self.tower is not None, "a model with images has one on its first stage"
+    def _seen(self, batch: Microbatch, tower: Tower, gpt: GPTModel) -> tuple[SeenImages | None, Tensor]:
+        """What the tower computes for this rank's tokens, if the row has images, and their embeddings with it,
+        [t, 1, H]."""
         embedded_t1H = gpt.embedding(input_ids=self._part(batch.ids_T, batch)[None], position_ids=None)
+        if (images := batch.images) is None:
+            return None, beside(embedded_t1H, tower.trained)[0]
         number_T = torch.full((len(batch.ids_T),), -1)
         number_T[images.index_M] = torch.arange(len(images.index_M))
         number_t = self._own(number_T, batch)
         index_I = (number_t >= 0).nonzero().squeeze(1).to(platform.device())
         mine_I = number_t[number_t >= 0].to(platform.device())
-        embedding_IH, *deep = (whole_MH[mine_I] for whole_MH in self.tower.outputs(images.pictures))
-        seen = SeenImages(index_I, embedding_IH.to(embedded_t1H.dtype), tuple(deep))
-        return seen, embedded_t1H.index_copy(0, index_I, seen.embedding_IH[:, None])
+        embedding_IH, *deep = (whole_MH[mine_I] for whole_MH in tower.outputs(images.pictures))
+        embedding_I1H = embedding_IH[:, None].to(embedded_t1H.dtype)
+        input_t1H, copies = beside(embedded_t1H.index_copy(0, index_I, embedding_I1H), deep)
+        return SeenImages(index_I, copies), input_t1H
 
     def _own(self, x_T: Tensor, batch: Microbatch) -> Tensor:
         """The values of the tokens that this rank's layers see between their linear ones."""

@@ -1,6 +1,9 @@
-"""The vision tower of the first pipeline stage: transformers' own module, with frozen weights, in every rank of the
-stage. What it computes of an image takes the place of the embeddings of the image's tokens, and is added to the outputs
-of the first layers (DeepStack).
+"""The vision tower of the first pipeline stage: transformers' own module, whole in every rank of the stage. What it
+computes of an image takes the place of the embeddings of the image's tokens, and is added to the outputs of the first
+layers (DeepStack).
+
+A trained tower is a part of the model (`GPTModel.visual`), with a row in the family's table for each of its tensors. A
+rank has the gradient of its own tokens, and the ranks' gradients are added up as those of norms are.
 
 Invariant (tests/ranks): log-probs and gradients equal transformers' for the whole model, in every layout.
 
@@ -30,51 +33,90 @@ class SeenImages(NamedTuple):
 
     index_I: Tensor
     """int64: their places among the rank's tokens."""
-    embedding_IH: Tensor
-    deep: tuple[Tensor, ...]
+    deep: Sequence[Tensor]
     """[I, H] each: what is added to the output of the first layers."""
 
 
 class Tower:
-    def __init__(self, folder: Path, pictures: Pictures, dtype: torch.dtype) -> None:
-        """
-        Args:
-            folder: the Hugging Face folder of the whole model.
-
-        Raises:
-            ValueError: the folder does not hold the weights of its tower.
-        """
-        from transformers import AutoConfig, AutoModel
-
-        self._pictures, self._dtype = pictures, dtype
-        config = AutoConfig.from_pretrained(folder).vision_config
-        build: Any = AutoModel.from_config
-        self._module: nn.Module = build(config, dtype=dtype).eval().requires_grad_(False)
-        self._module.load_state_dict(tower_weights(folder, dtype))
-        self._module.to(platform.device())
+    def __init__(self, module: nn.Module, pictures: Pictures, dtype: torch.dtype) -> None:
+        self._module, self._pictures, self._dtype = module, pictures, dtype
+        self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        """All of its parameters, or none if it is frozen."""
         self._known: dict[str, tuple[Tensor, ...]] = {}
-        """What it has computed, by the digests of the images. It never changes, because the tower is frozen."""
+        """What a frozen tower has computed, by the digests of the images. It never changes."""
 
-    @torch.no_grad()
     def outputs(self, pictures: Sequence[Picture]) -> list[Tensor]:
         """[M, H] each: the embeddings of the tokens of these images in turn, and what each of the first layers adds."""
-        if sum(part.nbytes for parts in self._known.values() for part in parts) > MOST_SEEN_BYTES:
-            self._known.clear()
+        known: dict[str, tuple[Tensor, ...]] = {} if self.trained else self._known
+        if sum(part.nbytes for parts in known.values() for part in parts) > MOST_SEEN_BYTES:
+            known.clear()
         for picture in pictures:
-            if picture.digest not in self._known:
+            if picture.digest not in known:
                 patches = torch.from_numpy(self._pictures.patches(picture)).to(platform.device(), self._dtype)
                 grid = torch.tensor([[1, picture.num_rows, picture.num_columns]], device=platform.device())
                 out = self._module(patches, grid_thw=grid)
-                self._known[picture.digest] = (out.pooler_output, *getattr(out, "deepstack_features", ()))
-        return [torch.cat(parts) for parts in zip(*(self._known[one.digest] for one in pictures), strict=True)]
+                known[picture.digest] = (out.pooler_output, *getattr(out, "deepstack_features", ()))
+        return [torch.cat(parts) for parts in zip(*(known[one.digest] for one in pictures), strict=True)]
 
 
-def tower_of(spec: ActorSpec, stage: int) -> Tower | None:
-    """The tower of a rank of the first stage, if the model sees images."""
+def build_tower(folder: Path, dtype: torch.dtype, recompute: bool) -> nn.Module:
+    """The module of the tower of the whole model in a Hugging Face folder, without its weights.
+
+    Args:
+        recompute: it keeps the inputs of its layers alone, and computes them again in the backward pass.
+    """
+    from transformers import AutoConfig, AutoModel
+
+    build: Any = AutoModel.from_config
+    module: Any = build(AutoConfig.from_pretrained(folder).vision_config, dtype=dtype).eval()
+    if recompute:
+        module.train()  # transformers asks for it, and the tower has no dropout
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    on_device: nn.Module = module.to(platform.device())
+    return on_device
+
+
+def tower_of(spec: ActorSpec, stage: int, gpt: Any) -> Tower | None:
+    """The tower of a rank of the first stage, if the model sees images.
+
+    Args:
+        gpt: the rank's first model, which has the tower if it is trained.
+
+    Raises:
+        ValueError: a tower is frozen, and the model's folder does not hold its weights.
+    """
     if stage or spec.shape.vision is None:
         return None
-    folder = Path(spec.model.path)
-    return Tower(folder, Pictures(folder, Path(spec.pictures)), getattr(torch, spec.model.dtype))
+    folder, dtype = Path(spec.model.path), getattr(torch, spec.model.dtype)
+    if spec.shape.vision.trained:
+        module = gpt.visual
+    else:
+        module = build_tower(folder, dtype, recompute=False).requires_grad_(False)
+        module.load_state_dict(tower_weights(folder, dtype))
+    return Tower(module, Pictures(folder, Path(spec.pictures)), dtype)
+
+
+def beside(hidden: Tensor, others: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """The first layer's input as it is, and copies of other tensors, which layers may read.
+
+    In the backward pass the input's gradient is complete when all layers have computed theirs, also if a layer is
+    computed again there. The others then get the gradients of their copies, or zeros: every parameter of a tower takes
+    part in each backward pass, because the reduction over the ranks waits for all of them.
+    """
+    copies = [other.detach().requires_grad_(other.requires_grad) for other in others]
+    output: Tensor = _Beside.apply(hidden, copies, *others)  # type: ignore[no-untyped-call]  # torch has no types
+    return output, copies
+
+
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, copies: Sequence[Tensor], *others: Tensor) -> Tensor:
+        ctx.copies = copies
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, *(torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in ctx.copies)
 
 
 def add_deep(gpt: GPTModel, vision: Vision) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
@@ -116,7 +117,7 @@ class MegatronTrainer:
             self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
             context = ContextRank.of(self.mesh, rank)
             also = [one for one in get_args(Extra) if one in spec.objective.needs]
-            more = also, context, spec.forbidden, tower_of(spec, stage)
+            more = also, context, spec.forbidden, tower_of(spec, stage, unwrap_model(self.chunks[0]))
             self.schedule = Schedule(self.chunks, spec.shape, spec.temperature, *more)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")

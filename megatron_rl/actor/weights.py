@@ -57,7 +57,12 @@ def load_weights(actor: MegatronTrainer, folder: Path) -> None:
     for shard in actor.shards:
         shards.setdefault(shard.local_name, []).append(shard)
     with actor.agreement.on_errors():
-        source = open_checkpoint(Path(folder))
+        source = open_checkpoint(Path(folder), tower=bool(shape.tower))
+        if source.shape.tower.keys() != shape.tower.keys():
+            raise ValueError(
+                f"{folder} {'has' if source.shape.tower else 'lacks'} a vision tower that is trained, and "
+                f"policy.vision_tower says otherwise; change it, or take a Hugging Face folder of the whole model"
+            )
         if shape.multi_token:
             source.take_head()
         found = replace(ends_alike(source.shape), multi_token=shape.multi_token)
@@ -110,7 +115,7 @@ def export_hf(actor: MegatronTrainer, folder: Path) -> None:
         if actor.rank == 0 and (stored := open_head(source, shape)):
             keeps = actor.spec.multi_token != "drop"
             head = head_groups(stored, FAMILIES[shape.family], dtype) if actor.spec.multi_token == "keep" else []
-    tower = tower_files(source) if shape.vision else []
+    tower = tower_files(source) if shape.vision and not shape.tower else []
     num_files = len(files) + len(head) + len(tower)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)

@@ -25,7 +25,6 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from megatron_rl.bridge.intake import Parameters
 from megatron_rl.bridge.messages import Message
-from megatron_rl.bridge.unpacking import TOWER
 from megatron_rl.bridge.verification import (
     Arrived,
     Sums,
@@ -39,6 +38,7 @@ from megatron_rl.bridge.verification import (
 )
 from megatron_rl.models import Box, Shard, slices
 from megatron_rl.models.interleaving import are_zeros, described, part, whole
+from megatron_rl.types import TOWER
 
 IN_PLACE = {UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON, UnquantizedMoeBackend.CPU}
 """vLLM's kernels that read unquantised experts in the checkpoint's form. On Hopper vLLM chooses Triton's. On a CPU
@@ -74,7 +74,9 @@ class ModelParameters(Parameters):
             name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)
         }
         made = {id(parameter) for layer in self._latent.values() for parameter in layer._parameters.values()}
-        made |= {id(parameter) for name, parameter in model.named_parameters() if name.startswith(TOWER)}
+        shards = list(shards)
+        if not any(shard.local_name.startswith(TOWER) for shard in shards):  # the folder's, which no push changes
+            made |= {id(parameter) for name, parameter in model.named_parameters() if name.startswith(TOWER)}
         forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
         for prefix, layer, formed in repacked_layers(model):
             for name in layer._parameters:
@@ -82,7 +84,6 @@ class ModelParameters(Parameters):
                     forms.pop(f"{prefix}.{name}", None)
             for name, form in formed.items():
                 forms[f"{prefix}.{name}"], self._layers[f"{prefix}.{name}"] = form, layer
-        shards = list(shards)
         names = {shard.local_name for shard in shards}
         for name in are_zeros(forms, names):
             if name not in self._layers:

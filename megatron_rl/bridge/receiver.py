@@ -114,7 +114,7 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
             self._intake = Intake(setup, init_info.engine, parallel.rank, slot, self.device)
             return {}
         if self.device.type == "cpu":
-            unpack(self.model)
+            unpack(self.model, with_tower=bool(setup.shape.tower))
         parameters = ModelParameters(self.model, self.model_config, self.device, shards, side)
         self._intake = Intake(setup, init_info.engine, parallel.rank, parameters, self.device)
         self._parameters = parameters

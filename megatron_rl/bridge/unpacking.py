@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TOWER = "visual."
-"""The beginning of the names of a vision tower's parameters in vLLM. The engine has loaded them from the model's
-folder, and no push changes them."""
+from megatron_rl.types import TOWER
 
 
-def unpack(model: nn.Module) -> None:
+def unpack(model: nn.Module, with_tower: bool) -> None:
     """Undo vLLM's packing for a CPU: the forward pass reads full parameters, and the next push gives them values. A
-    vision tower, which no push changes, stays as it is."""
+    vision tower that no push changes stays as it is."""
     for name, layer in model.named_modules():
-        if name.startswith(TOWER):
+        if name.startswith(TOWER) and not with_tower:
             continue
         if hasattr(layer, "cpu_linear"):
             _unpack_linear(layer)

@@ -109,6 +109,7 @@ class EngineRank(TracedProcess):
                 shares_gpus=config.cluster.colocate,
                 loads_weights=self.loads_weights,
                 make_answers=self._make_answers(),
+                trains_tower=config.policy.vision_tower == "trained",
                 pictures=config.pictures_folder,
                 adapters=config.served_adapters,
                 keeps_statistics=self._endpoint is not None,
@@ -188,8 +189,7 @@ class EngineRank(TracedProcess):
     ) -> tuple[Any, ...]:
         """Some of the answers of a group and their continuations (`asked.Answered`), and the objects with their tokens
         (`payloads.objects_of`), which become separate objects in Ray's store."""
-        paths = [Path(path) for path in earlier]
-        given = await self.engine.answer(ticket, asked, samples, version, batch, paths)
+        given = await self.engine.answer(ticket, asked, samples, version, batch, [*map(Path, earlier)])
         tokens = [one for part in given for _, one in part]
         counts, objects = objects_of(tokens, len(samples), self.config.policy.routing_replay)
         return (*([rollout for rollout, _ in part] for part in given), counts), *objects

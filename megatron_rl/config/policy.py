@@ -211,13 +211,17 @@ class PolicyConfig(Section):
     """What a trained head learns: the `sampled` tokens, or the distribution of the `policy` over its 32 most probable
     tokens."""
 
+    vision_tower: Literal["frozen", "trained"] = "frozen"
+    """Whether the vision tower of a model that sees images is trained with its text, or stays as in `model.path`."""
+
     @property
     def adapters(self) -> Adapters | None:
         return self.lora.adapters if self.lora else None
 
     def adapted(self, shape: ModelShape) -> ModelShape:
-        """The model with the adapters and the multi-token head that are trained."""
-        return replace(shape, adapters=self.adapters, multi_token=self.multi_token == "train")
+        """The model with the adapters, the multi-token head and the vision tower that are trained."""
+        vision = shape.vision and replace(shape.vision, trained=self.vision_tower == "trained")
+        return replace(shape, adapters=self.adapters, multi_token=self.multi_token == "train", vision=vision)
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:
         yield from self.optimizer.wider_gradients("policy", run.model.dtype)

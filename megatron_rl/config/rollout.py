@@ -262,10 +262,10 @@ class RolloutConfig(Section):
                 f"rollout.max_response_tokens = {longest}, which would fit no micro-batch; raise "
                 "max_tokens_per_microbatch, or set balance.oversize to alone"
             )
-        if self.max_lag and self.prefix_cache == "salted":
+        if self.prefix_cache == "salted" and (self.max_lag or run.policy.vision_tower == "trained"):
             yield (
-                "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "
-                "rollout.max_lag no token could show whether engine and trainer agree; set prefix_cache to cleared"
+                "rollout.prefix_cache: salted lets running answers keep what older weights have computed; with max_lag "
+                "or a trained policy.vision_tower engine and trainer then disagree; set prefix_cache to cleared"
             )
         if self.late != "wait" and not self.one_by_one:
             yield (

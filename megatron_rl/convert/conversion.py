@@ -57,6 +57,8 @@ class Conversion:
     def left_out(self) -> dict[str, int]:
         """How many tensors of the source are in no file, by the reason."""
         counts = dict(Counter(self.source.ignored.values()))
+        if self.source.shape.tower:
+            counts["a vision tower is another part of the model than its text"] = len(self.source.shape.tower)
         head = FAMILIES[self.shape.family].multi_token
         if head and self.num_kept:
             counts.pop(head.reason, None)

@@ -138,7 +138,11 @@ class Source:
 
 
 def open_checkpoint(
-    folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str, Any] | None = None, adapters: bool = False
+    folder: Path,
+    kind: str = manifest.WEIGHTS,
+    fields: dict[str, Any] | None = None,
+    adapters: bool = False,
+    tower: bool = False,
 ) -> Source:
     """Open a checkpoint of any form.
 
@@ -147,6 +151,7 @@ def open_checkpoint(
             (`manifest.WEIGHTS` names the kinds). Only regions of this kind are opened.
         fields: the folder's manifest, if it has been read already.
         adapters: whether a checkpoint of adapters, without their base model, may be opened.
+        tower: whether the vision tower of a Hugging Face folder is opened, too.
 
     Raises:
         ValueError: the folder has none of the three forms, or it is damaged or incomplete.
@@ -177,7 +182,13 @@ def open_checkpoint(
             )
         shape = replace(shape, adapters=held)
     if fields:
-        shape = replace(shape, multi_token=manifest.saved_shape(folder, fields).multi_token)
+        saved = manifest.saved_shape(folder, fields)
+        shape, tower = (
+            replace(shape, multi_token=saved.multi_token),
+            tower if form == manifest.HUB else bool(saved.tower),
+        )
+    if tower and shape.vision:
+        shape = replace(shape, vision=replace(shape.vision, trained=True))
     source = Source(folder, form, shape, None, True, fields)
     if fields:
         manifest.check_shape(folder, fields, shape)

@@ -29,7 +29,7 @@ from megatron_rl.models.family import Family
 from megatron_rl.models.rule import Rule
 from megatron_rl.models.view import InFile
 from megatron_rl.models.vision import PREFIXES, vision_of
-from megatron_rl.types import ModelShape
+from megatron_rl.types import TOWER, ModelShape
 
 T = TypeVar("T")
 _DTYPE, _TIED = ("dtype", "torch_dtype"), "tie_word_embeddings"
@@ -62,10 +62,14 @@ class Composite:
 
     def own_name(self, name: str) -> str | None:
         """The name that a tensor has in a folder of the text model alone; None if it belongs to another part."""
-        for theirs, own in self.prefixes if not name.startswith(PREFIXES) else ():
-            if name.startswith(theirs):
+        for theirs, own in self.prefixes:
+            if name.startswith(theirs) and (own == TOWER or not name.startswith(PREFIXES)):
                 return own + name.removeprefix(theirs)
         return None
+
+    def with_tower(self) -> Composite:
+        """The same for a model whose vision tower is trained as a part of it."""
+        return replace(self, prefixes=(*((theirs, TOWER) for theirs in PREFIXES), *self.prefixes))
 
     def whole_name(self, name: str) -> str:
         """A name that a tensor of the text model alone has in a folder of all parts, the first of several."""
@@ -116,13 +120,13 @@ def in_whole(shape: ModelShape, tensors: Mapping[str, T]) -> dict[str, T]:
     """What belongs to tensors of a text model, by their names in files of the whole model, if the model sees images."""
     if shape.vision is None:
         return dict(tensors)
-    composite = COMPOSITES[shape.vision.model_type]
+    composite = COMPOSITES[shape.vision.model_type].with_tower()
     return {composite.whole_name(name): value for name, value in tensors.items()}
 
 
 def name_alone(shape: ModelShape, name: str) -> str:
     """The name that a tensor of the text model has in a folder of its own."""
-    return name if shape.vision is None else COMPOSITES[shape.vision.model_type].own_name(name) or name
+    return name if shape.vision is None else COMPOSITES[shape.vision.model_type].with_tower().own_name(name) or name
 
 
 def text_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,9 +203,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def composite_of(folder: Path) -> Composite | None:
+def composite_of(folder: Path, with_tower: bool = False) -> Composite | None:
     """None if the folder holds a text model alone."""
-    return COMPOSITES.get(str(json.loads((folder / "config.json").read_text()).get("model_type")))
+    found = COMPOSITES.get(str(json.loads((folder / "config.json").read_text()).get("model_type")))
+    return found.with_tower() if found and with_tower else found
 
 
 def as_in_files(family: Family, shape: ModelShape, found: Mapping[str, tuple[int, ...]]) -> Family:

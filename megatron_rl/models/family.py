@@ -18,7 +18,7 @@ from typing import Any
 from megatron_rl.models import divisions
 from megatron_rl.models.adapters import adapter_rules, output_adapter_rules
 from megatron_rl.models.multi_token import HEAD_EMBEDDING, HEAD_LAYER, MultiTokenHead
-from megatron_rl.models.placement import Placed, Placement, engine_layers, linear_experts, place_row
+from megatron_rl.models.placement import Placed, Placement, engine_layers, linear_experts, place_row, whole_tensor
 from megatron_rl.models.rule import VALUE_HEAD, Ignored, Rule
 from megatron_rl.models.shards import Shard
 from megatron_rl.models.splits import Sizes, part
@@ -122,7 +122,7 @@ class Family(Traits):
         for number, layer in enumerate(shape.layers):
             prefix = self.hf_layer.format(number)
             tensors.update((prefix + name, extents) for name, extents in rows[layer])
-        return tensors | self.head_tensors(shape)
+        return tensors | self.head_tensors(shape) | shape.tower
 
     def views(self, shape: ModelShape) -> dict[str, View]:
         """The views of the HF tensors that files hold in another form, by name."""
@@ -203,7 +203,8 @@ class Family(Traits):
             first = stage == 0 and chunk == 0
             last = stage == mesh.pipeline - 1 and chunk == mesh.virtual - 1
             prefix = f"chunk{chunk}." if mesh.virtual > 1 else ""
-            if first:
+            if first:  # of a tower every tensor-parallel rank has the whole
+                placed += [Placed(whole_tensor(*one), "", prefix) for one in shape.tower.items()]
                 placed.append(Placed(place(self.embedding), "", prefix))
             for i, number in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
                 layer = shape.layers[number]

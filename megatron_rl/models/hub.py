@@ -135,7 +135,8 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
     files = weight_files(folder)
     if not files:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
-    index = HubIndex(FAMILIES[shape.family], {}, {}, read_blocks(folder), composite=composite_of(folder))
+    composite = composite_of(folder, bool(shape.tower))
+    index = HubIndex(FAMILIES[shape.family], {}, {}, read_blocks(folder), composite=composite)
     headers = {path: index.of_text(read_header(path)) for path in files}
     if index.composite:
         found = {name: extents for header in headers.values() for name, (_, extents, _) in header.items()}

@@ -79,6 +79,12 @@ def place_row(
     return Placement(local_name, tuple(boxes), experts, rule.is_sent_as_float32)
 
 
+def whole_tensor(name: str, extents: tuple[int, ...]) -> Placement:
+    """The placement of an HF tensor that a rank has whole, under the same name."""
+    box = tuple((0, length) for length in extents)
+    return Placement(name, ((name, box, box),), None)
+
+
 def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
     return tuple((start, stop) if d == dim else (0, length) for d, length in enumerate(extent))
 

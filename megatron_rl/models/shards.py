@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from megatron_rl.types import TOWER
+
 Box = tuple[tuple[int, int], ...]
 """The half-open interval [start, stop) of each tensor dim."""
 
@@ -94,5 +96,6 @@ def check_parameters(shards: Iterable[Shard], live: dict[str, tuple[int, ...]], 
 
 def is_vocabulary(local_name: str) -> bool:
     """Whether the parameter is of the embedding or the output layer, and has rows of the vocabulary: an adapter's A has
-    none. Only these have padding rows."""
-    return any(part in local_name for part in ("embed", "output_layer", "lm_head")) and ".lora_A" not in local_name
+    none, nor has a vision tower. Only these have padding rows."""
+    without = ".lora_A" in local_name or TOWER in local_name
+    return any(part in local_name for part in ("embed", "output_layer", "lm_head")) and not without

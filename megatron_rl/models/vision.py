@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.models.config_values import flag, size, whole_numbers
-from megatron_rl.types import Picture, Vision
+from megatron_rl.types import TOWER, Picture, Vision
 
 TOWERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """The values of `model_type` whose towers run here."""
-PREFIXES = ("model.visual.", "visual.")
-"""The beginnings of the names of a tower's tensors; Qwen2.5-VL is published with the second."""
+PREFIXES = (f"model.{TOWER}", TOWER)
+"""The beginnings of the names of a tower's tensors in files; Qwen2.5-VL is published with the second."""
 
 
 def read_vision(config: Mapping[str, Any]) -> Vision | None:
@@ -47,36 +47,45 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
         num_deep=len(tower.get("deepstack_visual_indexes", ())),
         sections=(first, second, third),
         interleaved=flag(rope, "mrope_interleaved", absent=not is_first),
-        num_parameters=_first_parameters(tower) if is_first else _parameters(tower),
+        tower=_tower(tower, is_first),
     )
 
 
-def _first_parameters(tower: Mapping[str, Any]) -> int:
-    """The number of parameters of Qwen2.5-VL's tower, which has gated MLPs, and norms without biases."""
-    hidden, ffn = size(tower, "hidden_size"), size(tower, "intermediate_size")
-    block = 2 * hidden + 4 * hidden * (hidden + 1) + 2 * ffn * (hidden + 1) + hidden * (ffn + 1)
-    return size(tower, "depth") * block + hidden * _patch(tower) + hidden + _merger(tower)
+def _tower(config: Mapping[str, Any], is_first: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The names and extents of a tower's tensors. Qwen2.5-VL's, the first, has gated MLPs, and norms without biases.
+    Qwen3-VL's has a table of positions, and a merger for each layer that it adds to."""
+    hidden, ffn, out = (size(config, key) for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
+    side, wide = size(config, "patch_size"), hidden * size(config, "spatial_merge_size", 2) ** 2
+    found: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (hidden, 3, size(config, "temporal_patch_size", 2), side, side)
+    }
 
+    def norm(name: str, width: int) -> None:
+        found.update((f"{name}.{part}", (width,)) for part in (("weight",) if is_first else ("weight", "bias")))
 
-def _parameters(tower: Mapping[str, Any]) -> int:
-    """The same of Qwen3-VL's tower, which has a table of positions, and a merger for each layer that it adds to."""
-    hidden, ffn = size(tower, "hidden_size"), size(tower, "intermediate_size")
-    block = 4 * hidden + 4 * hidden * (hidden + 1) + ffn * (hidden + 1) + hidden * (ffn + 1)
-    ends = hidden * (_patch(tower) + 1 + size(tower, "num_position_embeddings", 2304) + 2)
-    deep = len(tower.get("deepstack_visual_indexes", ()))
-    norm = 2 * hidden * size(tower, "spatial_merge_size", 2) ** 2
-    return size(tower, "depth") * block + ends + _merger(tower) + deep * (norm + _merger(tower))
+    def linear(name: str, rows: int, columns: int) -> None:
+        found.update({f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)})
 
-
-def _patch(tower: Mapping[str, Any]) -> int:
-    """The numbers of a patch."""
-    return 3 * size(tower, "temporal_patch_size", 2) * size(tower, "patch_size") ** 2
-
-
-def _merger(tower: Mapping[str, Any]) -> int:
-    """The number of parameters of a merger's two linear layers."""
-    wide = size(tower, "hidden_size") * size(tower, "spatial_merge_size", 2) ** 2
-    return wide * (wide + 1) + (wide + 1) * size(tower, "out_hidden_size")
+    inner, last = (("gate_proj", "up_proj"), "down_proj") if is_first else (("linear_fc1",), "linear_fc2")
+    for block in (f"blocks.{i}" for i in range(size(config, "depth"))):
+        for name in ("norm1", "norm2"):
+            norm(f"{block}.{name}", hidden)
+        linear(f"{block}.attn.qkv", 3 * hidden, hidden)
+        linear(f"{block}.attn.proj", hidden, hidden)
+        for name in inner:
+            linear(f"{block}.mlp.{name}", ffn, hidden)
+        linear(f"{block}.mlp.{last}", hidden, ffn)
+    mergers = [("merger", hidden)]
+    if not is_first:
+        found |= {"patch_embed.proj.bias": (hidden,)}
+        found |= {"pos_embed.weight": (size(config, "num_position_embeddings", 2304), hidden)}
+        num_deep = len(config.get("deepstack_visual_indexes", ()))
+        mergers += [(f"deepstack_merger_list.{i}", wide) for i in range(num_deep)]
+    for merger, width in mergers:
+        norm(f"{merger}.{'ln_q' if is_first else 'norm'}", width)
+        linear(f"{merger}.{'mlp.0' if is_first else 'linear_fc1'}", wide, wide)
+        linear(f"{merger}.{'mlp.2' if is_first else 'linear_fc2'}", out, wide)
+    return tuple((TOWER + name, extents) for name, extents in found.items())
 
 
 def vision_of(folder: Path) -> Vision | None:

@@ -66,7 +66,7 @@ class EngineMemory:
         """
         holds = HOLDS["engine"]
         present = {row: [phase for phase, held in holds.items() if part in held] for row, part in PARTS.items()}
-        # No push brings the base model of adapters again, nor a vision tower.
+        # No push brings the base model of adapters again, nor a frozen vision tower; a trained one is counted, too.
         keeps = kept or any({SLOT, IMAGES} & stage.parts.keys() for stage in self.stages)
         copied = ["weights", SLOT] if keeps else []
         stages = [stage.sharing(present, copied=copied, to="trainers") for stage in self.stages]

@@ -122,8 +122,10 @@ def trainer_memory(
 
 
 def _tower(shape: ModelShape, stage: int, width: int) -> int:
-    """The bytes of a frozen vision tower, and of what it keeps of images."""
-    return 0 if stage or shape.vision is None else shape.vision.num_parameters * width + MOST_SEEN_BYTES
+    """The bytes of a frozen vision tower, and of what it keeps of images. A trained one is a part of the model."""
+    if stage or shape.vision is None or shape.vision.trained:
+        return 0
+    return shape.vision.num_parameters * width + MOST_SEEN_BYTES
 
 
 def _copied_bytes(held: RankParameters, mesh: Mesh, optimizer: OptimizerConfig) -> float:

@@ -122,6 +122,8 @@ class EngineSpec:
     """The adapters that the bridge brings. The engine then loads the base model from the model's folder."""
     keeps_statistics: bool = False
     """Whether vLLM keeps statistics of its steps and requests, which its own metrics are made of."""
+    trains_tower: bool = False
+    """Whether the bridge also brings the vision tower; otherwise the engine loads it from the model's folder."""
     pictures: Path = Path()
     """The folder of the run's images (data/pictures.py)."""
     make_answers: MakeAnswers | None = None
@@ -136,6 +138,12 @@ class EngineSpec:
     def vision(self) -> Vision | None:
         """How the model sees images; None if it reads text alone."""
         return vision_of(self.model.path)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the engine has weights of the model's folder that no push changes: the base model of adapters, or a
+        frozen vision tower. A sleeping engine keeps them in the node's memory."""
+        return self.adapters is not None or (self.vision is not None and not self.trains_tower)
 
     @property
     def forbidden_ids(self) -> tuple[int, ...]:

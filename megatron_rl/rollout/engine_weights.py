@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording
-from megatron_rl.rollout.backend import BackendWeights
+from megatron_rl.rollout.backend import BackendWeights, EngineSpec
 from megatron_rl.rollout.drafts import Drafts
 from megatron_rl.rollout.engine_thread import EngineThread, Result
 from megatron_rl.rollout.progress import Progress
@@ -28,25 +27,15 @@ class EngineWeights(BackendWeights):
     def __init__(
         self,
         thread: EngineThread,
-        rollout: RolloutConfig,
+        spec: EngineSpec,
         progress: Progress | None,
-        shares_gpus: bool,
-        keeps_weights: bool = False,
-        loads_weights: bool = False,
         drafts: Drafts | None = None,
     ) -> None:
-        """
-        Args:
-            keeps_weights: a push does not bring all weights, as with adapters or a vision tower. A sleeping engine
-                keeps them in the node's memory.
-            loads_weights: no push brings weights: where GPUs are shared, it is a teacher.
-        """
-        self._thread, self._rollout, self._progress, self._shares_gpus = thread, rollout, progress, shares_gpus
-        self._keeps_weights, self._loads_weights, self._drafts = keeps_weights, loads_weights, drafts
-        self.works: Phase = "scoring" if loads_weights else "generating"
+        self._thread, self._spec, self._progress, self._drafts = thread, spec, progress, drafts
+        self.works: Phase = "scoring" if spec.loads_weights else "generating"
         """The phase in which it answers, and begins."""
         self._phase: Phase = self.works
-        self._holds = HOLDS["teacher" if loads_weights else "engine"]
+        self._holds = HOLDS["teacher" if spec.loads_weights else "engine"]
         self.version: int | None = None
         """None: the engine holds no whole set of weights."""
         self._failure = ""
@@ -70,13 +59,13 @@ class EngineWeights(BackendWeights):
         await self._call(partial(self._enter, phase))
 
     def _enter(self, phase: Phase) -> None:
-        assert self._shares_gpus, "the engine has its GPUs for itself"
+        assert self._spec.shares_gpus, "the engine has its GPUs for itself"
         engine, awake = self._thread.engine, set(self._holds[self._phase])
         if awake - set(self._holds[phase]):
             self._thread.requests.abort(engine, f"the answer ended, because the engine entered the phase {phase}")
             # vLLM gives up everything at once, or nothing for good.
-            keeps = self._loads_weights or phase == "scoring"
-            engine.sleep(level=1 if keeps or self._keeps_weights else 2)
+            keeps = self._spec.loads_weights or phase == "scoring"
+            engine.sleep(level=1 if keeps or self._spec.keeps_weights else 2)
             awake = set()
             if not keeps:
                 self.version, self._failure = None, "its memory was lent to the trainers"
@@ -245,8 +234,12 @@ class EngineWeights(BackendWeights):
             if dispute:
                 raise RuntimeError(dispute)
             engine.set_weight_version(str(version))
-            if self._rollout.prefix_cache == "cleared" and not engine.reset_prefix_cache(reset_running_requests=True):
+            if self._spec.rollout.prefix_cache == "cleared" and not engine.reset_prefix_cache(
+                reset_running_requests=True
+            ):
                 raise RuntimeError("vLLM did not empty its prefix cache")
+            if self._spec.trains_tower:  # running requests have been preempted, and see their images again
+                engine.reset_encoder_cache()
         except Exception as error:
             self._fail(f": {error}")
             raise

@@ -167,7 +167,7 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
 
     model, rollout = spec.model, spec.rollout
     ours: dict[str, Any] = {
-        "load_format": "auto" if spec.loads_weights or spec.adapters else "dummy",
+        "load_format": "auto" if spec.loads_weights or spec.keeps_weights else "dummy",
         "dtype": model.dtype,
         "hf_overrides": {"head_dtype": "float32"},  # the trainer's logits are float32 too (algorithms/logprobs.py)
         "quantization": rollout.quantization,
@@ -197,9 +197,8 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
         ours["reasoning_config"] = _reasoning(Budgets(model.path, rollout, on_gpu))
     if rollout.beams is not None:
         ours["max_logprobs"] = min(rollout.beams.candidates, shape.vocab_size)
-    if shape.vision is not None:  # the tower's weights are the folder's, and the images patches already
-        ours |= {"load_format": "auto", "mm_device_do_normalize": False, "skip_mm_profiling": True}
-        ours |= {"mm_processor_cache_gb": 0}
+    if shape.vision is not None:  # the images are patches already
+        ours |= {"mm_device_do_normalize": False, "skip_mm_profiling": True, "mm_processor_cache_gb": 0}
     if (speculative := rollout.speculative) is not None:
         proposer = f"{NoProposer.__module__}.{NoProposer.__qualname__}"
         ours["speculative_config"] = {

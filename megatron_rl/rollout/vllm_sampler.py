@@ -70,11 +70,9 @@ class VllmSampler(Sampler):
         """The calls of each batch that wait for its last one; see `begin`."""
         self._num_requests, self._pins = 0, has_adapters and spec.rollout.num_adapters > 1
         self._progress = Progress(spec.record) if spec.record else None
-        shares, loads = spec.shares_gpus, spec.loads_weights
         speculative = spec.rollout.speculative
         self.drafts = Drafts(speculative.tokens) if speculative is not None else None
-        keeps = has_adapters or spec.vision is not None
-        self.weights = EngineWeights(self._thread, spec.rollout, self._progress, shares, keeps, loads, self.drafts)
+        self.weights = EngineWeights(self._thread, spec, self._progress, self.drafts)
 
     async def start(self) -> None:
         """Start vLLM.

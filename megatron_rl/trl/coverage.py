@@ -67,7 +67,7 @@ the same: objects whose methods are tools: `environment_factory`
     environment_owned_data_requires_max_steps multiple_environments_without_dataset_raises
 refused: a rollout of one's own, `rollout_func`
     generate_prefers_rollout_func rollout_func_dispatch rollout_func_fields
-different: images, with a vision tower that keeps its weights
+the same: images, with a trained vision tower
     train_vlm train_vlm_beta_non_zero train_vlm_importance_sampling train_vlm_vllm train_vlm_multi_image
     train_vlm_text_only train_vlm_mixed vlm_processor_vllm_colocate_mode
 refused: images together with adapters, with tools, or in four bits

@@ -10,7 +10,6 @@ from megatron_rl.trl.common import completed, replicas_of
 from megatron_rl.trl.environments import GivenEnvironments
 from megatron_rl.trl.mapping import configuration
 from megatron_rl.trl.models import GivenModel
-from megatron_rl.trl.notices import tell
 from megatron_rl.trl.prompts import longest_prompt
 from megatron_rl.trl.step_sizes import StepSizes
 
@@ -63,8 +62,7 @@ class GivenGrpo:
             bound = longest_prompt(self.model, args, self.train, self.heldout, self.environments)
             sections["rollout"]["max_prompt_tokens"] = bound
         if self.model.vision is not None:
-            sections["model"]["layers"] = "local"
-            tell("the vision tower keeps its weights in training, and TRL trains it, too, unless adapters are trained")
+            sections["model"]["layers"], sections["policy"]["vision_tower"] = "local", "trained"
         if self.environments:
             sections["rollout"]["environment"] = self.environments.section(args)
         return completed(sections, args, self.model.config, self.lora, folder)

@@ -57,7 +57,7 @@ from megatron_rl.types.step import (
     TokenSpan,
     TrainingRow,
 )
-from megatron_rl.types.vision import MOST_SEEN_BYTES, Picture, Vision, text_of_turn
+from megatron_rl.types.vision import MOST_SEEN_BYTES, TOWER, Picture, Vision, text_of_turn
 
 __all__ = [
     "Adapters",
@@ -105,6 +105,7 @@ __all__ = [
     "Scaling",
     "SoftmaxAttention",
     "StepBatch",
+    "TOWER",
     "TokenNumbers",
     "TokenReward",
     "TokenRewards",

@@ -97,6 +97,11 @@ class ModelShape:
         return replace(self, multi_token=False)
 
     @property
+    def tower(self) -> dict[str, tuple[int, ...]]:
+        """The extents of the tensors of a trained vision tower, by name; empty if there is none."""
+        return dict(self.vision.tower) if self.vision and self.vision.trained else {}
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 MOST_SEEN_BYTES = 2**30
-"""What a trainer rank keeps of images that its tower has seen. With more it begins again."""
+"""What a trainer rank keeps of images that its frozen tower has seen. With more it begins again."""
+TOWER = "visual."
+"""The beginning of the names of a vision tower's tensors in trainers and engines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,15 @@ class Vision:
     interleaved: bool
     """Whether the three take turns over the pairs, as long as height and width have some left, in place of three
     blocks."""
-    num_parameters: int = 0
-    """The number of the tower's parameters."""
+    tower: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), repr=False)
+    """The name, which begins with TOWER, and the extents of each tensor of the tower."""
+    trained: bool = False
+    """Whether the tower is trained as a part of the model."""
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the tower's parameters."""
+        return sum(prod(extents) for _, extents in self.tower)
 
     @property
     def axes(self) -> tuple[int, ...]:

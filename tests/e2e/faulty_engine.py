@@ -58,4 +58,4 @@ class FaultyWeights(EngineWeights):
 class FaultySampler(VllmSampler):
     def __init__(self, spec) -> None:
         super().__init__(spec)
-        self.weights = FaultyWeights(self._thread, spec.rollout, self._progress, spec.shares_gpus)
+        self.weights = FaultyWeights(self._thread, spec, self._progress)

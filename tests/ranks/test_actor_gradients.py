@@ -116,10 +116,14 @@ def rows(groups):
     return random_rows(VOCAB_SIZE, num_rows=8, longest=64, seed=3) + groups
 
 
-def numbers_of(trainers, folder, rows, parallel, num_microbatches, recompute="none", exact=False, weights=None) -> list:
+def numbers_of(
+    trainers, folder, rows, parallel, num_microbatches, recompute="none", exact=False, weights=None, **settings
+) -> list:
+    """`settings` are more keys of `policy`."""
     shares = deal_rows(folder, parallel, rows, num_microbatches)
     model = ModelConfig(path=folder, weights=weights, dtype="float32", recompute=recompute)
-    arguments = dict(folder=folder, model=model, policy=PolicyConfig(parallel=parallel), shares=shares, exact=exact)
+    policy = PolicyConfig(parallel=parallel, **settings)
+    arguments = dict(folder=folder, model=model, policy=policy, shares=shares, exact=exact)
     return trainers.run("one_update", parallel.mesh.world_size, **arguments)
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from image_models import IMAGE_TOKEN, MODELS, drawing, row, write_model
+from safetensors.torch import load_file
+from scenarios import Layout
 from test_actor_experts import as_saved
 from test_actor_gradients import numbers_of
 from transformers_models import open_model
@@ -17,6 +19,7 @@ from transformers_models import open_model
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.tools.bench.compare_layouts import parse_layout, relative
+from megatron_rl.types import Mesh
 
 LAYOUTS = {
     "qwen2_5_vl": ("tp2-cp2", "tp2", "pp2-vpp2", "dp2"),
@@ -24,25 +27,32 @@ LAYOUTS = {
     "qwen3_vl_moe": ("dp2-ep2", "tp2", "tp2-dp2-ep2", "pp2-cp2"),
 }
 assert LAYOUTS.keys() == MODELS.keys()
-CASES = [(kind, layout) for kind, layouts in LAYOUTS.items() for layout in layouts]
+TOWERS = ("frozen", "trained")
+CASES = [(kind, layout, tower) for kind, layouts in LAYOUTS.items() for layout in layouts for tower in TOWERS]
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """(the folder, the rows, the gradient in float64 by transformers, the loss) of each model"""
-    return cache(lambda kind: world(tmp_path_factory.mktemp(kind) / "model", kind))
+    """(the folder, the rows, the gradient in float64 by transformers, the loss) of each model, of all rows or of the
+    first ones, of which one has an image"""
+    folders = cache(lambda kind: written(tmp_path_factory.mktemp(kind) / "model", kind))
+    return cache(lambda kind, number=None: world(folders(kind), kind, number))
 
 
-def world(folder, kind):
+def written(folder, kind):
     write_model(folder, kind)
+    return folder
+
+
+def world(folder, kind, number):
     model = open_model(folder, torch.float64, experts_implementation="eager")
     pictures = Pictures(folder, folder / "images")
     one, two = drawing(20, 31, 0), drawing(9, 40, 1)
     parts = [[3, one, 9], [5, 7], [2, one, 4, two, 20], [1, two, two, 6], [30, 12], [9, one, 5]]
     rows = [row(pictures, part, seed) for seed, part in enumerate(parts)]
     rows += [answered(rows[-1], seed) for seed in range(3)]
+    rows = rows[:number]
     model.requires_grad_(True)
-    model.model.visual.requires_grad_(False)
     num_tokens, loss = sum(int(one.action_mask.sum()) for one in rows), 0.0
     for one in rows:
         ids = torch.from_numpy(one.ids.astype(np.int64))[None]
@@ -58,7 +68,8 @@ def world(folder, kind):
     gradient = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            gradient |= as_saved(name.replace("model.language_model.", "model."), parameter.grad.numpy(), kind)
+            own = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+            gradient |= as_saved(own, parameter.grad.numpy(), kind)
     return folder, rows, gradient, loss.item()
 
 
@@ -69,19 +80,65 @@ def answered(tokens, seed):
     return replace(tokens, ids=ids)
 
 
-@pytest.mark.parametrize("kind", cover.essential(LAYOUTS, "qwen3_vl"))
-def test_one_process_has_the_gradient_of_transformers(trainers, worlds, kind):
+def check(found, expected, tower):
+    """The gradient and its norm are those of transformers, of a frozen tower without the tower."""
+    _, norm, gradient = found
+    wanted = {key: one for key, one in expected.items() if tower == "trained" or not key.startswith("visual.")}
+    # One embedding for both ends has one gradient there.
+    assert gradient.keys() - wanted.keys() <= {"lm_head.weight"} and wanted.keys() <= gradient.keys()
+    for key in wanted:
+        assert relative(gradient[key], wanted[key]) < 2e-5, key
+    assert norm == pytest.approx(np.sqrt(sum(np.square(one).sum() for one in wanted.values())), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tower"), cover.essential([(k, t) for k in LAYOUTS for t in TOWERS], ("qwen3_vl", "frozen"))
+)
+def test_one_process_has_the_gradient_of_transformers(trainers, worlds, kind, tower):
     folder, rows, expected, loss = worlds(kind)
-    ((own_loss, _, found),) = numbers_of(trainers, folder, rows, ParallelConfig(), 2)
-    assert own_loss == pytest.approx(loss, abs=1e-5)
-    assert found.keys() - expected.keys() <= {"lm_head.weight"} and expected.keys() <= found.keys()
-    for key in expected:
-        assert relative(found[key], expected[key]) < 2e-5, key
+    (found,) = numbers_of(trainers, folder, rows, ParallelConfig(), 2, vision_tower=tower)
+    assert found[0] == pytest.approx(loss, abs=1e-5)
+    check(found, expected, tower)
 
 
-@pytest.mark.parametrize(("kind", "layout"), cover.essential(CASES, ("qwen3_vl", "tp2-cp2")))
-def test_the_gradient_does_not_depend_on_the_layout(trainers, worlds, kind, layout):
+@pytest.mark.parametrize(("kind", "layout", "tower"), cover.essential(CASES, ("qwen3_vl", "tp2-cp2", "trained")))
+def test_the_gradient_does_not_depend_on_the_layout(trainers, worlds, kind, layout, tower):
     folder, rows, expected, _ = worlds(kind)
-    found = numbers_of(trainers, folder, rows, parse_layout(layout), 2)[0][2]
-    for key in expected:
-        assert relative(found[key], expected[key]) < 2e-5, key
+    check(numbers_of(trainers, folder, rows, parse_layout(layout), 2, vision_tower=tower)[0], expected, tower)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "cp2", "tp2"])
+def test_a_rank_and_a_row_without_an_image_take_part_in_the_reduction(trainers, worlds, layout):
+    """Of two rows one has an image."""
+    folder, rows, expected, _ = worlds("qwen3_vl", 2)
+    check(numbers_of(trainers, folder, rows, parse_layout(layout), 1, vision_tower="trained")[0], expected, "trained")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2_5_vl", "tp2"), ("qwen3_vl", "pp2")])
+def test_layers_that_are_computed_again_have_the_same_gradient(trainers, worlds, kind, layout):
+    folder, rows, expected, _ = worlds(kind)
+    found = numbers_of(trainers, folder, rows, parse_layout(layout), 2, "full", vision_tower="trained")
+    check(found[0], expected, "trained")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_trained_tower_is_saved_and_exported_whole(trainers, worlds, tmp_path, kind):
+    folder, trained = worlds(kind)[0], dict(vision_tower="trained")
+    given = dict(folder=folder, layout=Layout(Mesh(tensor=2, pipeline=2)), **trained)
+    trainers.run("save_at_once", 4, checkpoint=tmp_path / "saved", **given)
+    one = dict(folder=folder, layout=Layout(), target=tmp_path / "export")
+    trainers.run("export", 1, weights=tmp_path / "saved", checkpoint=tmp_path / "saved", **one, **trained)
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))
+    assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    with pytest.raises(AssertionError, match="has a vision tower that is trained, and policy.vision_tower says other"):
+        trainers.run("export", 1, weights=tmp_path / "saved", **one)
+
+
+@pytest.mark.deep
+def test_tensor_ranks_that_have_the_same_tokens_have_the_same_gradient(trainers, worlds):
+    folder, rows, expected, _ = worlds("qwen3_vl")
+    parallel = ParallelConfig(tensor=2, sequence=False)
+    check(numbers_of(trainers, folder, rows, parallel, 2, vision_tower="trained")[0], expected, "trained")

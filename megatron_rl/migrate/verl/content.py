@@ -16,7 +16,6 @@ FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs",
 IMAGES = "it reads images, and no model of its kind does here"
 SEES_IMAGES = re.compile(r"(?i)qwen(2[._-]?5|3)[-_.]?vl")
 """Names of models that train with images."""
-FROZEN = "the vision tower keeps its weights"
 TEXT = "a model of text alone reads no images"
 MISSING = {
     r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.\dv|vla\b|pixtral|mistral-small-3\.[1-9]": IMAGES,
@@ -54,9 +53,9 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
         if settings["actor_rollout_ref.model.enable_gradient_checkpointing"] and not settings.is_megatron:
             to["critic.model.recompute"] = "full"
     if section == "model" and sees_images(settings):
-        frozen = settings[f"{ACTOR}.freeze_vision_tower"] is True
-        told = "" if frozen else f"{FROZEN}; verl trains it, too, unless actor.freeze_vision_tower is true"
-        to["model.layers"] = "local"
+        told, to["model.layers"] = "", "local"
+        if f"{ACTOR}.freeze_vision_tower" not in settings:
+            told, to["policy.vision_tower"] = "verl trains the vision tower, too, unless told otherwise", "trained"
         return mapped(to, "; ".join(filter(None, (command, told))))
     missing = next((why for pattern, why in MISSING.items() if re.search(pattern, name)), None)
     if missing and not (folder / "config.json").exists():
@@ -84,7 +83,7 @@ def image_processor(settings: Settings, key: str, value: Any) -> Meaning:
 def frozen_tower(settings: Settings, key: str, value: Any) -> Meaning:
     if not sees_images(settings):
         return implied(TEXT)
-    return implied(FROZEN) if value else refused(f"{FROZEN} here; write True")
+    return used({"policy.vision_tower": "frozen" if value else "trained"})
 
 
 def sees_images(settings: Settings) -> bool:

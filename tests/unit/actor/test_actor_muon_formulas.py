@@ -122,6 +122,7 @@ def test_the_work_is_shared_evenly():
         ("lm_head.weight", 2, False),
         ("value_head.weight", 2, False),
         ("score.weight", 2, False),
+        ("chunk0.visual.blocks.0.attn.qkv.weight", 2, False),
     ],
 )
 def test_matrices_are_what_layers_multiply_with(name, num_dims, expected):

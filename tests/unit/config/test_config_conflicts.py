@@ -99,6 +99,7 @@ CONFLICTS = [
         "stop_epochs compares pi with pi_old, but the ratio here is to the engine",
     ),
     (["rollout.max_lag=1", "rollout.prefix_cache=salted"], "set prefix_cache to cleared"),
+    (["policy.vision_tower=trained", "rollout.prefix_cache=salted"], "or a trained policy.vision_tower"),
     (["rollout.late=drop"], "rollout.late: drop has no effect"),
     (["rollout.expected_tokens={mean: 900, tail: 1000}"], "expected_tokens.mean is 900, and rollout.max_response_"),
     (

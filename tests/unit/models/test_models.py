@@ -15,10 +15,11 @@ from numbered import SHAPES, carry_out, cut, numbered, plan_shards
 from random_layouts import meshes, shapes
 from small_models import changed, model
 
+from megatron_rl.config.policy import PolicyConfig
 from megatron_rl.models import FAMILIES, check_parameters, megatron_shards, padded_vocabulary, read_shape, vllm_shards
-from megatron_rl.models.shards import local_extents
+from megatron_rl.models.shards import Shard, is_vocabulary, local_extents
 from megatron_rl.models.splits import QKV
-from megatron_rl.types import DeltaNet, GatedMlp, Mesh, Mixture, Rope, SoftmaxAttention
+from megatron_rl.types import TOWER, DeltaNet, GatedMlp, Mesh, Mixture, Rope, SoftmaxAttention
 
 
 @pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
@@ -303,6 +304,19 @@ def test_models_with_towers_have_the_published_number_of_parameters(name, number
     """The numbers of the hub for the first two; the hub says 236B of the third."""
     shape = read_shape(PUBLISHED / f"{name}.json")
     assert FAMILIES[shape.family].num_parameters(shape) + shape.vision.num_parameters == number
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-VL-72B-Instruct", "Qwen3-VL-235B-A22B-Instruct"])
+def test_a_trained_tower_is_whole_on_the_ranks_of_the_first_stage(name):
+    frozen = read_shape(PUBLISHED / f"{name}.json")
+    shape, family = PolicyConfig(vision_tower="trained").adapted(frozen), FAMILIES[frozen.family]
+    number = family.num_parameters(frozen) + frozen.vision.num_parameters
+    assert family.num_parameters(shape) == number and PolicyConfig().adapted(frozen) == frozen
+    shards = [megatron_shards(shape, Mesh(tensor=2, pipeline=2), rank) for rank in range(4)]
+    held = [{shard for shard in one if shard.hf_name.startswith(TOWER)} for one in shards]
+    whole = {Shard(key, box, key, box) for key, box in ((k, tuple((0, n) for n in e)) for k, e in shape.vision.tower)}
+    assert held == [whole, whole, set(), set()]
+    assert not any(is_vocabulary(shard.local_name) for shard in whole)
 
 
 def test_kimi_has_the_published_number_of_tensors():

@@ -286,6 +286,12 @@ def test_a_vision_tower_is_on_the_first_stages():
     on_one = {"colocate": True, "world_size": 32}
     shared = [run_memory(config(cluster=on_one), one).engine.gpu for one in (shape, replace(shape, vision=None))]
     assert [one.host.get("lent to the trainers") for one in shared] == [engines[0]["weights"][0], None]
+    trained = run_memory(config(), PolicyConfig(vision_tower="trained").adapted(shape))
+    more = {name: part[0] - without.trainer.parts[name][0] for name, part in trained.trainer.parts.items()}
+    ways = config().policy.parallel.data
+    assert more["weights"] == pytest.approx(2 * number, abs=2**12) and len(more) == len(without.trainer.parts)
+    assert more["gradients"] == pytest.approx(4 * number, abs=2**12)
+    assert more["optimizer state"] == pytest.approx(12 * number / ways)
     assert engines[0][kept] == (16_384 * 5120 * 2,) * 3 and kept not in engines[1]
     parallel = {"tensor": 4, "pipeline": 2, "data": 4, "expert": 16, "expert_tensor": 1}
     deep = run_memory(config(parallel), read_shape(CONFIGS / "Qwen3-VL-235B-A22B-Instruct.json"))

@@ -54,7 +54,7 @@ def salted(stage, folders, monkeypatch):
     config = stage.config.model_copy(update={"prefix_cache": "salted", "thinking": None})
     sampler = stage.engine.sampler
     monkeypatch.setattr(sampler, "spec", replace(sampler.spec, rollout=config))
-    monkeypatch.setattr(stage.engine.weights, "_rollout", config)
+    monkeypatch.setattr(stage.engine.weights, "_spec", sampler.spec)
     monkeypatch.setattr(stage.engine, "_budgets", Budgets(folders[0], config, on_gpu=False))
     return stage
 
