@@ -117,10 +117,11 @@ class MegatronActor(MegatronTrainer):
         values, always in the same memory, with B times the scale.
 
         Args:
-            shape: what the engines get: adapters, or a model without them.
+            shape: what the engines get: adapters, or a model without them. A multi-token head that drafts is a part.
         """
         if (adapters := shape.adapters) is None:
-            return {name: own for name, own in self._policy_parameters().items() if not is_adapter(name)}
+            live = self.parameters() if shape.multi_token else self._policy_parameters()
+            return {name: own for name, own in live.items() if not is_adapter(name)}
         for name, parameter in self.parameters().items():
             if is_adapter(name):
                 copied = self._sent.setdefault(name, torch.empty_like(parameter))
@@ -139,7 +140,7 @@ class MegatronActor(MegatronTrainer):
         return made
 
     def _policy_parameters(self) -> dict[str, Tensor]:
-        """The live parameters without a multi-token head, which no engine has, and no log-prob depends on."""
+        """The live parameters without a multi-token head, which no log-prob depends on."""
         return {name: parameter for name, parameter in self.parameters().items() if not is_of_head(name)}
 
     def keep_reference(self) -> None:

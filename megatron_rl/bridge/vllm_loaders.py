@@ -38,13 +38,14 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
     """What this rank of an engine holds of a checkpoint. The model's weights stay as they are.
 
     Args:
-        model: vLLM's model. Its layers may have been processed, and may hold nothing in the checkpoint's form.
+        model: vLLM's model. Its layers may have been processed, and may hold nothing in the checkpoint's form. If the
+            shape has a multi-token head, this is vLLM's model `drafter` in it, which shares embedding and output layer.
         dtype: the dtype of the checkpoint's tensors.
 
     Raises:
         ValueError: a loader does not just copy rectangles, but computes with a weight or rearranges it.
     """
-    of_vllm: Any = model  # torch's modules load no weights
+    loading: list[Any] = [model, *([model.drafter] if shape.multi_token else [])]  # torch's modules load no weights
     family = FAMILIES[shape.family]
     tensors, sources = in_whole(shape, family.file_tensors(shape)), {}
     for name, held in tensors.items():
@@ -55,11 +56,13 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
             sources, dict(model.named_parameters()), tensors, family.hf_tensors(shape), _has_turns(family)
         )
         with copies:
-            of_vllm.load_weights(iter(sources.items()))
+            for one in loading:
+                one.load_weights(iter(sources.items()))
     for shard in copies.shards:
         if family.has_negated_exp(shard.hf_name) != (shard.local_name in copies.negated):
             raise ValueError(f"the table of {family.name} and vLLM differ on whether {shard.local_name} is -exp(x)")
-    return Recording.of([replace(one, hf_name=name_alone(shape, one.hf_name)) for one in copies.shards], family)
+    shards = dict.fromkeys(copies.shards)  # both models load what they share
+    return Recording.of([replace(one, hf_name=name_alone(shape, one.hf_name)) for one in shards], family)
 
 
 def _has_turns(family: Family) -> bool:

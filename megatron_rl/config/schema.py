@@ -340,9 +340,10 @@ class GrpoRunConfig(BaseConfig):
         return self.policy.adapters if self.rollout.lora == "served" else None
 
     def pushed(self, shape: ModelShape) -> ModelShape:
-        """What a push brings of the policy's model: of a shape with adapters them alone, otherwise all weights but the
-        multi-token head's."""
-        return (shape if self.rollout.lora == "served" else shape.base).served
+        """What a push brings of the policy's model: of a shape with adapters them alone, otherwise all weights; the
+        multi-token head's only if engines draft with it."""
+        pushed = shape if self.rollout.lora == "served" else shape.base
+        return pushed if self.rollout.drafts_with_head else pushed.served
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         labels = [reward.label for reward in self.rewards]

@@ -16,18 +16,24 @@ if TYPE_CHECKING:
 class Speculative(Section):
     kind: Literal["ngram", "multi_token"] = "ngram"
     """What drafts. `ngram`: what followed the answer's last two tokens the last time, in its prompt, in itself or in
-    another answer of its group. `multi_token`: the head of `policy.multi_token`, which is refused, as no engine here
-    drafts with it yet."""
+    another answer of its group. `multi_token`: the head that `policy.multi_token: train` trains; every weight sync
+    brings it."""
     tokens: Annotated[int, Field(ge=1, le=31)] = 8
-    """The most tokens that are drafted for an answer in a step. There are fewer if drafts are wrong or many answers
-    run."""
+    """The most tokens that are drafted for an answer in a step. `ngram` drafts fewer if drafts are wrong or many
+    answers run. `multi_token` drafts so many while at most 32 answers run; each is a pass through the head, so 1 to 3
+    are usual."""
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         rollout = run.rollout
-        if self.kind == "multi_token":
+        if self.kind == "multi_token" and run.policy.multi_token != "train":
             yield (
-                "rollout.speculative.kind: multi_token needs a second model in vLLM, whose weights no weight sync "
-                "brings yet, so that the head would draft for the policy that the run began with; choose ngram"
+                f"rollout.speculative.kind is multi_token, but policy.multi_token is {run.policy.multi_token}, so that "
+                "no weight sync brings a head to the engines; set it to train, or kind to ngram"
+            )
+        if self.kind == "multi_token" and run.policy.routing_replay:
+            yield (
+                "rollout.speculative.kind is multi_token: vLLM on CPUs starts no head if engines return the choices of "
+                "experts; remove policy.routing_replay, or set kind to ngram"
             )
         if run.cluster.gpus_per_engine_rank:
             yield (

@@ -216,6 +216,7 @@ def engine_config(run: GrpoRunConfig, number: int) -> GrpoRunConfig:
     """The configuration of a teacher's engines: they load its folder, and score texts as long as the run's answers."""
     teacher, rollout = run.teachers[number], run.rollout
     plain = {"thinking": None, "environment": None, "prefix_values": None, "backend": None, "quantization": None}
+    plain["speculative"] = None
     own = {"num_engines": teacher.num_engines, "parallel": teacher.parallel, "delimiter": "", "prefix_cache": "cleared"}
     longest = rollout.max_model_tokens + (rollout.max_prompt_tokens if teacher.prompt is not None else 0)
     lengths = {"max_prompt_tokens": longest, "max_response_tokens": 1, "max_lag": 0}

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.planning.nodes import READ_BYTES_PER_S, START_S, least_loading_seconds
 from megatron_rl.planning.parameters import BYTES
-from megatron_rl.types import ModelShape, SoftmaxAttention
+from megatron_rl.types import LatentAttention, ModelShape, SoftmaxAttention
 
 
 def has_cpu_torch() -> bool:
@@ -51,6 +51,11 @@ def faults_of_engine(config: BaseConfig, shape: ModelShape) -> list[str]:
         return [
             f"rollout.speculative: {config.model.path} has linear attention, whose state would have wrong drafts in "
             "it: vLLM on CPUs keeps no earlier one; set it to null"
+        ]
+    if config.rollout.speculative is not None and isinstance(shape.attention, LatentAttention):
+        return [
+            f"rollout.speculative: {config.model.path} has latent attention, which vLLM on CPUs computes wrongly for "
+            "several tokens of an answer at once: log-probs were off by up to 0.9; set it to null"
         ]
     heads = {block.head_dim for block in shape.attentions if isinstance(block, SoftmaxAttention)} - {*CPU_HEAD_DIMS}
     if not heads:

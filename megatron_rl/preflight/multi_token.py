@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from megatron_rl.config.schema import BaseConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.models import FAMILIES
 from megatron_rl.models.composite import read_config
 from megatron_rl.models.hub import find_head, read_header
@@ -46,10 +46,10 @@ def check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
                     f"{head[name]}: {name} of the multi-token head has the extents {found}, but config.json means "
                     f"{wanted[name]}; take the files that belong together"
                 )
-        tell(
-            f"the {len(wanted)} tensors of the model's multi-token head are trained, and not sent to the engines "
-            f"(policy.multi_token)"
-        )
+        sent = "not sent to the engines (policy.multi_token)"
+        if isinstance(config, GrpoRunConfig) and config.rollout.drafts_with_head:
+            sent = "sent to the engines, which draft with them (rollout.speculative)"
+        tell(f"the {len(wanted)} tensors of the model's multi-token head are trained, and {sent}")
     elif head:
         done = "have as they are" if choice == "keep" else "leave out"
         tell(

@@ -20,11 +20,14 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.rollout.coupling import NoProposer
 from megatron_rl.types import Metrics
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.outputs import DraftTokenIds
+
+    from megatron_rl.config.speculative import Speculative
 
 SIZE = 2
 """The number of tokens that are looked up."""
@@ -124,33 +127,21 @@ class DraftedGroup:
 
 
 class Drafts:
-    """The drafts of an engine. Everything but `forget` happens in the engine's thread."""
+    """The drafts of an engine whose workers draft with the multi-token head. Everything but `forget` happens in the
+    engine's thread."""
 
-    def __init__(self, most: int) -> None:
-        """
-        Args:
-            most: the largest number of drafts of an answer in a step.
-        """
-        self._most = most
-        self._groups: dict[int, DraftedGroup] = {}
-        self._answers: dict[str, tuple[DraftedGroup, DraftedAnswer]] = {}
-        """The groups and the answers by vLLM's names of the requests."""
-        self._num_running = 0
-        """The number of answers in the step that has the newest drafts."""
+    def __init__(self) -> None:
         self._judged: Counter[tuple[int, int, int]] = Counter()
         """How often a number of drafts, of which a number was accepted, was in a step with a number of answers."""
 
     def attach(self, engine: LLMEngine) -> None:
-        """Give the drafts to an engine's scheduler. vLLM would ask its workers for them."""
-        core = engine.engine_core.engine_core
-        self._scheduler = core.scheduler
-        # With it vLLM pads a request that begins with one token by drafts of -1, which a CPU looks up.
-        self._scheduler.num_spec_tokens = 0
-        core.model_executor.take_draft_token_ids = self._of_step
+        """Count what an engine's scheduler accepts."""
+        self._scheduler = engine.engine_core.engine_core.scheduler
         count = self._scheduler.make_spec_decoding_stats
 
         def judge(*arguments: Any, **numbers: Any) -> Any:
-            self._judged[numbers["num_draft_tokens"], numbers["num_accepted_tokens"], self._num_running] += 1
+            size = len(self._scheduler.running)  # also those that this step ends
+            self._judged[numbers["num_draft_tokens"], numbers["num_accepted_tokens"], size] += 1
             return count(*arguments, **numbers)
 
         self._scheduler.make_spec_decoding_stats = judge
@@ -162,12 +153,52 @@ class Drafts:
             name: vLLM's internal name of it.
             answer: see `Request.answer`.
         """
+
+    def forget(self, ticket: int) -> None:
+        """The answers of a group are complete."""
+
+    def take_counts(self) -> Metrics:
+        """How many tokens were drafted, and how many of these accepted, since the last call: in all, by depth, and by
+        the number of answers in the step, which is rounded up to a power of 2."""
+        counts: Counter[str] = Counter()
+        for (num_drafts, num_accepted, num_running), times in self._judged.items():
+            size = 1 << (num_running - 1).bit_length()
+            for kind, number in (("drafted", num_drafts), ("accepted", num_accepted)):
+                counts[kind] += times * number
+                counts[f"{kind}/running_{size}"] += times * number
+                for depth in range(number):
+                    counts[f"{kind}/depth_{depth + 1}"] += times
+        self._judged.clear()
+        return {name: float(number) for name, number in counts.items()}
+
+
+class LookedUpDrafts(Drafts):
+    """The drafts that are looked up, in the engine's process."""
+
+    def __init__(self, most: int) -> None:
+        """
+        Args:
+            most: the largest number of drafts of an answer in a step.
+        """
+        super().__init__()
+        self._most = most
+        self._groups: dict[int, DraftedGroup] = {}
+        self._answers: dict[str, tuple[DraftedGroup, DraftedAnswer]] = {}
+        """The groups and the answers by vLLM's names of the requests."""
+
+    def attach(self, engine: LLMEngine) -> None:
+        """Give the drafts to an engine's scheduler, too. vLLM would ask its workers for them."""
+        super().attach(engine)
+        # With it vLLM pads a request that begins with one token by drafts of -1, which a CPU looks up.
+        self._scheduler.num_spec_tokens = 0
+        engine.engine_core.engine_core.model_executor.take_draft_token_ids = self._of_step
+
+    def begin(self, name: str, answer: tuple[int, int] | None) -> None:
         text = self._scheduler.requests[name]._all_token_ids
         group = self._groups.setdefault(answer[0], DraftedGroup()) if answer else DraftedGroup()
         self._answers[name] = group, group.begin(answer[1] if answer else 0, text)
 
     def forget(self, ticket: int) -> None:
-        """The answers of a group are complete."""
         self._groups.pop(ticket, None)
 
     def _of_step(self) -> DraftTokenIds | None:
@@ -177,7 +208,6 @@ class Drafts:
         running = self._scheduler.running
         if len(running) > MOST_RUNNING:
             return None
-        self._num_running = len(running)
         self._answers = {name: one for name, one in self._answers.items() if name in self._scheduler.requests}
         drafts: dict[str, list[int]] = {}
         expected = 0.0
@@ -196,19 +226,20 @@ class Drafts:
             return None
         return DraftTokenIds(list(drafts), list(drafts.values()))
 
-    def take_counts(self) -> Metrics:
-        """How many tokens were drafted, and how many of these accepted, since the last call: in all, by depth, and by
-        the number of answers in the step, which is rounded up to a power of 2."""
-        counts: Counter[str] = Counter()
-        for (num_drafts, num_accepted, num_running), times in self._judged.items():
-            size = 1 << (num_running - 1).bit_length()
-            for kind, number in (("drafted", num_drafts), ("accepted", num_accepted)):
-                counts[kind] += times * number
-                counts[f"{kind}/running_{size}"] += times * number
-                for depth in range(number):
-                    counts[f"{kind}/depth_{depth + 1}"] += times
-        self._judged.clear()
-        return {name: float(number) for name, number in counts.items()}
+
+def drafts_of(speculative: Speculative) -> Drafts:
+    return LookedUpDrafts(speculative.tokens) if speculative.kind == "ngram" else Drafts()
+
+
+def speculative_config(speculative: Speculative) -> dict[str, Any]:
+    """vLLM's argument of this name. vLLM's class for the multi-token head drafts greedily, and reads the tokens of a
+    step without drafts, too, so that it knows them later."""
+    if speculative.kind == "multi_token":
+        sizes = [(1, MOST_RUNNING, speculative.tokens), (MOST_RUNNING + 1, MOST_RUNNING + 1, 0)]
+        kind = {"method": "mtp", "num_speculative_tokens_per_batch_size": sizes}  # the last entry is for more, too
+    else:
+        kind = {"method": "custom_class", "model": f"{NoProposer.__module__}.{NoProposer.__qualname__}"}
+    return kind | {"num_speculative_tokens": speculative.tokens}
 
 
 def draft_metrics(engines: Iterable[Metrics]) -> Metrics:

@@ -19,7 +19,7 @@ from megatron_rl.models.adapters import PINNED_ID, SERVED_ID
 from megatron_rl.models.composite import composite_of
 from megatron_rl.models.vision import vision_of
 from megatron_rl.rollout.backend import EngineSpec
-from megatron_rl.rollout.coupling import NoProposer
+from megatron_rl.rollout.drafts import speculative_config
 from megatron_rl.rollout.plugins import fault_of_plugins
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
@@ -200,12 +200,7 @@ def _own_arguments(spec: EngineSpec, shape: ModelShape, on_gpu: bool) -> dict[st
     if shape.vision is not None:  # the images are patches already
         ours |= {"mm_device_do_normalize": False, "skip_mm_profiling": True, "mm_processor_cache_gb": 0}
     if (speculative := rollout.speculative) is not None:
-        proposer = f"{NoProposer.__module__}.{NoProposer.__qualname__}"
-        ours["speculative_config"] = {
-            "method": "custom_class",
-            "model": proposer,
-            "num_speculative_tokens": speculative.tokens,
-        }
+        ours["speculative_config"] = speculative_config(speculative)
     if spec.adapters is not None:
         ours |= {"enable_lora": True, "max_lora_rank": slot_rank(spec.adapters.rank)}
         ours["max_loras"] = rollout.num_adapters

@@ -37,7 +37,7 @@ from pydantic import ValidationError
 from megatron_rl.data.pictures import pictures_of
 from megatron_rl.rollout.answer import completion_of
 from megatron_rl.rollout.backend import ABILITIES, AnswerCall, EngineSpec, Sampler
-from megatron_rl.rollout.drafts import Drafts
+from megatron_rl.rollout.drafts import drafts_of
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.program import Completion, Request
@@ -71,7 +71,7 @@ class VllmSampler(Sampler):
         self._num_requests, self._pins = 0, has_adapters and spec.rollout.num_adapters > 1
         self._progress = Progress(spec.record) if spec.record else None
         speculative = spec.rollout.speculative
-        self.drafts = Drafts(speculative.tokens) if speculative is not None else None
+        self.drafts = drafts_of(speculative) if speculative is not None else None
         self.weights = EngineWeights(self._thread, spec, self._progress, self.drafts)
 
     async def start(self) -> None:

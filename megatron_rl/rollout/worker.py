@@ -58,6 +58,9 @@ class RolloutWorker:
         if (speculation := runner.speculative_config) is None:
             return
         runner.rejection_sampler, execute_model = seeded.verify, runner.execute_model
+        if speculation.method == "mtp":  # its head reads the tokens of every step
+            runner.model.drafter = runner.drafter.model  # where pushes and `sleep_on_a_cpu` find its parameters
+            return
 
         def prepare_for_drafts_and_execute(step: SchedulerOutput, *others: Any) -> Any:
             # Otherwise vLLM prepares for them in every step.

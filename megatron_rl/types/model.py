@@ -93,7 +93,7 @@ class ModelShape:
 
     @property
     def served(self) -> ModelShape:
-        """The model that an engine has: without a multi-token head."""
+        """The model that an engine answers with: without a multi-token head."""
         return replace(self, multi_token=False)
 
     @property

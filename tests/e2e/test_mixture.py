@@ -67,6 +67,21 @@ def arguments(task: Path, glm: Path, steps: int) -> list[str]:
 
 
 @pytest.mark.deep
+@pytest.mark.deadline(600)
+def test_engines_draft_with_the_head_that_the_run_trains(recipe, task, glm):
+    drafts = ["policy.routing_replay=false", "rollout.speculative={kind: multi_token, tokens: 2}"]
+    run = recipe.run(*arguments(task, glm, 3), *drafts)
+    assert run.returncode == 0, run.stdout + run.stderr
+    begun = load_file(glm / "model.safetensors")
+    trained = [one for one in read_lines(recipe.folder / "runs/mixture" / METRICS)[:-1] if "loss" in one]
+    assert len(trained) == 3
+    for record in trained:
+        assert record["sync/bytes"] == sum(x.nbytes for name, x in begun.items() if name not in COPIES)
+        assert record.get("mismatch/mean_abs", 0) < 1e-4
+    assert all(0 < record["rollout/accepted"] < record["rollout/drafted"] for record in trained[1:])
+
+
+@pytest.mark.deep
 @pytest.mark.deadline(900)
 def test_a_run_that_was_killed_replays_the_choices_in_its_journal_and_trains_the_head(recipe, task, glm):
     folder = recipe.folder / "runs" / "mixture"

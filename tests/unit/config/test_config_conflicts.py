@@ -155,7 +155,15 @@ CONFLICTS = [
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.thinking.thought_tokens=0"], "may be 0"),
     (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.sampling.top_k=5"], "the engine's full"),
     (["policy.multi_token_targets=policy"], "policy.multi_token is drop, so that no head is trained"),
-    (["rollout.speculative={kind: multi_token}"], "whose weights no weight sync brings"),
+    (["rollout.speculative={kind: multi_token}"], "multi_token is drop, so that no weight sync brings a head"),
+    (
+        ["rollout.speculative={kind: multi_token}", "policy.multi_token=keep"],
+        "multi_token is keep, so that no weight sync brings a head",
+    ),
+    (
+        ["rollout.speculative={kind: multi_token}", "policy={multi_token: train, routing_replay: true}"],
+        "remove policy.routing_replay",
+    ),
     (["rollout.speculative={}", "cluster.gpus_per_engine_rank=1"], "is for engines on CPUs"),
     (["rollout.speculative={}", "rollout.parallel.pipeline=2"], "and with pipeline stages"),
     (["rollout.speculative={}", THINKING, "rollout.thinking.mode=native"], "set mode to two_call or truncate"),

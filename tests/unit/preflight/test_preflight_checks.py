@@ -373,6 +373,9 @@ def test_a_multi_token_head_is_told_and_one_that_is_missing_is_a_fault(home):
     notes.clear()
     assert preflight(train, notes.append) == []
     assert f"the {len(head)} tensors of the model's multi-token head are trained, and not sent" in notes[0]
+    drafting = grpo(policy={"multi_token": "train"}, rollout__speculative={"kind": "multi_token"})
+    preflight(drafting, notes.append)
+    assert "are trained, and sent to the engines, which draft with them" in notes[1]
     held = json.loads((home / "model/config.json").read_text())
     (home / "model/config.json").write_text(json.dumps(held | {"num_nextn_predict_layers": 2}))
     [several] = faults(train)
@@ -1055,6 +1058,20 @@ def test_a_head_dim_that_vllm_cannot_compute_on_a_cpu_is_refused(home):
     assert any("has the head dim 16, and vLLM's attention on CPUs knows 32, 64" in one for one in faults(grpo()))
     for elsewhere in (grpo(rollout__backend="my_rewards:short"), grpo(cluster__gpus_per_engine_rank=1)):
         assert not any("head dim" in one for one in faults(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("DeepSeek-V3", "latent attention, which vLLM on CPUs computes wrongly for several tokens"),
+        ("Qwen3-Next-80B-A3B-Instruct", "linear attention, whose state would have wrong drafts"),
+        ("GLM-4.6", ""),
+    ],
+)
+def test_drafts_for_a_model_that_vllm_computes_wrongly_with_them_are_refused(name, told):
+    shape = read_shape(CONFIGS / f"{name}.json")
+    found = devices.faults_of_engine(grpo(model__dtype="bfloat16", rollout__speculative={}), shape)
+    assert [told in one and "rollout.speculative: " in one for one in found] == [True] * bool(told)
 
 
 def test_a_type_in_which_vllm_computes_a_model_wrongly_or_not_at_all_is_refused():

@@ -63,7 +63,9 @@ class Stage:
         parallel = self.config.parallel
         engines = Engines(1, parallel.tensor, parallel.pipeline, parallel.expert_parallel)
         self._trained = folder, mesh, engines, dtype
-        if adapters is None:
+        pushed = replace(read_shape(folder), adapters=adapters, multi_token=self.config.drafts_with_head)
+        is_told = pushed != read_shape(folder)  # the engine tells what it holds
+        if not is_told:
             self.trainers = TinyTrainers(*self._trained)
         spec = EngineSpec(
             model=ModelConfig(path=folder, dtype=dtype),
@@ -83,9 +85,8 @@ class Stage:
         gc.collect()
         gc.freeze()
         self.run(self.engine.start())
-        if adapters is not None:
-            shape = replace(read_shape(folder), adapters=adapters)
-            self._trained = *self._trained, adapters, self.run(self.engine.weights.record_loading(shape))
+        if is_told:
+            self._trained = *self._trained, pushed, self.run(self.engine.weights.record_loading(pushed))
             self.trainers = TinyTrainers(*self._trained)
         self._join()
 

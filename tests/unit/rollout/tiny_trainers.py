@@ -3,6 +3,7 @@ folders' weights."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import Engines, Recording
 from megatron_rl.models import read_shape, slices
 from megatron_rl.models.shards import local_extents
-from megatron_rl.types import Adapters, Mesh, Metrics
+from megatron_rl.types import Mesh, Metrics, ModelShape
 
 CHARACTERS = "0123456789+=,? ."
 SPECIAL = ["<pad>", "<eos>", "<think>", "</think>", "<unk>"]
@@ -23,6 +24,11 @@ NUM_TOKENS = len(SPECIAL) + len(CHARACTERS)
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
 """What makes a model Qwen3-MoE. Rows of 96 are a multiple of what vLLM's kernel asks for on a CPU."""
+
+NUM_LAYERS = 2
+"""The layers of a model with a multi-token head, besides the head's."""
+OF_HEAD = f"model.layers.{NUM_LAYERS}."
+"""What the names of the head's tensors begin with."""
 
 
 def write_model(folder: Path, seed: int, family: str = "Qwen3", num_tokens: int = NUM_TOKENS, **changes) -> Path:
@@ -64,6 +70,34 @@ def write_model(folder: Path, seed: int, family: str = "Qwen3", num_tokens: int 
     return folder
 
 
+def write_with_head(folder: Path, seed: int) -> Path:
+    """A GLM-4.5 of two layers with a mixture of experts, as it is published with a multi-token head. The embeddings are
+    large, and the head passes that of the next token on, so its likeliest token is often the policy's."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+    sizes |= {"moe_intermediate_size": 96, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}
+    sizes |= {"num_hidden_layers": NUM_LAYERS + 1, "use_qk_norm": True, "attention_bias": True}
+    write_model(folder, seed, "Glm4Moe", **sizes)
+    tensors, width = load_file(folder / "model.safetensors"), 64
+    embedding, output = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    embedding *= 100
+    for name in [
+        one for one in tensors if one.startswith(OF_HEAD) and one.endswith(("o_proj.weight", "down_proj.weight"))
+    ]:
+        tensors[name] *= 0.1
+    norms = {"enorm": torch.ones(width), "hnorm": torch.ones(width), "shared_head.norm": tensors["model.norm.weight"]}
+    tensors |= {f"{OF_HEAD}{name}.weight": norm.clone() for name, norm in norms.items()}
+    tensors[OF_HEAD + "eh_proj.weight"] = torch.cat((torch.eye(width), 0.01 * torch.randn(width, width)), 1)
+    tensors |= {OF_HEAD + "embed_tokens.weight": embedding.clone(), OF_HEAD + "shared_head.head.weight": output.clone()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def serve(setup: BridgeSetup, rank: int, commands) -> None:
     """Run one trainer rank. It joins the bridge; then it obeys commands to push the weights of a folder, or to join
     again with another setup."""
@@ -99,12 +133,16 @@ class TinyTrainers:
         mesh: Mesh,
         engines: Engines,
         dtype: str,
-        adapters: Adapters | None = None,
+        shape: ModelShape | None = None,
         recorded: tuple[Recording, ...] = (),
     ) -> None:
+        """
+        Args:
+            shape: what is pushed, if it is not the folder's model alone.
+        """
         self._store = host_store("127.0.0.1")
         address = "127.0.0.1", self._store.port
-        shape = replace(read_shape(folder), adapters=adapters)
+        shape = shape or read_shape(folder)
         limits = dict(timeout_s=deadline(120), recorded=recorded)
         self.setup = BridgeSetup(shape, mesh, False, engines, dtype, *address, **limits)
         context = warm.context()
