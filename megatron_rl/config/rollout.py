@@ -244,11 +244,6 @@ class RolloutConfig(Section):
         return self.max_model_tokens + (self.prefix_values.num_scored if self.prefix_values else 0)
 
     @property
-    def drafts_with_head(self) -> bool:
-        """Whether engines have the multi-token head, which drafts."""
-        return self.speculative is not None and self.speculative.kind == "multi_token"
-
-    @property
     def samples_per_group(self) -> int:
         """The largest number of samples in a group."""
         return self.samples_per_prompt * (self.beams.width if self.beams else 1)

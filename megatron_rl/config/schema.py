@@ -342,8 +342,8 @@ class GrpoRunConfig(BaseConfig):
     def pushed(self, shape: ModelShape) -> ModelShape:
         """What a push brings of the policy's model: of a shape with adapters them alone, otherwise all weights; the
         multi-token head's only if engines draft with it."""
-        pushed = shape if self.rollout.lora == "served" else shape.base
-        return pushed if self.rollout.drafts_with_head else pushed.served
+        pushed, drafts = shape if self.rollout.lora == "served" else shape.base, self.rollout.speculative
+        return pushed if drafts is not None and drafts.kind == "multi_token" else pushed.served
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         labels = [reward.label for reward in self.rewards]

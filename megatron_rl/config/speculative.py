@@ -16,25 +16,21 @@ if TYPE_CHECKING:
 class Speculative(Section):
     kind: Literal["ngram", "multi_token"] = "ngram"
     """What drafts. `ngram`: what followed the answer's last two tokens the last time, in its prompt, in itself or in
-    another answer of its group. `multi_token`: the head that `policy.multi_token: train` trains; every weight sync
-    brings it."""
+    another answer of its group. `multi_token`: the head of `policy.multi_token: train`, in
+    steps with up to 32 answers."""
     tokens: Annotated[int, Field(ge=1, le=31)] = 8
     """The most tokens that are drafted for an answer in a step. `ngram` drafts fewer if drafts are wrong or many
-    answers run. `multi_token` drafts so many while at most 32 answers run; each is a pass through the head, so 1 to 3
-    are usual."""
+    answers run; 1 to 3 suit a head."""
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
         rollout = run.rollout
         if self.kind == "multi_token" and run.policy.multi_token != "train":
             yield (
                 f"rollout.speculative.kind is multi_token, but policy.multi_token is {run.policy.multi_token}, so that "
-                "no weight sync brings a head to the engines; set it to train, or kind to ngram"
+                "no weight sync brings a head; set it to train, or kind to ngram"
             )
         if self.kind == "multi_token" and run.policy.routing_replay:
-            yield (
-                "rollout.speculative.kind is multi_token: vLLM on CPUs starts no head if engines return the choices of "
-                "experts; remove policy.routing_replay, or set kind to ngram"
-            )
+            yield "rollout.speculative: vLLM on CPUs has no head next to policy.routing_replay; remove one of the two"
         if run.cluster.gpus_per_engine_rank:
             yield (
                 "rollout.speculative is for engines on CPUs: on GPUs vLLM's model runner V2 verifies drafts with a "

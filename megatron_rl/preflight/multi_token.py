@@ -47,7 +47,7 @@ def check_head(config: BaseConfig, shape: ModelShape, tell: Tell) -> None:
                     f"{wanted[name]}; take the files that belong together"
                 )
         sent = "not sent to the engines (policy.multi_token)"
-        if isinstance(config, GrpoRunConfig) and config.rollout.drafts_with_head:
+        if isinstance(config, GrpoRunConfig) and config.pushed(config.policy.adapted(shape)).multi_token:
             sent = "sent to the engines, which draft with them (rollout.speculative)"
         tell(f"the {len(wanted)} tensors of the model's multi-token head are trained, and {sent}")
     elif head:

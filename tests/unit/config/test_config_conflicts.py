@@ -162,7 +162,7 @@ CONFLICTS = [
     ),
     (
         ["rollout.speculative={kind: multi_token}", "policy={multi_token: train, routing_replay: true}"],
-        "remove policy.routing_replay",
+        "no head next to policy.routing_replay",
     ),
     (["rollout.speculative={}", "cluster.gpus_per_engine_rank=1"], "is for engines on CPUs"),
     (["rollout.speculative={}", "rollout.parallel.pipeline=2"], "and with pipeline stages"),

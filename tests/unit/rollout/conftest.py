@@ -63,7 +63,8 @@ class Stage:
         parallel = self.config.parallel
         engines = Engines(1, parallel.tensor, parallel.pipeline, parallel.expert_parallel)
         self._trained = folder, mesh, engines, dtype
-        pushed = replace(read_shape(folder), adapters=adapters, multi_token=self.config.drafts_with_head)
+        drafts = self.config.speculative is not None and self.config.speculative.kind == "multi_token"
+        pushed = replace(read_shape(folder), adapters=adapters, multi_token=drafts)
         is_told = pushed != read_shape(folder)  # the engine tells what it holds
         if not is_told:
             self.trainers = TinyTrainers(*self._trained)

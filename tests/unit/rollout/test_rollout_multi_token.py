@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import leaks
 import numpy as np
 import pytest
 import torch
@@ -45,7 +44,7 @@ def stage(make_stage, tmp_path_factory):
     folders["stale"] = with_other_head(root / "stale", folders["a"])
     stage = make_stage(
         folders["a"],
-        Mesh(tensor=2),
+        Mesh(),
         max_prompt_tokens=80,
         max_response_tokens=60,
         shares_gpus=True,
@@ -157,6 +156,5 @@ def test_a_plan_without_the_head_is_refused(stage):
     other = replace(stage.trainers.setup, shape=shape, recorded=recorded).as_dict()
     with pytest.raises(ValueError, match=r"drafter\.model\.layers\.2\."):
         stage.run(stage.engine.weights.init_transfer({"setup": other, "engine": 0}))
-    with leaks.lasting("module"):
-        stage.rejoin()
+    stage.rejoin()
     stage.load(stage.folders["a"])
