@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 class Speculative(Section):
     kind: Literal["ngram", "multi_token"] = "ngram"
     """What drafts. `ngram`: what followed the answer's last two tokens the last time, in its prompt, in itself or in
-    another answer of its group. `multi_token`: the head of `policy.multi_token: train`, in
-    steps with up to 32 answers."""
+    another answer of its group. `multi_token`: the head of `policy.multi_token: train`."""
     tokens: Annotated[int, Field(ge=1, le=31)] = 8
     """The most tokens that are drafted for an answer in a step. `ngram` drafts fewer if drafts are wrong or many
     answers run; 1 to 3 suit a head."""
