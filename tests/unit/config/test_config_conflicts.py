@@ -128,7 +128,7 @@ CONFLICTS = [
     (["rewards=[{kind: length, target: 3}, {kind: length, target: 4}]"], "are not distinct"),
     (["eval.verifier=other"], "eval.verifier is 'other', but the rewards are named"),
     (["rollout.delimiter=''", "rewards=[{kind: format}]"], "the kind format looks for rollout.delimiter"),
-    (["rewards=[{kind: environment}]"], "environment with kind class, which is null"),
+    (["rewards=[{kind: environment}]"], "needs the rewards of rollout.environment .*, which is null"),
     ([THINKING, "rollout.delimiter="], "rollout.thinking needs rollout.delimiter"),
     ([THINKING, "rollout.thinking.closing=stop"], "must end with rollout.delimiter"),
     ([THINKING, "rollout.thinking.response_tokens=17"], r"max_response_tokens \(24\) is below 26"),
