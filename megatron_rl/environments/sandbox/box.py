@@ -10,7 +10,8 @@ tree is in the image's own files. A process in it (`inside.py`) carries out comm
 
 What remains possible: a program uses a CPU until its time is over, sees which programs the machine has, and notices how
 busy it is. It can also disable its own sandbox, by limits for the first process; then the answer is a failure without a
-reward. A fault of the kernel is not contained.
+reward. The kernel's own memory (sockets, pipes, empty files) and pages of a shared mapping that a program has given up
+are not counted. A fault of the kernel is not contained.
 
 Invariants (tests/unit/environments): a command that hangs, floods, forks or fills its disk ends within its time and its
 limits, and the next one works; nothing of a sandbox is left when it is closed, or when its owner is killed.
@@ -60,7 +61,7 @@ class BoxLimits:
     """The longest time of a command. Then it gets SIGTERM, and after `grace_s` SIGKILL."""
     grace_s: float = 1.0
     memory_bytes: int = 1 << 30
-    """The memory of all processes together, and the address space of each."""
+    """The memory of all processes together, and the address space of each. Pages that several share count once."""
     files_bytes: int = 256 << 20
     """The size of the tree, which is in memory, and of `/tmp`."""
     output_bytes: int = 64 << 10
@@ -297,3 +298,10 @@ def _visible() -> tuple[str, ...]:
     """The folders of the machine's programs, and of this Python's standard library."""
     paths = [path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)]
     return tuple(dict.fromkeys(paths))
+
+
+def is_free(folder: str) -> bool:
+    """Whether the tree of a sandbox of bubblewrap can be there: not at a folder of every sandbox, in or above one."""
+    here = folder.rstrip("/") + "/"
+    taken = [f"{path}/" for path in (*_visible(), "/proc", "/dev", "/logs", "/tests")]
+    return not any(here.startswith(path) or path.startswith(here) for path in taken)

@@ -54,8 +54,8 @@ def passed(limits: dict[str, Any]) -> str:
                     if state not in "ZX":  # the first thread shows no memory once it has ended
                         memory[at] = int(numbers[20]) * page
                         break
-    if len(memory) > limits["num_processes"]:
-        return "too many processes"
+        if len(memory) > limits["num_processes"]:
+            return "too many processes"
     most = limits["memory_bytes"] - sum(int(segment[14]) for segment in segments())
     if sum(memory.values()) > most:  # only then, because it takes longer: what several share counts once
         for at in memory:
