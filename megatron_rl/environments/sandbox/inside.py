@@ -75,6 +75,8 @@ def shared_bytes(at: str) -> int:
 
 def segments() -> list[list[str]]:
     """The shared memory of System V: the columns of the kernel's list."""
+    if not os.path.exists(SEGMENTS):  # a kernel may have none
+        return []
     with open(SEGMENTS) as file:
         return [line.split() for line in file.readlines()[1:]]
 
