@@ -10,7 +10,8 @@ tree is in the image's own files. A process in it (`inside.py`) carries out comm
 
 What remains possible: a program uses a CPU until its time is over, sees which programs the machine has, and notices how
 busy it is. It can also disable its own sandbox, by limits for the first process; then the answer is a failure without a
-reward. A fault of the kernel is not contained.
+reward. The kernel's own memory (sockets, pipes, empty files) and pages of a shared mapping that a program has given up
+are not counted. A fault of the kernel is not contained.
 
 Invariants (tests/unit/environments): a command that hangs, floods, forks or fills its disk ends within its time and its
 limits, and the next one works; nothing of a sandbox is left when it is closed, or when its owner is killed.
@@ -60,7 +61,7 @@ class BoxLimits:
     """The longest time of a command. Then it gets SIGTERM, and after `grace_s` SIGKILL."""
     grace_s: float = 1.0
     memory_bytes: int = 1 << 30
-    """The memory of all processes together, and the address space of each."""
+    """The memory of all processes together, and the address space of each. Pages that several share count once."""
     files_bytes: int = 256 << 20
     """The size of the tree, which is in memory, and of `/tmp`."""
     output_bytes: int = 64 << 10
@@ -76,7 +77,8 @@ class Ran:
     status: int | None
     """The exit status of the command; minus the number of the signal that ended it. None: a limit ended it."""
     why: str = ""
-    """`timed out` or `out of memory`, if a limit ended it: an exit status of 124 or 137 is the program's own."""
+    """`timed out`, `out of memory` or `too many processes`, if a limit ended it: an exit status of 124 or 137 is the
+    program's own."""
     num_more: int = 0
     """The number of bytes of output that were left out."""
 
@@ -115,7 +117,7 @@ class Box:
             )
         except OSError as error:
             raise BoxError(f"a sandbox could not be started: {error}") from error
-        self._unread = b""
+        self._unread, self._why_lost = b"", ""
         try:
             self._answer(START_S if self.image is None else PULL_S)
             for path, content in self.files.items():
@@ -198,8 +200,8 @@ class Box:
             try:
                 self._process.stdin.write(json.dumps({"do": do, "folder": self.folder, **asked}).encode() + b"\n")
                 self._process.stdin.flush()
-            except OSError as error:
-                raise BoxError(f"the sandbox has ended: {self._last_words()}") from error
+            except (OSError, ValueError) as error:  # a ValueError: it was closed
+                raise self._lost() from error
             told = self._answer(within_s)
         if "error" in told:
             raise OSError(told["error"])
@@ -216,20 +218,23 @@ class Box:
             selector.register(pipe, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    self.close()
-                    raise BoxError(f"the sandbox did not answer in {within_s:g} s")
+                    raise self._lost(f"it did not answer in {within_s:g} s")
                 part = os.read(pipe.fileno(), 1 << 20)
                 if not part or len(self._unread) > MAX_LINE:
-                    raise BoxError(f"the sandbox has ended: {self._last_words()}")
+                    raise self._lost()
                 self._unread += part
         line, _, self._unread = self._unread.partition(b"\n")
         told: dict[str, Any] = json.loads(line)
         return told
 
-    def _last_words(self) -> str:
-        self._end()
-        words = self._process.stderr.read().decode(errors="replace") if self._process.stderr else ""
-        return words.strip()[-300:] or "it said nothing"
+    def _lost(self, why: str = "") -> BoxError:
+        """The error of every call from now on, with the first cause."""
+        if not self._why_lost:
+            self._end()
+            pipe = self._process.stderr
+            words = "" if pipe is None or pipe.closed else pipe.read().decode(errors="replace").strip()[-300:]
+            self._why_lost = why or words or "it said nothing"
+        return BoxError(f"the sandbox has ended: {self._why_lost}")
 
 
 def bubblewrap(limits: BoxLimits, folder: str) -> list[str]:
@@ -293,3 +298,10 @@ def _visible() -> tuple[str, ...]:
     """The folders of the machine's programs, and of this Python's standard library."""
     paths = [path for path in (*SYSTEM, os.path.realpath(sys.base_prefix)) if os.path.exists(path)]
     return tuple(dict.fromkeys(paths))
+
+
+def is_free(folder: str) -> bool:
+    """Whether the tree of a sandbox of bubblewrap can be there: not at a folder of every sandbox, in or above one."""
+    here = folder.rstrip("/") + "/"
+    taken = [f"{path}/" for path in (*_visible(), "/proc", "/dev", "/logs", "/tests")]
+    return not any(here.startswith(path) or path.startswith(here) for path in taken)

@@ -14,7 +14,8 @@ is off, whatever a task says, and `agent.timeout_sec` has no effect (`rollout.en
 answer).
 
 Invariants (tests/unit/environments): nothing below `tests/` or `solution/` is in the sandbox before the test; what the
-model has left in `/tests` and `/logs` is gone then; a test that writes no reward is a failure, and never a reward.
+model has left in `/tests` and `/logs` is gone then; a test that writes no reward, or that a limit ends, is a failure,
+and never a reward.
 """
 
 from __future__ import annotations
@@ -29,15 +30,27 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
-from megatron_rl.environments.sandbox.box import BoxError
+from megatron_rl.environments.sandbox.box import BoxError, is_free
 from megatron_rl.environments.sandbox.spares import SPARES
 from megatron_rl.environments.sandbox.workspace import Workspace
 
 WITHOUT_EFFECT = ("CMD", "EXPOSE", "LABEL", "MAINTAINER")
 DEFAULT_FOLDER = "/app"
 TEST = "bash /tests/test.sh"
+KINDS: Mapping[str, tuple[type | UnionType, str]] = {
+    "environment": (dict, "a table"),
+    "environment.memory_mb": (int, "a positive integer"),
+    "environment.storage_mb": (int, "a positive integer"),
+    "environment.docker_image": (str, "a text"),
+    "environment.workdir": (str, "a text"),
+    "verifier": (dict, "a table"),
+    "verifier.timeout_sec": (int | float, "a positive number"),
+    "verifier.env": (dict, "a table"),
+}
+"""What keys of task.toml must be."""
 REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 
 
@@ -68,7 +81,7 @@ class HarborTask(Workspace):
     def get_reward(self) -> float:
         """
         Raises:
-            BoxError: the sandbox is lost, or the test wrote no reward.
+            BoxError: the sandbox is lost, or the test wrote no reward or did not end by itself.
         """
         self._box.run("find /tests /logs -mindepth 1 -delete; mkdir -p /logs/verifier")
         for path, source in _files(self._folder / "tests"):
@@ -76,9 +89,11 @@ class HarborTask(Workspace):
         verifier = self._settings.get("verifier", {})
         variables = " ".join(shlex.quote(f"{name}={value}") for name, value in verifier.get("env", {}).items())
         ran = self._box.run(f"env {variables} {TEST}", verifier.get("timeout_sec", self.test_timeout_s))
+        if ran.why:  # what it has written until then is no verdict
+            raise BoxError(f"{self._folder}: tests/test.sh {ran.end}: {ran.output[-300:]}")
         for path in REWARDS:
             try:
-                return reward_of(self._box.read(path).decode())
+                return reward_of(self._box.read(path).decode("utf-8-sig"), path.endswith("json"))
             except OSError:  # it is not there
                 continue
             except ValueError as error:
@@ -95,11 +110,21 @@ def read_settings(folder: Path) -> dict[str, Any]:
         if not (folder / name).is_file():
             raise ValueError(f"{folder}: {name} is missing, so this is no task of Harbor")
     try:
-        settings = tomllib.loads((folder / "task.toml").read_text())
+        settings = tomllib.loads(_text(folder / "task.toml"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{folder}/task.toml: {error}") from None
+    for name, (kinds, what) in KINDS.items():
+        given: Any = settings
+        for part in name.split("."):
+            given = given.get(part) if isinstance(given, dict) else None
+        is_right = isinstance(given, kinds) and (not isinstance(given, int | float) or 0 < given < math.inf)
+        if given is not None and (not is_right or isinstance(given, bool)):
+            raise ValueError(f"{folder}/task.toml: {name} = {given!r}, but must be {what}")
     wanted, verifier = settings.get("environment", {}), settings.get("verifier", {})
     needs = {
+        "environment.memory (write memory_mb)": wanted.get("memory"),
+        "environment.storage (write storage_mb)": wanted.get("storage"),
+        "verifier.env with ${...}": any("${" in str(value) for value in verifier.get("env", {}).values()),
         "environment.env": wanted.get("env"),
         "environment.gpus": wanted.get("gpus"),
         "verifier.environment_mode separate": verifier.get("environment_mode") == "separate",
@@ -123,14 +148,16 @@ def copied(folder: Path) -> tuple[str, dict[str, Path]]:
     if not dockerfile.is_file():
         raise ValueError(f"{folder}: environment/Dockerfile is missing, and task.toml has no docker_image")
     workdir, files = DEFAULT_FOLDER, dict[str, Path]()
-    for line in dockerfile.read_text().replace("\\\n", " ").splitlines():
+    for line in _text(dockerfile).replace("\\\n", " ").splitlines():
         words = line.split()
         kind = words[0].upper() if words and not words[0].startswith("#") else "LABEL"
         if kind == "WORKDIR" and len(words) == 2 and words[1].startswith("/") and not files:
-            workdir = words[1]
+            workdir = "/" + os.path.normpath(words[1]).lstrip("/")
         elif kind in ("COPY", "ADD") and len(words) >= 3 and not line.count("--") and "[" not in line:
-            for path, source in _copies(context, words[1:-1], words[-1]):
-                files[os.path.relpath(os.path.join(workdir, path), workdir)] = source
+            target = os.path.join(workdir, words[-1])
+            into = target.endswith(("/", "/.")) or len(words) > 3 or os.path.normpath(target) == workdir
+            for path, source in _copies(context, words[1:-1], target, into):
+                files[os.path.relpath(path, workdir)] = source
         elif kind != "FROM" and kind not in WITHOUT_EFFECT:
             raise ValueError(
                 f"{folder}: environment/Dockerfile: {line.strip()[:80]!r} needs an image: build it, and name it "
@@ -138,19 +165,34 @@ def copied(folder: Path) -> tuple[str, dict[str, Path]]:
             )
     if outside := [path for path in files if path.startswith("..")]:
         raise ValueError(f"{folder}: environment/Dockerfile copies {outside[0]}, which is outside of {workdir}")
+    if not is_free(workdir):
+        raise ValueError(
+            f"{folder}: environment/Dockerfile: WORKDIR {workdir} is a folder of every sandbox, in one or above one"
+        )
     return workdir, files
 
 
-def _copies(context: Path, sources: Sequence[str], target: str) -> Iterator[tuple[str, Path]]:
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _copies(context: Path, sources: Sequence[str], target: str, into: bool) -> Iterator[tuple[str, Path]]:
     for name in sources:
-        source = context / name
+        source = context / name.lstrip("/")
         if source.is_dir():
-            yield from ((os.path.join(target, path), file) for path, file in _files(source) if path != "Dockerfile")
+            found = [(os.path.join(target, path), file) for path, file in _files(source) if path != "Dockerfile"]
         elif source.is_file():
-            into = target.endswith("/") or target == "." or len(sources) > 1
-            yield (os.path.join(target, source.name) if into else target), source
+            found = [(os.path.join(target, source.name) if into else target, source)]
         else:
-            raise ValueError(f"{context}/Dockerfile copies {name}, which is not there")
+            why = "and patterns are not supported" if set(name) & set("*?") else "which is not there"
+            raise ValueError(f"{context}/Dockerfile copies {name}, {why}")
+        for path, file in found:
+            if not file.resolve().is_relative_to(context.resolve()):
+                raise ValueError(f"{context}/Dockerfile copies {name}, which is outside of {context}")
+            yield path, file
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -160,13 +202,13 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
             yield str(file.relative_to(folder)), file
 
 
-def reward_of(text: str) -> float:
-    """The reward of a file `reward.txt` or `reward.json`.
+def reward_of(text: str, is_json: bool) -> float:
+    """The reward of a file `reward.json`, or `reward.txt`.
 
     Raises:
         ValueError: it has none.
     """
-    given = json.loads(text)
+    given = json.loads(text) if is_json else float(text)
     if isinstance(given, Mapping):
         given = given["reward"] if "reward" in given else next(iter(given.values())) if len(given) == 1 else None
     if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
@@ -179,21 +221,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("tasks", type=Path, help="a folder of task folders")
     parser.add_argument("rows", type=Path, help="the file of rows (JSON lines) to write")
     options = parser.parse_args(arguments)
-    written = 0
-    with options.rows.open("w") as rows:
-        for folder in sorted(path.parent.resolve() for path in options.tasks.glob("*/task.toml")):
-            try:
-                if not read_settings(folder).get("environment", {}).get("docker_image"):
-                    copied(folder)
-            except ValueError as error:
-                print(f"left out: {error}", file=sys.stderr)
-                continue
-            instruction = (folder / "instruction.md").read_text()
-            row = {"messages": [{"role": "user", "content": instruction}], "task": str(folder)}
-            print(json.dumps(row), file=rows)
-            written += 1
-    print(f"{written} rows: {options.rows}")
-    return 0 if written else 1
+    rows = []
+    for folder in sorted(path.parent.resolve() for path in options.tasks.glob("*/task.toml")):
+        try:
+            if not read_settings(folder).get("environment", {}).get("docker_image"):
+                copied(folder)
+            message = {"role": "user", "content": _text(folder / "instruction.md")}
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        rows.append(json.dumps({"messages": [message], "task": str(folder)}) + "\n")
+    draft = options.rows.with_name(f"{options.rows.name}.part")
+    draft.write_text("".join(rows))
+    draft.replace(options.rows)
+    print(f"{len(rows)} rows: {options.rows}")
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

@@ -65,8 +65,10 @@ class Workspace:
 
         Args:
             path: the path of the file.
-            first_line: the number of the first line.
+            first_line: the number of the first line, at least 1.
         """
+        if first_line < 1:
+            raise ValueError(f"first_line is {first_line}, but must be at least 1")
         lines = self._box.read(path).decode(errors="replace").splitlines()
         shown = lines[first_line - 1 : first_line - 1 + SHOWN_LINES]
         more = len(lines) - first_line + 1 - len(shown)

@@ -40,7 +40,8 @@ DOCKERFILE = """FROM python:3.12-slim
 # where the agent works
 WORKDIR /app
 COPY data tools/
-COPY greet.sh notes.txt ./
+COPY greet.sh /notes.txt ./
+COPY one.txt /app
 CMD ["bash"]
 """
 
@@ -52,6 +53,7 @@ def task_at(folder: Path, dockerfile: str = DOCKERFILE) -> Path:
         "environment/Dockerfile": dockerfile,
         "environment/greet.sh": "#!/bin/sh\necho Hello, world!\n",
         "environment/notes.txt": "notes",
+        "environment/one.txt": "1",
         "environment/data/a/one.txt": "1",
         "tests/test.sh": TEST,
         "tests/check.py": "import sys; sys.exit(0)",
@@ -68,7 +70,8 @@ def test_a_task_is_played_and_its_own_test_decides(tmp_path):
     with HarborTask() as own:
         own.reset(str(task_at(tmp_path)))
         listed = own.run("pwd; find . -type f | sort; ls -A /tests /logs")
-        assert listed.splitlines()[:5] == ["/app", "./greet.sh", "./notes.txt", "./tools/a/one.txt", "/logs:"]
+        files = ["./greet.sh", "./notes.txt", "./one.txt", "./tools/a/one.txt"]
+        assert listed.splitlines()[:6] == ["/app", *files, "/logs:"]
         assert "secret" not in listed and "test.sh" not in listed
         assert own.get_reward() == 0.25
         assert own.run("./greet.sh > hello.txt; echo exit 1 > /tests/check.py; mkdir -p /tests/x /logs/verifier; "
@@ -82,6 +85,16 @@ def test_a_test_without_a_reward_is_a_failure_that_says_why(tmp_path):
         (tmp_path / "tests/test.sh").write_text("echo no curl; exit 3")
         with pytest.raises(BoxError, match="wrote no reward and exit status 3: no curl"):
             own.get_reward()
+        (tmp_path / "tests/test.sh").write_text("mkfifo /logs/verifier/reward.txt")
+        with pytest.raises(BoxError, match="wrote no reward and exit status 0"):
+            own.get_reward()
+        (tmp_path / "tests/test.sh").write_text("printf '\\357\\273\\277.50' > /logs/verifier/reward.txt")
+        assert own.get_reward() == 0.5, "also with a byte order mark"
+        own._settings["verifier"]["timeout_sec"] = 0.5
+        (tmp_path / "tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt; sleep 100")
+        with pytest.raises(BoxError, match="tests/test.sh timed out"):
+            own.get_reward()
+        own._settings["verifier"]["timeout_sec"] = 60
         (tmp_path / "tests/test.sh").write_text("echo good > /logs/verifier/reward.txt")
         with pytest.raises(BoxError, match="reward.txt: "):
             own.get_reward()
@@ -89,16 +102,18 @@ def test_a_test_without_a_reward_is_a_failure_that_says_why(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "reward"),
-    [("1\n", 1.0), ("0.5", 0.5), ('{"reward": 0.5, "style": 1}', 0.5), ('{"only": 1}', 1.0), ("-2", -2.0)],
-)
+    [("1\n", 1.0), ("0.5", 0.5), ('{"reward": 0.5, "style": 1}', 0.5), ('{"only": 1}', 1.0), ("-2", -2.0),
+     (".50", 0.5), ("1.", 1.0), ("+1", 1.0)],
+)  # fmt: skip
 def test_rewards(text, reward):
-    assert reward_of(text) == reward
+    assert reward_of(text, text.startswith("{")) == reward
 
 
 @pytest.mark.parametrize("text", ["", "good", "true", "NaN", "Infinity", '{"a": 1, "b": 2}', "{}", "[1]", '"1"'])
-def test_what_is_no_reward_is_refused(text):
+@pytest.mark.parametrize("is_json", [True, False])
+def test_what_is_no_reward_is_refused(text, is_json):
     with pytest.raises(ValueError):
-        reward_of(text)
+        reward_of(text, is_json)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +127,29 @@ def test_what_is_no_reward_is_refused(text):
         ("environment/Dockerfile", "FROM a\nCOPY nothing .", "copies nothing, which is not there"),
         ("environment/Dockerfile", "FROM a\nCOPY notes.txt /etc/notes", "outside of /app"),
         ("environment/Dockerfile", "FROM a\nCOPY notes.txt x\nWORKDIR /b", "'WORKDIR /b' needs an image"),
+        ("environment/Dockerfile", "FROM a\nCOPY *.txt .", "copies *.txt, and patterns are not supported"),
+        ("environment/Dockerfile", "FROM a\nCOPY ../instruction.md .", "instruction.md, which is outside of "),
+        *(("environment/Dockerfile", f"FROM a\nWORKDIR {path}", "is a folder of every sandbox, in one or above one")
+          for path in ("/", "/usr/src/app", "/bin/x", "/proc/x", "/logs", "/tests", "/app/../usr")),
+        ("task.toml", "environment = 3", "environment = 3, but must be a table"),
+        ("task.toml", "verifier.env = 3", "verifier.env = 3, but must be a table"),
+        ("task.toml", "verifier.timeout_sec = 'ten'", "verifier.timeout_sec = 'ten', but must be a positive number"),
+        ("task.toml", "verifier.timeout_sec = -1", "verifier.timeout_sec = -1, but"),
+        ("task.toml", "verifier.timeout_sec = inf", "verifier.timeout_sec = inf, but"),
+        ("task.toml", "environment.memory_mb = '2048'", "memory_mb = '2048', but must be a positive integer"),
+        ("task.toml", "environment.memory_mb = -5", "environment.memory_mb = -5, but"),
+        ("task.toml", "environment.memory_mb = true", "environment.memory_mb = True, but"),
+        ("task.toml", "environment.memory = '2G'", "environment.memory (write memory_mb): not supported"),
+        ("task.toml", "environment.storage = '2G'", "environment.storage (write storage_mb): not supported"),
+        ("task.toml", "verifier.env = {A = '${HOME}'}", "verifier.env with ${...}: not supported"),
+        ("task.toml", b"\xff", "task.toml: 'utf-8' codec can't decode"),
+        ("environment/Dockerfile", b"\xff", "Dockerfile: 'utf-8' codec can't decode"),
     ],
-    ids=lambda one: one[:20],
+    ids=lambda one: str(one)[:20],
 )  # fmt: skip
 def test_a_task_that_needs_more_is_refused_by_name(tmp_path, name, text, said):
     task_at(tmp_path)
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError) as told:
         read_settings(tmp_path)
         copied(tmp_path)
@@ -130,11 +162,13 @@ def test_rows_of_the_tasks_that_can_run(tmp_path, capsys):
     image = task_at(tmp_path / "tasks/c", dockerfile="FROM a\nRUN make")
     (image / "task.toml").write_text('[environment]\ndocker_image = "a:1"')
     (tmp_path / "tasks/a/tests/test.sh").unlink()
+    (task_at(tmp_path / "tasks/d") / "instruction.md").write_bytes(b"\xff")
     assert main([str(tmp_path / "tasks"), str(tmp_path / "rows.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [Path(row["task"]).name for row in rows] == ["b", "c"]
     assert rows[0]["messages"] == [{"role": "user", "content": "Write hello.txt."}]
     assert "left out: " in (told := capsys.readouterr().err) and "tests/test.sh is missing" in told
+    assert "d/instruction.md: 'utf-8' codec can't decode" in told and not (tmp_path / "rows.jsonl.part").exists()
 
 
 def test_a_machine_that_runs_no_image_is_told_what_it_needs(monkeypatch, tmp_path):

@@ -50,6 +50,37 @@ def test_a_tree_has_its_files_and_its_own(box):
 
 
 @pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda box: box.run("echo a\0b"), "embedded null byte: the command"),
+        (lambda box: box.run("echo \ud83d"), "surrogates not allowed: the command"),
+        (lambda box: box.run("x" * 300000), "Argument list too long: the command"),
+        (lambda box: box.read("\0"), "embedded null byte: "),
+        (lambda box: box.write("a/\ud800", "x"), r"surrogates not allowed: a/\\ud800"),
+        (lambda box: box.read("\udc80"), r"No such file or directory: \\udc80"),
+        (lambda box: box.read("main.py", 1 << 80), "index-sized integer: main.py"),
+        (lambda box: box.read("."), "Is a directory: ."),
+        (lambda box: box.read("/dev/stdin"), "not a file: /dev/stdin"),
+        (lambda box: box.read("/dev/zero"), "not a file: /dev/zero"),
+        (lambda box: box.run("mkfifo pipe") and box.read("pipe"), "not a file: pipe"),
+        *((lambda box, path=path: box.write(path, "x"), f"not a file: {path}") for path in
+          ("", ".", "..", "/", "//", "/tmp", "//tmp/", "../tmp", "/tmp/x/..", "/tree", "new/..", "/logs", "/tests")),
+    ],
+)  # fmt: skip
+def test_what_the_first_process_cannot_do_is_an_error_of_this_call_alone(box, call, said):
+    box.write("/tmp/kept", "x")
+    with pytest.raises(OSError, match=said):
+        call(box)
+    assert box.run("cat main.py /tmp/kept; rm -f pipe") == Ran("print(6 * 7)x", 0), "it goes on, and lost nothing"
+
+
+def test_a_file_takes_the_place_of_folders_of_any_depth(box):
+    box.run(python('import os\nfor _ in range(3000): os.mkdir("d"); os.chdir("d")') + "; chmod 000 d/d d")
+    box.write("d", "text")
+    assert box.read("d") == b"text"
+
+
+@pytest.mark.parametrize(
     ("command", "expected"),
     [
         ("exit 124", Ran("", 124)),
@@ -170,10 +201,51 @@ def test_a_flood_is_cut_and_counted(box):
     assert (len(ran.output), ran.num_more, ran.status) == (LIMITS.output_bytes, 1000000 - LIMITS.output_bytes, 0)
 
 
-def test_memory_of_all_processes_is_limited():
-    with Box({}, BoxLimits(memory_bytes=128 << 20, timeout_s=deadline(20))) as own:
-        text = "for i in 1 2 3 4; do python3 -c 'x = bytearray(50 << 20); import time; time.sleep(30)' & done; wait"
-        assert own.run(text).why == "out of memory"
+SEGMENTS = """import ctypes, time
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+for _ in range(6):
+    at = libc.shmat(libc.shmget(0, 50 << 20, 0o1600), None, 0)
+    ctypes.memset(at, 1, 50 << 20)
+    libc.shmdt(ctypes.c_void_p(at))
+time.sleep(30)"""
+HIDDEN = """import ctypes, os, threading, time
+def hold():
+    x = bytearray(140 << 20)
+    time.sleep(30)
+os.fork()
+threading.Thread(target=hold).start()
+exit_thread = {"x86_64": 60, "aarch64": 93}[os.uname().machine]
+ctypes.CDLL(None).syscall(exit_thread, 0)"""
+SHARED = """import os, time
+x = bytearray(90 << 20)
+for _ in range(6):
+    if os.fork() == 0: break
+time.sleep(0.3)"""
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("for i in 1 2 3 4 5 6; do python3 -c 'x = bytearray(50 << 20); import time; time.sleep(30)' & done; wait",
+         "out of memory"),
+        (python(SEGMENTS), "out of memory"),
+        (python(HIDDEN), "out of memory"),
+        (python(SHARED), ""),
+        ("for i in $(seq 30); do sleep 30 & done; wait", "too many processes"),
+    ],
+    ids=["many", "segments", "without the first thread", "shared", "processes"],
+)  # fmt: skip
+def test_memory_and_number_of_all_processes_are_limited(command, why):
+    with Box({}, BoxLimits(memory_bytes=256 << 20, num_processes=24, timeout_s=deadline(20))) as own:
+        assert own.run(command).why == why
+        assert own.run("tail -n +2 /proc/sysvipc/shm") == Ran("", 0)
+
+
+def test_memory_that_no_count_shows_is_refused(box):
+    said = box.run(python('import os\nos.memfd_create("x")') + "; unshare -Urm mount -t tmpfs none /tmp").output
+    assert "Function not implemented" in said and "unshare failed: Operation not permitted" in said
+    assert box.run(python("import threading\nthreading.Thread(target=print, args=[1]).start()")).output == "1\n"
 
 
 def processes_of(name: str) -> list[str]:
@@ -219,6 +291,8 @@ def test_a_sandbox_that_is_lost_is_no_verdict():
         with pytest.raises(BoxError, match="the sandbox has ended"):
             for _ in range(3):
                 own.run("true")
+        with pytest.raises(BoxError, match="the sandbox has ended: it said nothing"):
+            own.read("main.py")
 
 
 def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
@@ -276,6 +350,8 @@ def test_the_tools_of_a_workspace_tell_what_they_did():
             own.edit_file("add.py", " b", "c")
         own.write_file("long", "x\n" * 1000)
         assert own.read_file("long", 500).endswith("\n899 x\n[101 more lines]")
+        with pytest.raises(ValueError, match="first_line is 0, but must be at least 1"):
+            own.read_file("long", 0)
 
 
 def test_a_setup_that_fails_is_a_fault(spares):
