@@ -20,6 +20,7 @@ from typing import Any, Self
 from megatron_rl.environments.sandbox.box import BoxError, BoxLimits
 from megatron_rl.environments.sandbox.spares import SPARES
 
+MOST_EDITED = 16 << 20
 SHOWN_LINES = 400
 
 
@@ -93,7 +94,10 @@ class Workspace:
             old: the text, with its white space.
             new: the text in its place.
         """
-        text = self._box.read(path, 16 << 20).decode(errors="surrogateescape")
+        held = self._box.read(path, MOST_EDITED + 1)
+        if len(held) > MOST_EDITED:
+            raise ValueError(f"{path} has more than {MOST_EDITED >> 20} MiB; change it by a command")
+        text = held.decode(errors="surrogateescape")
         if (count := text.count(old)) != 1:
             raise ValueError(f"the text is {count} times in {path}, but must be there exactly once")
         self._box.write(path, text.replace(old, new).encode(errors="surrogateescape"))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from patience import deadline
 
@@ -352,6 +353,10 @@ def test_the_tools_of_a_workspace_tell_what_they_did():
         assert own.read_file("long", 500).endswith("\n899 x\n[101 more lines]")
         with pytest.raises(ValueError, match="first_line is 0, but must be at least 1"):
             own.read_file("long", 0)
+        own.run("head -c 17000000 /dev/zero > large; echo end >> large")
+        with pytest.raises(ValueError, match="large has more than 16 MiB"):
+            own.edit_file("large", "end", "no end")
+        assert own.run("tail -c 4 large").startswith("end\n")
 
 
 def test_a_setup_that_fails_is_a_fault(spares):
@@ -363,11 +368,14 @@ def test_a_setup_that_fails_is_a_fault(spares):
         finally:
             await session.end()
 
-    before = len(processes_of("--tmpfs"))
+    def sandboxes() -> int:  # of this process: others run their own
+        return sum(one.name() == "bwrap" for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE)
+
+    before = sandboxes()
     with pytest.raises(EnvironmentFault, match="the row's setup 'echo no compiler; exit 2' exit status 2: no compiler"):
         asyncio.run(begin())
     spares.close()
-    assert len(processes_of("--tmpfs")) == before, "its sandbox was closed"
+    assert sandboxes() == before, "its sandbox was closed"
 
 
 def waiting(spares: Spares, number: int) -> list[Box]:
