@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import leaks
 import numpy as np
 import pytest
 import torch
@@ -155,5 +156,5 @@ def test_a_plan_without_the_head_is_refused(stage):
     shape = read_shape(stage.folders["a"])
     recorded = stage.run(stage.engine.weights.record_loading(shape))
     other = replace(stage.trainers.setup, shape=shape, recorded=recorded).as_dict()
-    with pytest.raises(ValueError, match=r"drafter\.model\.layers\.2\."):
+    with leaks.lasting("module"), pytest.raises(ValueError, match=r"drafter\.model\.layers\.2\."):
         stage.run(stage.engine.weights.init_transfer({"setup": other, "engine": 0}))
