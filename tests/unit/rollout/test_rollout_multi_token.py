@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import leaks
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,6 @@ from tiny_trainers import NUM_LAYERS, OF_HEAD, write_with_head
 from transformers import AutoModelForCausalLM
 from vllm_workers import called_in_workers
 
-from megatron_rl.models import read_shape
 from megatron_rl.rollout.drafts import MOST_RUNNING
 from megatron_rl.types import Mesh, Prompt
 
@@ -148,13 +145,3 @@ def test_a_push_in_the_middle_of_answers_brings_both(stage):
             expected = reference_logp(model, tokens.ids, 0.5, [FORBIDDEN])
             assert abs(expected - tokens.logp_rollout)[own].max(initial=0) < 1e-4
     assert any(len({*tokens.version[tokens.action_mask].tolist()}) == 2 for _, tokens in flat(groups))
-
-
-@pytest.mark.deep
-def test_a_plan_without_the_head_is_refused(stage):
-    """This is the last test of the engine, which has left the bridge then."""
-    shape = read_shape(stage.folders["a"])
-    recorded = stage.run(stage.engine.weights.record_loading(shape))
-    other = replace(stage.trainers.setup, shape=shape, recorded=recorded).as_dict()
-    with leaks.lasting("module"), pytest.raises(ValueError, match=r"drafter\.model\.layers\.2\."):
-        stage.run(stage.engine.weights.init_transfer({"setup": other, "engine": 0}))
