@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import leaks
 import numpy as np
 import pytest
 import torch
@@ -40,15 +41,16 @@ def stage(make_stage, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     folders = {name: write_with_head(root / name, seed) for seed, name in enumerate("ab")}
     folders["stale"] = with_other_head(root / "stale", folders["a"])
-    stage = make_stage(
-        folders["a"],
-        Mesh(),
-        max_prompt_tokens=80,
-        max_response_tokens=60,
-        shares_gpus=True,
-        sampling={"temperature": 0.5, "forbid": ["<unk>"]},
-        speculative={"kind": "multi_token", "tokens": 3},
-    )
+    with leaks.lasting():  # vLLM keeps a group of an engine that has a head, and its port, until the process ends
+        stage = make_stage(
+            folders["a"],
+            Mesh(),
+            max_prompt_tokens=80,
+            max_response_tokens=60,
+            shares_gpus=True,
+            sampling={"temperature": 0.5, "forbid": ["<unk>"]},
+            speculative={"kind": "multi_token", "tokens": 3},
+        )
     stage.folders = folders
     return stage
 
