@@ -41,7 +41,7 @@ def stage(make_stage, tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     folders = {name: write_with_head(root / name, seed) for seed, name in enumerate("ab")}
     folders["stale"] = with_other_head(root / "stale", folders["a"])
-    with leaks.lasting():  # vLLM keeps a group of an engine that has a head, and its port, until the process ends
+    with leaks.lasting():  # a port outlives an engine that has a head; nobody knows why
         stage = make_stage(
             folders["a"],
             Mesh(),
