@@ -17,7 +17,7 @@ from scenarios import Layout
 from sizes import VOCAB_SIZE
 from test_actor_experts import plain_gradient
 from test_actor_gradients import numbers_of
-from test_layout_families import ENGINES, OF_COMPOSITES, in_process
+from test_layout_families import in_process
 
 from megatron_rl.commands import hf_to_megatron
 from megatron_rl.config.policy import ParallelConfig
@@ -94,11 +94,10 @@ def test_an_export_is_the_folder_of_the_text_model_alone(trainers, converted, tm
 
 
 def test_vllms_class_has_the_names_and_extents_that_are_pushed(converted, tmp_path):
-    names = [name for name in MODELS if name not in OF_HEADS or OF_COMPOSITES[0] in ENGINES]
-    folders = [converted(name)[1] / "hf" for name in names]
+    folders = [converted(name)[1] / "hf" for name in MODELS]
     call = ("vllm_models", "rank_parameters", f"file://{tmp_path}/meeting", 0)
     (found,) = warm.together(in_process, [(*call, [(str(folder), 1, 1, False) for folder in folders])], deadline(240))
-    for name, folder, (model, parameters, recording) in zip(names, folders, found, strict=True):
+    for name, folder, (model, parameters, recording) in zip(MODELS, folders, found, strict=True):
         shape = read_shape(folder)
         shards = vllm_shards(shape, 1, 0)
         assert model == FAMILIES[shape.family].vllm_model

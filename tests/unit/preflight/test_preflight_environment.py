@@ -228,7 +228,7 @@ def test_all_rows_are_rendered_with_the_tools(home):
     ("changes", "message"),
     [
         ({"environment": tools("add"), "rewards": [{"kind": "environment"}]}, "of kind tools, and functions give none"),
-        ({"environment": None, "rewards": [{"kind": "environment"}]}, "with kind class, which is null"),
+        ({"environment": None, "rewards": [{"kind": "environment"}]}, "which is null; remove one of the two"),
         (
             {
                 "environment": GAME,
