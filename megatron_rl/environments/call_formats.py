@@ -183,11 +183,8 @@ def _has_call(text: str) -> bool:
         value = STRICT.decode(text.strip())
     except (ValueError, RecursionError):
         return False
-    return any(isinstance(one, dict) and {"name", "parameters"} <= one.keys() for one in (value, *as_list(value)))
-
-
-def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    found = value if isinstance(value, list) else [value]
+    return any(isinstance(one, dict) and {"name", "parameters"} <= one.keys() for one in found)
 
 
 @dataclass(frozen=True, slots=True)

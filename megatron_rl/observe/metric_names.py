@@ -161,7 +161,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "experts/unused": "the share of experts that got no token",
         "experts/auxiliary_loss": "the sum of the auxiliary losses over layers",
         "multi_token/loss": "the mean cross-entropy of the multi-token head's targets, in nats",
-        "multi_token/accuracy": "the share of these targets that have the largest logit",
+        "multi_token/accuracy": "the share of the sampled tokens that have its largest logit",
         "routing/replayed": "the share of expert choices taken from the engine",
         "routing/differing": "the share of these that the trainer would not have made",
     },
