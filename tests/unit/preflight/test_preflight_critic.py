@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from test_preflight_checks import CONFIG, VOCABULARY, faults, grpo, home, safetensors, write_tokenizer  # noqa: F401
+from run_home import CONFIG, VOCABULARY, faults, grpo, safetensors, write_tokenizer
 
 from megatron_rl.commands.ppo import main
 from megatron_rl.config.load import load_config

@@ -6,16 +6,7 @@ import json
 import shutil
 
 import pytest
-from test_preflight_checks import (  # noqa: F401
-    CONFIG,
-    VOCABULARY,
-    faults,
-    grpo,
-    home,
-    preflight,
-    safetensors,
-    write_tokenizer,
-)
+from run_home import CONFIG, VOCABULARY, faults, grpo, preflight, safetensors, write_tokenizer
 
 from megatron_rl.models import FAMILIES, read_shape
 
