@@ -1,7 +1,7 @@
 """A program's objects get a test's values as operands only if the test uses them as objects of a class."""
 
 import pytest
-from test_verifiers_code import judge
+from judged_programs import judge
 
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox.classes import classes_of
