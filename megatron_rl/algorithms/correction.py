@@ -1,9 +1,10 @@
 """Importance correction between the engine, which sampled the tokens, and the trainer: weights and rejection.
 
-w = pi_old / pi_engine of a token. Invariants: weights have no gradient, and are 1 where both policies agree; the weight
-of a sample or segment comes from the geometric mean of w, which does not shrink or grow with the length; rejected
-tokens leave only the numerators. A sample is whole in one micro-batch, so all of this is computed there. Only the mean
-of the weights over the mini-batch (`normalise`) needs all its micro-batches.
+w = pi_old / pi_engine of a token, or p / pi_engine with `algorithm.anchor: interpolated`. Invariants: weights have no
+gradient, and are 1 where both policies agree; the weight of a sample or segment comes from the geometric mean of w,
+which does not shrink or grow with the length; rejected tokens leave only the numerators. A sample is whole in one
+micro-batch, so all of this is computed there. Only the mean of the weights over the mini-batch (`normalise`) needs all
+its micro-batches.
 
 Shape letters: T packed tokens of one micro-batch.
 """
@@ -21,6 +22,17 @@ from megatron_rl.algorithms.losses.dppo import binary_kl
 from megatron_rl.algorithms.losses.terms import Terms, bounded_exp
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.correction import ClippedWeight, Rejection, TruncatedWeight, WeightConfig
+
+
+def interpolated(logp_T: Tensor, logp_rollout_T: Tensor, lag_T: Tensor) -> Tensor:
+    """log p of the policy between the sampling policy mu, which is `lag` versions older than the step's start, and the
+    current policy pi, which counts as one version newer: log mu + lag / (lag + 1) (log pi - log mu). It has no
+    gradient.
+
+    Example: log mu = -2, log pi = -1 and lag 3 give three quarters of the way, -1.25.
+    """
+    lag_T = lag_T.to(logp_T.dtype)
+    return logp_rollout_T + lag_T / (lag_T + 1) * (logp_T.detach() - logp_rollout_T)
 
 
 def importance_weight(log_w_T: Tensor, mask_T: Tensor, sample_T: Tensor, cfg: WeightConfig) -> tuple[Tensor, Tensor]:
@@ -65,7 +77,7 @@ def mean_weight(
 
 
 def rejected(terms: Terms, rule: Rejection) -> Tensor:
-    """bool [T]: the action tokens that a rule removes from the policy loss. `terms.anchor_T` is log pi_old."""
+    """bool [T]: the action tokens that a rule removes from the policy loss. `terms.anchor_T` is log pi_old or log p."""
     logp_T = terms.anchor_T if rule.policy == "old" else terms.logp_T.detach()
     exceeds_T = torch.zeros_like(terms.mask_T)
     for statistic_T, bound in _bounded_statistics(rule, logp_T, terms.logp_rollout_T):

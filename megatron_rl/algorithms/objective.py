@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import FirstPass, PackedColumns
-from megatron_rl.algorithms.correction import importance_weight, mean_weight, rejected
+from megatron_rl.algorithms.correction import importance_weight, interpolated, mean_weight, rejected
 from megatron_rl.algorithms.distillation import over_scored, teacher_term
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
@@ -117,7 +117,7 @@ class PolicyObjective:
             of the bound c.
         ppo_kl: KL(anchor || pi), estimated by k3 = r - 1 - log r, whose terms are never negative and cannot cancel.
         ratio/mean, ratio/max, ratio/min: the ratio of pi to the anchor, within exp(+-20). The anchor is pi_old, or the
-            engine's policy (`algorithm.anchor`, or a loss that has it there).
+            one of `algorithm.anchor`, or the loss's own.
         entropy: the mean entropy of the policy, in nats.
         logp/mean: the mean log-prob of the actions. On policy its negative estimates the entropy.
         kl: the mean KL to the reference policy, in nats.
@@ -188,6 +188,8 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Metric]]:
         cfg, mask_T = self.cfg, columns.action_mask_T
         anchor_T = columns.logp_rollout_T if self._around_engine else columns.logp_old_T
+        if cfg.anchor == "interpolated":
+            anchor_T = interpolated(logp_T, columns.logp_rollout_T, columns.lag_T)
         if anchor_T is None:
             anchor_T = logp_T.detach()
         given = {"logp": logp_T, "logp_rollout": columns.logp_rollout_T, "advantage": columns.advantage_T}

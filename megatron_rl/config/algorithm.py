@@ -154,14 +154,17 @@ class AlgorithmConfig(Section):
     loss_agg_tokens: PositiveInt | None = None
     """The constant length L, in tokens, of seq-mean-token-sum-norm, for example rollout.max_response_tokens. null is
     right for every other aggregation."""
-    anchor: Literal["old", "engine"] = "old"
+    anchor: Literal["old", "engine", "interpolated"] = "old"
     """The policy in the denominator of the ratio. `old`: the weights at the step's start; with `updates_per_step: 1`
     the ratio is 1 and no clip acts. `engine`: the weights that sampled the token; the clip bounds the distance from
-    them, and the ratio is also the importance weight. If neither this key nor `correction` is given, a run with
-    `rollout.max_lag` above 1 has `engine`, unless its loss clips no ratio to pi_old."""
+    them, and the ratio is also the importance weight. `interpolated`: the policy p between them and the current ones,
+    log p = log mu + lag / (lag + 1) (log pi - log mu), so that the clip bounds the last of lag + 1 steps of equal
+    length, and the correction's weight is p / mu (decoupled PPO, arXiv:2110.00641, with the approximation of AReaL,
+    arXiv:2505.24298). If neither this key nor `correction` is given, a run with `rollout.max_lag` above 1 has
+    `engine`, unless its loss clips no ratio to pi_old."""
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none, the default of losses that contain the
-    weight (`dppo_tv`, `dppo_kl`, `decoupled`, `anchor: engine`)."""
+    weight (`dppo_tv`, `dppo_kl`, `anchor: engine`)."""
     kl: KlConfig | None = None
     """The penalty for the KL divergence from the reference policy; null means none, and no reference policy is kept,
     unless the loss compares with it (`a2po`)."""
@@ -208,8 +211,9 @@ class AlgorithmConfig(Section):
 
     @property
     def is_around_engine(self) -> bool:
-        """Whether the ratio has the engine's policy in its denominator, which needs no forward pass."""
-        return "engine" in (self.anchor, self.loss.anchor)
+        """Whether the ratio is taken to the engine's policy, or to one that follows from it, and not to pi_old, which
+        may need a forward pass."""
+        return self.anchor != "old" or self.loss.anchor == "engine"
 
     @property
     def is_bounded(self) -> bool:
@@ -276,10 +280,10 @@ class AlgorithmConfig(Section):
                 f"kl.place: reward gives each token a reward, which adv_estimator {self.adv_estimator.kind} ignores; "
                 "choose reinforce_plus_plus or gae, or set kl.place to loss"
             )
-        if self.anchor == "engine" and not loss.clips_ratio:
+        if self.anchor != "old" and not loss.clips_ratio:
             raise ValueError(
-                f"anchor engine is for losses that clip the ratio to pi_old, and {loss.kind} does not, or has its own "
-                "policy there; remove anchor, or choose dual_clip, gspo, gmpo, cispo, sapo or dro"
+                f"anchor {self.anchor} is for losses that clip the ratio to pi_old, and {loss.kind} does not, or has "
+                "its own policy there; remove anchor, or choose dual_clip, gspo, gmpo, cispo, sapo or dro"
             )
         if self.epochs > 1 and not loss.has_ratio:
             raise ValueError(
@@ -291,8 +295,13 @@ class AlgorithmConfig(Section):
             raise ValueError("stop_epochs is for the second epoch and later ones, but epochs is 1; raise epochs")
         if self.stop_epochs and self.is_around_engine:
             raise ValueError(
-                "stop_epochs compares pi with pi_old, but the ratio here is to the engine's policy (anchor engine, or "
-                "the loss has it); remove stop_epochs, or choose anchor old and a loss with it"
+                "stop_epochs compares pi with pi_old, but the ratio here is to another policy (of anchor, or of the "
+                "loss); remove stop_epochs, or choose anchor old and a loss with it"
+            )
+        if self.anchor == "interpolated" and correction and correction.weight and correction.weight.normalise:
+            raise ValueError(
+                "correction.weight.normalise needs the mean of the weights before the update, and with anchor "
+                "interpolated they follow from the update's own log-probs; set normalise to false"
             )
         if self._has_weight and correction:
             which = f"loss {loss.kind}" if loss.corrects else "the ratio of anchor engine"

@@ -33,7 +33,7 @@ class PolicyLoss(Method):
     """Whether some tokens, chosen from the whole mini-batch, are treated differently (`algorithms.losses.SELECTIONS`).
     """
     clips_ratio: ClassVar[bool] = False
-    """Whether the loss bounds pi / pi_old and nothing else, so that `algorithm.anchor` may be the engine's policy."""
+    """Whether the loss bounds pi / pi_old and nothing else, so that `algorithm.anchor` may choose another policy."""
     has_ratio: ClassVar[bool] = True
     """Whether the loss has a ratio to the policy that sampled or to pi_old, so that a sample may be trained on again
     after an update."""
@@ -313,34 +313,6 @@ class DppoKlLoss(PolicyLoss):
         return "engine"
 
 
-class DecoupledLoss(PolicyLoss):
-    """Decoupled PPO (Hilton et al. 2022): the ratio is clipped around a proximal policy p, and the loss is weighted by
-    p over the behaviour policy mu, which is the engine's."""
-
-    formula: ClassVar[str] = "dual_clip with r = pi / p, times sg(min(p / mu, cap)), where mu is the engine's policy"
-    source: ClassVar[str] = "arXiv:2110.00641, arXiv:2505.24298"
-    aggregation: ClassVar[Aggregation] = "token-mean"
-    corrects: ClassVar[bool] = True
-
-    kind: Literal["decoupled"] = "decoupled"
-    clip_ratio_low: LowerClip = 0.2
-    """The ratio pi / p is clipped from below at 1 - clip_ratio_low."""
-    clip_ratio_high: PositiveFloat = 0.2
-    """The ratio pi / p is clipped from above at 1 + clip_ratio_high."""
-    clip_ratio_c: DualClipBound | None = 3.0
-    """The constant c: for A < 0 the loss of a token is at most c |A|. null means without this bound."""
-    proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """The proximal policy p. recomputed: the policy at the step's start. interpolated: log p = log mu + a (log pi -
-    log mu) with a = lag / (lag + 1), where lag is the number of versions between the weights that sampled the token and
-    the weights at the step's start; this saves the forward pass for log pi_old (AReaL's proximal approximation)."""
-    cap: Annotated[float, Field(ge=1)] = 5.0
-    """The upper bound of the weight p / mu."""
-
-    @property
-    def anchor(self) -> Literal["old", "engine"]:
-        return "engine" if self.proximal == "interpolated" else "old"
-
-
 class FunctionLoss(PolicyLoss):
     """A loss of your own: any Python function with the form of `algorithms.losses.TokenLoss`."""
 
@@ -368,7 +340,6 @@ LossConfig = Annotated[
     | KlCovLoss
     | DppoTvLoss
     | DppoKlLoss
-    | DecoupledLoss
     | FunctionLoss,
     Field(discriminator="kind"),
 ]

@@ -27,6 +27,7 @@ ALGORITHMS = {
     "statistics": RICH["clip_cov"],
     "gae": AT_TOKENS["gae"],
     "engine": AlgorithmConfig(anchor="engine", correction=None, kl={}),
+    "interpolated": AlgorithmConfig(anchor="interpolated"),
 }
 SPREAD = ("one_many_microbatches", "tp2_pp2_vpp2", "pp2_vpp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch", "dp2")
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from megatron_rl.algorithms.losses.a2po import a2po_loss
 from megatron_rl.algorithms.losses.cispo import cispo_loss
 from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov_loss, kl_cov_loss
-from megatron_rl.algorithms.losses.decoupled import decoupled_loss
 from megatron_rl.algorithms.losses.dppo import dppo_loss
 from megatron_rl.algorithms.losses.dro import dro_loss
 from megatron_rl.algorithms.losses.dual_clip import dual_clip_loss
@@ -37,7 +36,6 @@ LOSSES: dict[type, Callable[..., TokenLoss]] = {
     config.KlCovLoss: kl_cov_loss,
     config.DppoTvLoss: dppo_loss,
     config.DppoKlLoss: dppo_loss,
-    config.DecoupledLoss: decoupled_loss,
     config.FunctionLoss: function_loss,
 }
 

@@ -36,7 +36,7 @@ class Terms:
     logp_T: Tensor
     """Log-probs under the current policy; they carry the gradient."""
     anchor_T: Tensor
-    """Log-probs under the policy in the denominator of the ratio: pi_old, or the engine's policy."""
+    """Log-probs under the policy in the denominator of the ratio (`algorithm.anchor`)."""
     logp_rollout_T: Tensor
     """Log-probs of the engine when it sampled the tokens."""
     lag_T: Tensor

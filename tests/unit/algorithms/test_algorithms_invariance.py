@@ -16,7 +16,6 @@ from megatron_rl.config.losses import (
     AGGREGATIONS,
     A2poLoss,
     ClipCovLoss,
-    DecoupledLoss,
     FunctionLoss,
     KlCovLoss,
     VespoLoss,
@@ -30,7 +29,6 @@ CHANGED = {
     FunctionLoss: FunctionLoss(path="megatron_rl.recipes.tiny.losses:penalised"),
 }
 VARIANTS = [CHANGED.get(kind) or kind() for kind in LOSSES] + [
-    DecoupledLoss(proximal="interpolated"),
     VespoLoss(cap=1.2),
 ]
 
@@ -79,9 +77,7 @@ SOME = [*EVERY[: len(AGGREGATIONS)], *zip(VARIANTS, cycle(AGGREGATIONS))]
 """The first loss with every aggregation, and every loss with one of them."""
 
 
-@pytest.mark.parametrize(
-    ("loss", "mode"), cover.essential(EVERY, *SOME), ids=lambda x: getattr(x, "kind", x) + getattr(x, "proximal", "")
-)
+@pytest.mark.parametrize(("loss", "mode"), cover.essential(EVERY, *SOME), ids=lambda x: getattr(x, "kind", x))
 def test_every_loss_with_every_aggregation(loss, mode):
     check(config(loss, mode), toy_samples(seed=len(mode)))
 

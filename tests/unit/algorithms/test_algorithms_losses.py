@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.columns import segments
+from megatron_rl.algorithms.correction import interpolated
 from megatron_rl.algorithms.losses import LOSSES
-from megatron_rl.algorithms.losses.decoupled import interpolated_proximal
 from megatron_rl.algorithms.losses.dppo import binary_kl, total_variation
 from megatron_rl.algorithms.losses.dual_clip import dual_clip
 from megatron_rl.algorithms.losses.terms import Terms
@@ -74,10 +74,10 @@ def test_dual_clip(ratio, advantage, loss, slope):
 
 def test_without_the_bound_it_is_ppo():
     """An action that got a thousand times likelier and was bad keeps its whole gradient."""
-    for cfg in (config.DualClipLoss(clip_ratio_c=None), config.DecoupledLoss(clip_ratio_c=None)):
-        loss, slope, shares = evaluate(cfg, terms([1000.0, 0.5, 1.5], [-1.0, -1.0, 1.0]))
-        assert loss == pytest.approx([1000.0, 0.8, -1.2]) and slope == pytest.approx([1000.0, 0.0, 0.0])
-        assert shares["pg_clipfrac_lower"] == [False] * 3 and shares["pg_clipfrac"] == [False, True, True]
+    given = terms([1000.0, 0.5, 1.5], [-1.0, -1.0, 1.0])
+    loss, slope, shares = evaluate(config.DualClipLoss(clip_ratio_c=None), given)
+    assert loss == pytest.approx([1000.0, 0.8, -1.2]) and slope == pytest.approx([1000.0, 0.0, 0.0])
+    assert shares["pg_clipfrac_lower"] == [False] * 3 and shares["pg_clipfrac"] == [False, True, True]
 
 
 @pytest.mark.parametrize("cfg", [config.GspoLoss(clip_ratio_low=0.95), config.GmpoLoss(clip_ratio_low=200.0)])
@@ -207,16 +207,8 @@ def test_binary_divergences():
     assert binary_kl(certain, single).isfinite().all() and binary_kl(single, torch.tensor([-100.0])).isfinite().all()
 
 
-def test_decoupled_clips_around_the_proximal_policy():
-    # mu = e^-2, p = e^-1, pi = 1.5 p: weight min(e, 2) = 2, ratio 1.5 clipped at 1.2.
-    given = terms([1.5], [1.0], old=-1.0, rollout=[-2.0])
-    loss, slope, shares = evaluate(config.DecoupledLoss(cap=2.0), given)
-    assert (loss, slope) == (pytest.approx([-2.4]), [0.0])
-    assert shares["behaviour/capped"] == [True] and shares["behaviour/mean"] == pytest.approx([math.e])
-
-
-def test_interpolated_proximal():
-    got = interpolated_proximal(real([-1.0, -1.0, -1.0]), real([-2.0, -2.0, -2.0]), torch.tensor([0, 1, 3]))
+def test_the_policy_between_the_engine_and_the_present_one():
+    got = interpolated(real([-1.0, -1.0, -1.0]), real([-2.0, -2.0, -2.0]), torch.tensor([0, 1, 3]))
     assert got.tolist() == [-2.0, -1.5, -1.25]
 
 

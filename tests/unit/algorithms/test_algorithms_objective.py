@@ -187,6 +187,19 @@ def test_around_the_engine_a_loss_is_what_it_is_around_an_old_policy_that_sample
     assert evaluate(around_engine, logp, columns, Denominators(5, 3))[:2] == expected[:2]
 
 
+def test_a_clip_around_a_policy_between_the_engine_and_the_present_one():
+    """Three versions later pi is e^0.8 mu: p is e^0.6 mu, the weight min(e^0.6, 1.5), and the ratio e^0.2 is clipped at
+    1.2. With lag 0 p is mu: the weight is 1, and the ratio e^0.1."""
+    cfg = AlgorithmConfig(anchor="interpolated", correction={"weight": {"cap": 1.5}})
+    columns = columns_of([1, 1], [1.0, 1.0], [0.0, 0.0], [-2.0, -2.0], weight=0.5)
+    columns = replace(columns, logp_old_T=None, lag_T=torch.tensor([3, 0]))
+    loss, slope, metrics = evaluate(PolicyObjective(cfg), [-1.2, -1.9], columns, Denominators(2, 1))
+    assert loss == pytest.approx(-0.5 * (1.5 * 1.2 + math.exp(0.1)))
+    assert slope == pytest.approx([0.0, -0.5 * math.exp(0.1)])
+    assert metrics["correction/bounded"] == metrics["pg_clipfrac"] == 0.5
+    assert metrics["ratio/max"] == pytest.approx(math.exp(0.2))
+
+
 def test_only_tokens_of_the_steps_own_weights_are_judged():
     objective = PolicyObjective(AlgorithmConfig(loss=DppoTvLoss(), correction=None))
     columns = replace(columns_of([1] * 3, [1.0] * 3, [0.0] * 3, [-1.0, -2.0, -3.0]), logp_old_T=None)
@@ -233,9 +246,11 @@ def test_supervised_golden():
             "masks parts of a sample contradicts.*correction.reject, to sequence",
         ),
         ({"loss": {"kind": "gmpo"}, "top_entropy_share": 0.2}, "top_entropy_share masks single tokens"),
-        ({"loss": {"kind": "decoupled"}, "correction": {}}, "a correction would apply it twice"),
+        ({"loss": {"kind": "dppo_tv"}, "correction": {}}, "a correction would apply it twice"),
         ({"anchor": "engine", "correction": {}}, "the ratio of anchor engine contains .* a correction would apply it"),
         ({"anchor": "engine", "loss": {"kind": "reinforce"}, "correction": None}, "reinforce does not, or has its own"),
+        ({"anchor": "interpolated", "loss": {"kind": "dppo_tv"}}, "anchor interpolated is for losses .* has its own"),
+        ({"anchor": "interpolated", "correction": {"weight": {"normalise": True}}}, "set normalise to false"),
         ({"loss": {"kind": "clip_cov", "cov_low": 5.0}}, "must be below cov_high"),
         ({"kl": {"estimator": "k1"}}, "the expectation of its gradient.*is zero"),
         ({"kl": {"place": "reward", "straight_through": True}}, "a KL in the reward has none"),
@@ -252,9 +267,7 @@ def test_combinations_that_mean_nothing_are_refused_with_the_reason(changes, rea
         AlgorithmConfig(**changes)
 
 
-@pytest.mark.parametrize(
-    "given", [{"loss": {"kind": "decoupled"}}, {"loss": {"kind": "dppo_kl"}}, {"anchor": "engine"}]
-)
+@pytest.mark.parametrize("given", [{"loss": {"kind": "dppo_kl"}}, {"anchor": "engine"}])
 def test_a_loss_that_contains_the_weight_has_no_correction_by_default(given):
     config = AlgorithmConfig(**given)
     assert config.correction is None

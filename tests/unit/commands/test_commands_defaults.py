@@ -156,12 +156,11 @@ def test_rows_of_supervised_training_are_no_longer_than_the_models_positions(tmp
         (4, {"loss": {"kind": "gspo"}, "anchor": "old"}, "old", "gspo has no bound that acts"),
         (4, {"correction": {}}, "old", "these: algorithm.anchor=engine without algorithm.correction; algorithm.loss"),
         (4, {"loss": {"kind": "reinforce"}}, "old", "Consider one of these: algorithm.loss.kind=dppo_tv without"),
-        (4, {"loss": {"kind": "decoupled"}, "correction": None}, "old", "decoupled has no bound that acts"),
         (4, {"loss": {"kind": "gspo"}, "anchor": "old", "updates_per_step": 4}, "old", ""),
         (4, {"epochs": 2}, "engine", "is around the weights that sampled"),
         (4, {"epochs": 2, "stop_epochs": {"kl": 0.1}}, "old", "stays old, because algorithm.stop_epochs compares"),
         (4, {"loss": {"kind": "dppo_tv"}}, "old", ""),
-        (4, {"loss": {"kind": "decoupled", "proximal": "interpolated"}, "correction": None}, "old", ""),
+        (4, {"anchor": "interpolated"}, "interpolated", ""),
         (4, {"correction": {"reject": [{"level": "token", "statistic": "k1", "low": 0.5, "high": 2.0}]}}, "old", ""),
     ],
 )

@@ -96,7 +96,7 @@ CONFLICTS = [
     (["algorithm.epochs=2", "algorithm.stop_epochs={}"], "stop_epochs has no bound"),
     (
         ["algorithm={epochs: 2, stop_epochs: {kl: 0.1}, anchor: engine, correction: null}"],
-        "stop_epochs compares pi with pi_old, but the ratio here is to the engine",
+        "stop_epochs compares pi with pi_old, but the ratio here is to another policy",
     ),
     (["rollout.max_lag=1", "rollout.prefix_cache=salted"], "set prefix_cache to cleared"),
     (["policy.vision_tower=trained", "rollout.prefix_cache=salted"], "or a trained policy.vision_tower"),
