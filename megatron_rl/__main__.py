@@ -6,6 +6,7 @@ megatron-rl COMMAND ... , or python -m megatron_rl COMMAND ...
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -73,8 +74,8 @@ if (Path(__file__).parent / "tools").exists():  # only a clone has it
     purpose = "propose the table of a model that has no family, and check it"
     GROUPS["Models"]["family"] = "tools.bench.family.command", purpose
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
-FORMER = {"where": "step-times", "push": "push-weights"}
-"""The names that commands had before 0.2.0, and their names today."""
+OTHERS = {"where": "step-times", "push": "push-weights", "help": "--help", "version": "--version", "train": "grpo"}
+"""The names that commands had before 0.2.0, and what else people type, with the names today."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,8 +91,8 @@ def _run(words: list[str]) -> int:
             sys.argv = [f"megatron-rl {name}", *words[size:]]
             status: int = import_module(f"megatron_rl.{module}").main(words[size:])
             return status
-    if words[:1] == ["--version"]:
-        print(f"megatron-rl {version('megatron_rl')}")
+    if words[:1] in (["--version"], ["-V"]):
+        print(f"megatron-rl {_version()}")
         return 0
     is_part = words[:1] == ["convert"] and words[1:] in ([], ["-h"], ["--help"])
     text = _listing("convert " if is_part else "")
@@ -99,11 +100,17 @@ def _run(words: list[str]) -> int:
         print(text)
         return 0
     given = " ".join(words[:2])
-    near = [FORMER[words[0]]] if words[0] in FORMER else get_close_matches(given, COMMANDS, 1)
+    near = [OTHERS[words[0]]] if words[0] in OTHERS else get_close_matches(given, COMMANDS, 1)
     near = near or get_close_matches(words[0], COMMANDS, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     print(f"{text}\n\nerror: there is no command {given!r}{hint}", file=sys.stderr)
     return 2
+
+
+def _version() -> str:
+    """A clone's own version: its installed metadata is as old as its last `make setup`."""
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    return str(tomllib.loads(project.read_text())["project"]["version"]) if project.exists() else version("megatron_rl")
 
 
 def _listing(prefix: str) -> str:

@@ -184,7 +184,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The parts outside the loop of reinforcement learning that it works with."""
+    """The components that the training loop calls."""
 
     policy: Policy
     bridge: Bridge

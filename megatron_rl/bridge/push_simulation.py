@@ -41,8 +41,8 @@ class StretchSize(NamedTuple):
 
 
 def all_stretches(plan: TransferPlan, bucket_bytes: int) -> list[StretchSize]:
-    """All stretches of the trainer in the global order. A message of a single copy counts as one that no end packs,
-    unless engines feed engines."""
+    """All stretches of the trainer in the global order. A message with one copy is sent without packing, unless
+    engines feed engines."""
     chained = plan.engines.are_chained
     runs: dict[int, list[StretchSize]] = {}
     for rank in np.unique(plan.source).tolist():

@@ -96,8 +96,8 @@ class Colocation:
             self._awake = None
 
     def make_room(self) -> Sequence[str | None]:
-        """Bring the engines into the phase `training`, the first phase of the ranks that start
-        next. Returns the GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
+        """Put the engines to sleep (phase `training`) before the trainer's ranks start. Returns the GPU that each of
+        these shares with a rank of an engine; None if the run has no GPUs."""
         self._sleep()
         self._engines.enter("training")
         self._phase = "training"

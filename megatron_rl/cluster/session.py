@@ -90,7 +90,8 @@ def ray_session(
             `cluster.environment` has.
 
     Raises:
-        ValueError: there is no Ray at `cluster.ray_address`, or it does not admit this process.
+        ValueError: there is no Ray at `cluster.ray_address`, it does not admit this process, or a local one does not
+            start, because the machine is too busy.
         StopRequested: SIGTERM arrived while Ray started.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -139,8 +140,13 @@ def ray_session(
                     start()
                 break
             except Exception as error:
-                if SLOW not in str(error) or not attempts_left:
+                if SLOW not in str(error):
                     raise
+                if not attempts_left:
+                    raise ValueError(
+                        f"Ray has not started on this machine in {ATTEMPTS} attempts of half a minute, because other "
+                        "programs keep the machine busy; end them, and start the run again"
+                    ) from error
                 log.warning("Ray has not started in its time, so it is started again: %s", error)
                 ray.shutdown()
                 _kill([process for process in descendants(driver) if process not in others])

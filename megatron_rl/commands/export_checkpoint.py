@@ -65,6 +65,8 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     """
     if PATTERN.fullmatch(run.name) and step is None:
         return run
+    if not run.is_dir():
+        raise ValueError(f"there is no folder {run}; give the folder of a run, such as runs/first")
     found = find_checkpoints(run / "checkpoints")
     if not found:
         raise ValueError(f"{run} has no checkpoint (checkpoints/step_...)")

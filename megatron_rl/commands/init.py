@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from megatron_rl.config.load import merge, merge_arguments
+from megatron_rl.config.load import merge, merge_arguments, validate
 from megatron_rl.config.reference import find, parts, plain
+from megatron_rl.config.schema import DpoRunConfig, GrpoRunConfig, RewardModelRunConfig, SftRunConfig
 from megatron_rl.processes import open_text, piped
 
 COMMON: dict[str, Any] = {
@@ -64,6 +65,7 @@ STARTERS: dict[str, dict[str, Any]] = {
     },
 }
 """The file of each kind of run."""
+CONFIGS = {"grpo": GrpoRunConfig, "sft": SftRunConfig, "dpo": DpoRunConfig, "reward-model": RewardModelRunConfig}
 
 
 def text_of(kind: str, values: Mapping[str, Any]) -> str:
@@ -100,7 +102,7 @@ def _meaning(path: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--kind", choices=STARTERS, default="grpo", help="the kind of run (default: grpo)")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -110,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(run := given.get("run"), dict) and run.get("epochs") is not None:
             del values["run"]["steps"]  # the length is one of the two
         merge(values, given)
+        validate(CONFIGS[options.kind], values | {"run": {"steps": 1} | values["run"]}, lambda: True)
         text = text_of(options.kind, values)
         with open_text(options.file, "x") as file:
             file.write(text)

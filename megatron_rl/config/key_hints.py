@@ -16,7 +16,9 @@ KEYS = {
     **dict.fromkeys(("deepspeed", "zero_stage"), LACKS.format("DeepSpeed: see policy.parallel and policy.optimizer")),
     **dict.fromkeys(("sglang", "backend", "engine"), LACKS.format("another engine than vLLM")),
     **dict.fromkeys(("muon", "optimizer_type"), "the kinds of optimizer are policy.optimizer.kind"),
-    **dict.fromkeys(("images", "videos", "multimodal"), LACKS.format("models of anything but text")),
+    **dict.fromkeys(
+        ("images", "multimodal", "multi_modal_data"), "images are in columns of the rows (`images`, `image`)"
+    ),
     **dict.fromkeys(("learning_rate", "lr"), "the learning rate is policy.optimizer.lr"),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad"), "it is policy.optimizer.clip_grad"),
     **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "use_kl_loss"), "the KL is algorithm.kl.coefficient"),
@@ -56,12 +58,21 @@ AXES = {
     "enable_expert_parallel": "expert",
 }
 """What others call the sizes of `policy.parallel`, `critic.parallel` and `rollout.parallel`."""
+OFFLINE = {name: f"megatron-rl {name.replace('_', '-')}" for name in ("sft", "dpo", "reward_model")}
 FORMER: dict[tuple[str, ...], str] = {
+    **{(name,): f"it is a section of `{command}`" for name, command in OFFLINE.items()},
+    **dict.fromkeys(
+        [("data",), ("rollout",), ("rewards",), ("algorithm",), ("eval",), ("teachers",)],
+        "it is a section of `megatron-rl grpo` and `megatron-rl ppo`",
+    ),
+    ("critic",): "it is a section of `megatron-rl ppo`",
     ("rollout", "expert_parallel"): "it is rollout.parallel.expert now, the number of tensor ranks where it was true",
     ("sft", "epochs"): "it is run.epochs now",
+    ("rollout", "thinking", "delimiter"): "it is rollout.delimiter now",
     ("critic", "ppo_epochs"): "it is critic.epochs",
 }
-"""A key in its section -> what to say: keys of an earlier version, and names with another meaning there."""
+"""A key in its section -> what to say: sections of other commands, keys of an earlier version, and names with another
+meaning there."""
 
 
 def hint(section: Sequence[str], key: str) -> str | None:

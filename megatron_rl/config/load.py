@@ -30,6 +30,7 @@ DEMANDS = {
     "list_type": "must be a list",
     "model_attributes_type": "must be a section of keys, with the name as `kind`",
     "model_type": "must be a section of keys",
+    "path_type": "must be text",
     "string_type": "must be text",
     "tuple_type": "must be a list",
 }
@@ -96,12 +97,13 @@ def nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
     """Merge `new` into `into` key by key. A section with another `kind` replaces the whole old section, because their
-    keys differ."""
+    keys differ, and so does an empty one, `{}`."""
     for key, value in new.items():
         old = into.get(key)
         if (
             isinstance(old, dict)
             and isinstance(value, Mapping)
+            and value
             and value.get("kind", old.get("kind")) == old.get("kind")
         ):
             merge(old, value)

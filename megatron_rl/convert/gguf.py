@@ -72,8 +72,8 @@ def from_gguf(file: Path, target: Path, dtype: str = "float32") -> Dequantised:
     require_new(target)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise ValueError(
-            f"GGUF files are read with the packages {' and '.join(PACKAGES)}, and {' and '.join(missing)} is not "
-            f"installed: pip install {' '.join(missing)}"
+            f"GGUF files are read with the packages {' and '.join(PACKAGES)}, and this Python lacks "
+            f"{' and '.join(missing)}: pip install {' '.join(missing)}"
         )
     fields, tensors, num_values = _header(file)
     kinds = dict(Counter(tensors.values()).most_common())

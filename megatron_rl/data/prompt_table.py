@@ -39,7 +39,7 @@ class Writable(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the rows of a source."""
+    """The numbers of kept, skipped and removed rows of a source."""
 
     num_rows: int = 0
     """The number of all rows."""

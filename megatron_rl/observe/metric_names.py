@@ -33,7 +33,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "reward/{reward}/{logged}": "the mean of what a reward function has logged with `log_metric`",
         "reward/{reward}/signal": "the reward's share in the differences between the answers to a prompt",
         "score/mean": "the mean reward before shaping, if `algorithm.shaping` is given",
-        "groups/zero_signal": "groups that train nothing, because all their advantages are 0",
+        "groups/zero_signal": "the number of groups that train nothing, because all their advantages are 0",
         "samples/active": "answers that were trained on",
         "samples/abstained": "answers without a score",
         "samples/overlong": "answers left out because they were cut (`algorithm.overlong_filter`)",

@@ -168,6 +168,8 @@ def as_json(data: Mapping[str, Any]) -> str:
 
 
 def _nothing_logged(run_folder: Path) -> ValueError:
+    if not run_folder.is_dir():
+        return ValueError(f"there is no folder {run_folder}; give the folder of a run, such as runs/first")
     return ValueError(f"{run_folder} has no metrics.jsonl with a step, so there is nothing to report")
 
 

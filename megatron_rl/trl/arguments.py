@@ -335,7 +335,7 @@ FORMER_COMMON: Mapping[str, Argument] = {
 """Arguments of earlier releases of TRL and transformers, which may be given, too."""
 FORMER: Mapping[str, Argument] = {
     **_all("mapped", "rollout.max_prompt_tokens; prompts are not cut, as in TRL 1.0", max_prompt_length=None),
-    **_all("mapped", "it is log_unique_prompts today", wandb_log_unique_prompts=None),
+    **_all("mapped", "TRL renamed it to log_unique_prompts", wandb_log_unique_prompts=None),
     **FORMER_COMMON,
     **_all("implied", _SERVER, vllm_device=None, vllm_dtype=None, vllm_max_model_len=None),
 }

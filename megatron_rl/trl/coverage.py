@@ -74,7 +74,7 @@ refused: images together with adapters, with tools, or in four bits
     train_vlm_peft train_with_tools_multimodal_response vlm_training
 the same: several passes over the same answers, `num_iterations`
     train_multiple_iterations train_sequence_importance_sampling prepare_input_called_with_correct_data
-refused: other distributions than the model's: top_p, beams, a grammar
+refused: scripts that sample from a changed distribution: top_p, beams, a grammar
     train_with_additional_generation_kwargs train_vllm_with_additional_generation_kwargs
     train_with_generation_kwargs train_vllm_structured_outputs
 refused: other weights than the adapters' that train, or adapters on single parameters

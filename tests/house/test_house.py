@@ -352,17 +352,19 @@ PLANS = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("sizing
 
 
 @pytest.mark.parametrize("page", PLANS, ids=lambda page: page.name)
-def test_the_plans_on_a_page_are_what_the_commands_print(run_here, page):
+def test_the_plans_on_a_page_are_what_the_commands_print(run_here, page, tmp_path):
     """Each block of output is a part of what the command above it prints."""
     command, compared = "", 0
     for block in blocks(page):
         if block.mark == "run":
-            command = block.text
-        elif block.mark == "shows" and "│" in block.text:
+            command = block.text.replace("cluster.yaml", str(tmp_path / "cluster.yaml"))
+        elif block.mark == "file: cluster.yaml":
+            (tmp_path / "cluster.yaml").write_text(block.text)
+        elif block.mark == "shows" and re.search(r"(?m)^(│|#SBATCH)", block.text):
             kind, *arguments = command.split()[1:]
             printed = run_here(("megatron-rl", kind, *arguments), width=100)
             printed = re.sub(" +", " ", printed.replace("┃", "│"))
-            lines = [re.sub(" +", " ", line) for line in block.text.splitlines() if line.startswith("│")]
+            lines = [re.sub(" +", " ", line) for line in block.text.splitlines() if line.startswith(("│", "#SBATCH"))]
             assert [line for line in lines if line not in printed] == [], f"{block.where}: {command} prints others"
             compared += len(lines)
     assert compared

@@ -31,8 +31,8 @@ MARK = re.compile(r"(?m)^( *)<!-- (?:file: (?P<file>\S+)|not run: (?P<reason>.+)
 
 def made_pages() -> Iterator[tuple[str, str, str]]:
     """The path, the text and the source of each page; the source is a file of the repository, or empty."""
-    yield "commands.md", commands.page(), ""
-    yield "verl_keys.md", verl_keys(), ""
+    yield "commands.md", commands.page(), "megatron_rl/__main__.py"
+    yield "verl_keys.md", verl_keys(), "megatron_rl/migrate/verl/keys.yaml"
     for name, text in configuration.pages().items():
         yield f"configuration/{name}", text, ""
     yield "recipes/index.md", recipes.index(), "recipes/README.md"
@@ -71,6 +71,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if words:
         page.meta["tags"] = words
     links: SiteLinks = config.extra["links"]
+    if page.file.src_uri == "configuration/index.md":
+        markdown = re.sub(r"(?m)^\| `(\w+)` \|", r"| [\1](\1.md) |", markdown)
     return titled(links.rewritten(markdown, page.file.src_uri))
 
 

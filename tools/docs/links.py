@@ -33,8 +33,11 @@ class SiteLinks:
             if not target or ":" in target:
                 return found[0]
             path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-            if path.startswith("docs/"):
-                there: str | None = path.removeprefix("docs/")
+            if path == "docs/configuration/index.md" and anchor:  # a section, which has a page of its own on the site
+                there: str | None = f"configuration/{anchor}.md"
+                hashed = anchor = ""
+            elif path.startswith("docs/"):
+                there = path.removeprefix("docs/")
             else:
                 there = self.pages.get(path)
             if there is not None and there != page:

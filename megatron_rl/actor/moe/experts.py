@@ -23,7 +23,7 @@ def sigmoid_unit(gate: Tensor) -> Tensor:
 
 
 class ExpertOutput(RowParallelLinear):  # type: ignore[misc]  # it has no types
-    """The last layer of an expert. Megatron adds the bias that it returns, times the router's weight."""
+    """The last layer of an expert. It returns its bias; Megatron multiplies it by the router's weight and adds it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -7,7 +7,7 @@ given.
     megatron-rl from-verl run_qwen3_8b.sh --out run.yaml
     megatron-rl from-verl run_qwen3_8b.sh --set DATA_ROOT=/data --rows 7473 --json
     megatron-rl from-verl run_qwen3_8b.sh actor_rollout_ref.actor.ppo_epochs=1      in place of the script's value
-    megatron-rl from-verl algorithm.adv_estimator=grpo data.train_files=train.parquet
+    megatron-rl from-verl data.train_files=train.parquet actor_rollout_ref.rollout.n=8 --rows 7473
     megatron-rl from-verl --markdown                    the page of all keys of verl
 
 Each key is `used` (the same meaning), `mapped` (converted), `implied` (what happens here anyway, or what has no meaning

@@ -115,8 +115,8 @@ def row_of(key: str) -> TableRow | None:
 
 @cache
 def nearest(key: str) -> str:
-    """The key of verl that is most like a key that it does not have: by the last part, if one is like it, and by the
-    whole."""
+    """The key of verl that is most like a key that it does not have. The last parts are compared first, then the whole
+    names."""
     last = key.rpartition(".")[2]
 
     def likeness(name: str) -> float:

@@ -65,7 +65,7 @@ def owner_of(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What becomes of a setting: the keys of ours that it gives, and a phrase that says why or what differs."""
+    """What becomes of a setting: the keys of megatron_rl that it maps to, and a phrase why or what differs."""
 
     status: Status
     to: dict[str, Any]

@@ -37,7 +37,7 @@ Score = Callable[[Sequence[tuple[Sequence[int], int]]], Coroutine[list[Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first tokens of an answer, which another one continues."""
+    """A prefix of an answer, from which further answers are sampled."""
 
     sample: int
     """The number of the answer within its group."""

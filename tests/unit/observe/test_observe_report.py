@@ -277,8 +277,11 @@ def test_a_spoilt_line_is_named(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     status, _, err = command(capsys, tmp_path)
     assert status == 1 and "metrics.jsonl:2 is not JSON" in err
-    status, _, err = command(capsys, tmp_path / "nowhere")
+    (tmp_path / "metrics.jsonl").unlink()
+    status, _, err = command(capsys, tmp_path)
     assert status == 1 and "nothing to report" in err
+    status, _, err = command(capsys, tmp_path / "nowhere")
+    assert status == 1 and "there is no folder" in err
 
 
 def folders_of_seeds(tmp_path) -> list:
