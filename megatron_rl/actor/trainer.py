@@ -216,7 +216,7 @@ class MegatronTrainer:
         with platform.running():
             while True:
                 metrics, load_RE, head_loss = differentiate(self, microbatches, loss, problems, has_auxiliary_losses)
-                bound = None if self._at_start is None else coefficients.get("max_mismatch")
+                bound = None if self._at_start is None else coefficients.get("max_mismatch", math.inf)
                 metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
                 if epoch and self.spec.objective.stops(metrics):
                     return metrics | {STOPPED: 1.0}

@@ -88,7 +88,8 @@ class Objective(Protocol):
         rank calls it before the update changes a weight.
 
         Args:
-            max_mismatch: the bound of the mean mismatch; None: there is none, or an earlier update has changed weights.
+            max_mismatch: the bound of the mean mismatch; None: an earlier update of the step has changed the weights,
+                so that `mismatch/...` would tell of the policy's own changes and is left out.
 
         Raises:
             ValueError: trainer and engine disagree about the log-probs, so the update must not be made.
@@ -254,7 +255,9 @@ class PolicyObjective:
 
     def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
         metrics = over_scored(over_judged(metrics))
-        if max_mismatch is not None and (problem := disagreement(metrics, max_mismatch)):
+        if max_mismatch is None:
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("mismatch/")}
+        elif problem := disagreement(metrics, max_mismatch):
             raise ValueError(problem)
         squares = metrics.get("correction/mean_square")
         if squares is None:

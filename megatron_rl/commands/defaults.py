@@ -121,11 +121,18 @@ def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
     """A clip that bounds how far the policy moves away from weights of several steps before: without one, three of five
     runs with the demo's task and a lag of 4 lost what they had learnt."""
     algorithm, loss = config.algorithm, config.algorithm.loss
+    is_given = bool(algorithm.model_fields_set & {"anchor", "correction"})
+    chooses = loss.clips_ratio and config.rollout.max_lag > 1 and not is_given
     clips = sorted(name for name in loss.model_fields_set if name.startswith("clip_ratio"))
-    if loss.clips_ratio and clips and algorithm.num_updates == 1 and not algorithm.is_around_engine:
+    if loss.clips_ratio and clips and algorithm.num_updates == 1 and not (algorithm.is_around_engine or chooses):
         tell(
             f"algorithm.loss.{clips[0]} never acts: with algorithm.updates_per_step and algorithm.epochs 1 each update "
             "begins at pi_old, where the ratio is 1"
+        )
+    if algorithm.updates_per_step > 1 and not loss.has_ratio:
+        tell(
+            f"algorithm.updates_per_step is {algorithm.updates_per_step}, but loss {loss.kind} has no ratio to pi_old, "
+            "so that only the first update of a step follows the policy gradient"
         )
     if config.rollout.max_lag <= 1 or algorithm.is_bounded:
         return config
@@ -136,21 +143,20 @@ def _with_anchor(config: Grpo, tell: Callable[[str], None]) -> Grpo:
             "stop_epochs the clip would be around the weights that sampled"
         )
         return config
-    if loss.clips_ratio and not algorithm.model_fields_set & {"anchor", "correction"}:
+    if chooses:
         tell(
             f"algorithm.anchor is engine and algorithm.correction null, because {lag}: the clip of {loss.kind} is "
             "around the weights that sampled"
         )
         settled = algorithm.model_copy(update={"anchor": "engine", "correction": None})
         return config.model_copy(update={"algorithm": settled})
-    if algorithm.num_updates == 1:
-        choices = ["algorithm.loss.kind=dppo_tv without algorithm.correction", "rules in algorithm.correction.reject"]
-        if loss.clips_ratio:
-            choices.insert(0, "algorithm.anchor=engine without algorithm.correction")
-        tell(
-            f"{lag}, and nothing bounds how far the policy moves away from the weights that sampled: with one update a "
-            f"step, {loss.kind} has no bound that acts. Consider one of these: {'; '.join(choices)}"
-        )
+    choices = ["algorithm.loss.kind=dppo_tv without algorithm.correction", "rules in algorithm.correction.reject"]
+    if loss.clips_ratio:
+        choices.insert(0, "algorithm.anchor=engine without algorithm.correction")
+    tell(
+        f"{lag}, and nothing bounds how far the policy moves away from the weights that sampled: {loss.kind} has no "
+        f"bound that acts on it. Consider one of these: {'; '.join(choices)}"
+    )
     return config
 
 

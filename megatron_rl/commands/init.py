@@ -20,7 +20,7 @@ import yaml
 
 from megatron_rl.config.load import merge, merge_arguments, validate
 from megatron_rl.config.reference import find, parts, plain
-from megatron_rl.config.schema import DpoRunConfig, GrpoRunConfig, RewardModelRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, DpoRunConfig, GrpoRunConfig, RewardModelRunConfig, SftRunConfig
 from megatron_rl.processes import open_text, piped
 
 COMMON: dict[str, Any] = {
@@ -65,7 +65,12 @@ STARTERS: dict[str, dict[str, Any]] = {
     },
 }
 """The file of each kind of run."""
-CONFIGS = {"grpo": GrpoRunConfig, "sft": SftRunConfig, "dpo": DpoRunConfig, "reward-model": RewardModelRunConfig}
+CONFIGS: dict[str, type[BaseConfig]] = {
+    "grpo": GrpoRunConfig,
+    "sft": SftRunConfig,
+    "dpo": DpoRunConfig,
+    "reward-model": RewardModelRunConfig,
+}
 
 
 def text_of(kind: str, values: Mapping[str, Any]) -> str:

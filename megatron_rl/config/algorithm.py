@@ -307,7 +307,7 @@ class AlgorithmConfig(Section):
             which = f"loss {loss.kind}" if loss.corrects else "the ratio of anchor engine"
             raise ValueError(
                 f"{which} contains the importance weight of the engine's policy, and a correction would apply "
-                "it twice; remove algorithm.correction"
+                "it twice, or compare this policy with itself; remove algorithm.correction"
             )
         return self
 

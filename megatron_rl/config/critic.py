@@ -61,7 +61,10 @@ class CriticConfig(Section):
                 "policy; lower it"
             )
         if run.rollout.prompts_per_step < (self.updates_per_step or 1):
-            yield "critic.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
+            yield (
+                f"critic.updates_per_step exceeds rollout.prompts_per_step ({self.updates_per_step} > "
+                f"{run.rollout.prompts_per_step}), so some updates would be empty; lower it"
+            )
         ranks, own = run.policy.parallel.mesh.world_size, self.parallel.mesh.world_size
         if cluster.colocate and own != ranks:
             yield (

@@ -12,6 +12,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StrictBool,
     field_validator,
     model_validator,
 )
@@ -135,13 +136,13 @@ class RolloutConfig(Section):
     max_lag: NonNegativeInt = 0
     """The largest number of training steps between the weights that sampled a token and the weights that train on it.
     0: the run is synchronous. Otherwise engines and trainer work at the same time, and up to max_lag + 1 batches are in
-    progress or wait. Use it with `algorithm.correction`."""
+    progress or wait. What bounds the distance of old answers is `algorithm.anchor`."""
     late: Literal["wait", "requeue", "drop"] = "wait"
     """What a step with a full batch does about running groups that would be too old for the next step. `wait`: it
     waits. `requeue`: their prompts are generated again with the next weights. `drop`: these groups are discarded.
     `requeue` and `drop` bias training towards short answers, because long ones are late more often; `stream/late`
     counts the groups."""
-    active_sampling: bool | Annotated[int, Field(ge=2)] = False
+    active_sampling: StrictBool | Annotated[int, Field(ge=2)] = False
     """Whether groups whose rewards are all equal are replaced by other prompts until the batch is full. A number is the
     largest number of batches of prompts that a step takes for that; then groups without a signal fill the batch. With
     `true` a run ends with an error if 64 batches in a row have no signal. A prompt whose answers were all right
@@ -269,7 +270,7 @@ class RolloutConfig(Section):
             )
         if self.late != "wait" and not self.one_by_one:
             yield (
-                f"rollout.late: {self.late} has no effect without rollout.max_lag and rollout.active_sampling, "
+                f"rollout.late: {self.late} has no effect without rollout.max_lag or rollout.active_sampling, "
                 "because every group is then of the step that waits for it; remove it"
             )
         if self.parallel.pipeline > 1 and run.policy.routing_replay:

@@ -68,7 +68,7 @@ class Updates:
         for start in range(0, len(updates), per_epoch):
             number, of_epoch = start // per_epoch + 1, together(updates[start : start + per_epoch])
             metrics |= {f"epoch_{number}/{name}": of_epoch[name] for name in OF_EPOCHS if name in of_epoch}
-            if number > 1 and of_epoch.get("masked", 0.0) >= 1:
+            if number > 1 and of_epoch.get("masked", 0.0) > 1 - 1e-6:  # a sum of shares in float32
                 self._sink.warn(
                     f"in epoch {number} no token has a policy loss: algorithm.correction.reject and the masks of "
                     f"algorithm.loss leave none after the updates before it; lower algorithm.epochs to {number - 1}, "
@@ -94,12 +94,13 @@ def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> 
     """The metrics of a step, computed from its updates' metrics (`together`), with the coefficients that the updates
     used.
 
-    `on_policy/ratio_error` is the largest deviation from 1 of the first update's ratios. It should be 0, because the
-    weights are still the weights that gave logp_old.
+    `on_policy/ratio_error` is the largest deviation from 1 of the first update's ratios to pi_old. It should be 0,
+    because the weights are still the weights that gave logp_old.
     """
     in_force = {f"coefficient/{name}": value for name, value in coefficients.values.items()}
-    ratio_error = max(updates[0]["ratio/max"] - 1, 1 - updates[0]["ratio/min"])
-    return together(updates) | in_force | {"on_policy/ratio_error": ratio_error}
+    if not coefficients.cfg.is_around_engine:
+        in_force["on_policy/ratio_error"] = max(updates[0]["ratio/max"] - 1, 1 - updates[0]["ratio/min"])
+    return together(updates) | in_force
 
 
 def check_agreement(metrics: Metrics, bound: float, step: int) -> None:

@@ -40,9 +40,10 @@ def _updates_of(sizes: StepSizes, args: Any) -> None:
             "sequence's ratio, which is not expressed here; write False"
         )
     if sizes.updates > 1 and args.beta and args.use_bias_correction_kl:
+        cause = "num_iterations" if sizes.epochs > 1 else "steps_per_generation"
         raise ValueError(
             f"GRPOConfig: use_bias_correction_kl=True with {sizes.updates} optimizer steps on a batch of answers "
-            "weighs the KL by the ratio, which is not expressed here; write False, or lower steps_per_generation"
+            f"weighs the KL by the ratio, which is not expressed here; write False (TRL has True), or lower {cause}"
         )
 
 
@@ -249,4 +250,6 @@ def _correction(args: Any) -> dict[str, Any]:
                 "only_negative": True,
             }
         )
+    if not args.use_vllm and not found["reject"]:
+        return {}
     return {"correction": found if found.get("weight", True) or found["reject"] else None}

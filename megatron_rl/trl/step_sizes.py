@@ -76,10 +76,12 @@ class StepSizes:
                 f"change per_device_train_batch_size or num_generations"
             )
         minibatches = max(1, passes // accumulated)
-        if minibatches > prompts:
+        if prompts % minibatches:
+            fitting = [one for one in range(accumulated, passes + 1) if passes % one == 0]
+            fits = next(one for one in fitting if prompts % (passes // one) == 0)  # at the latest `passes`
             raise ValueError(
-                f"GRPOConfig: an optimizer step has {size * accumulated} answers, less than a group of {group}, and "
-                f"groups are not divided; set gradient_accumulation_steps to {accumulated * minibatches // prompts}"
+                f"GRPOConfig: an optimizer step has {size * accumulated} answers, which is no whole number of groups "
+                f"of {group}, and groups are not divided; set gradient_accumulation_steps to {fits}"
             )
         return cls(prompts, minibatches, args.num_iterations)
 
@@ -112,9 +114,9 @@ class StepSizes:
                 )
             total = math.ceil(args.num_train_epochs * math.ceil(passes / accumulated))
         if total % self.updates:
+            whole = [number * self.updates for number in (total // self.updates, total // self.updates + 1) if number]
             raise ValueError(
                 f"GRPOConfig: {total} optimizer steps end within a batch of answers, which has {self.updates}; set "
-                f"max_steps to {total // self.updates * self.updates or self.updates} or "
-                f"{(total // self.updates + 1) * self.updates}"
+                f"max_steps to {' or '.join(map(str, whole))}"
             )
         return total

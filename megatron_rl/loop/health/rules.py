@@ -46,8 +46,6 @@ class Health:
                 del self._rules["idle_engines"]
             if config.rollout.environment is None or config.rollout.environment.kind != "tools":
                 del self._rules["no_calls"]
-            if config.algorithm.is_around_engine:  # its ratio is the one to the engine's policy
-                del self._rules["ratio"]
             if config.policy.optimizer.rounding == "dithered":  # even the smallest update moves the mean of the weights
                 del self._rules["still_weights"]
         longest = max(WINDOW, (self._kept.keep + 3) * self._kept.every)

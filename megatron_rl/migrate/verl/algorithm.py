@@ -228,6 +228,8 @@ def filter_groups(settings: Settings, key: str, value: Any) -> Meaning:
         return implied("groups are not replaced by default")
     why = "other prompts replace the groups whose rewards are all equal"
     most = settings["algorithm.filter_groups.max_num_gen_batches"]
+    if most == 1:
+        why += "; the smallest number of batches is 2 here"
     return mapped({"rollout.active_sampling": max(2, most) if most and most > 0 else True}, why)
 
 

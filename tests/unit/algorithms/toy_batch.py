@@ -5,6 +5,7 @@ The policy is a table: log p(next | token) = log softmax(theta[token]). Ranks ar
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -161,4 +162,4 @@ def step(
     for name in {name for report in reports for row in report for name in row}:
         given = [row[name] for report in reports for row in report if name in row]
         metrics[name] = together[given[0][1]]([value for value, _ in given])
-    return sum(gradients), objective.conclude(metrics, None)
+    return sum(gradients), objective.conclude(metrics, math.inf)

@@ -156,7 +156,8 @@ def test_rows_of_supervised_training_are_no_longer_than_the_models_positions(tmp
         (4, {"loss": {"kind": "gspo"}, "anchor": "old"}, "old", "gspo has no bound that acts"),
         (4, {"correction": {}}, "old", "these: algorithm.anchor=engine without algorithm.correction; algorithm.loss"),
         (4, {"loss": {"kind": "reinforce"}}, "old", "Consider one of these: algorithm.loss.kind=dppo_tv without"),
-        (4, {"loss": {"kind": "gspo"}, "anchor": "old", "updates_per_step": 4}, "old", ""),
+        (4, {"loss": {"kind": "gspo"}, "anchor": "old", "updates_per_step": 4}, "old", "gspo has no bound that acts"),
+        (8, {"correction": {"weight": {"cap": 2.0}}, "epochs": 2}, "old", "these: algorithm.anchor=engine without"),
         (4, {"epochs": 2}, "engine", "is around the weights that sampled"),
         (4, {"epochs": 2, "stop_epochs": {"kl": 0.1}}, "old", "stays old, because algorithm.stop_epochs compares"),
         (4, {"loss": {"kind": "dppo_tv"}}, "old", ""),
@@ -179,6 +180,7 @@ def test_a_large_lag_has_a_clip_around_the_weights_that_sampled(tmp_path, lag, a
         ({"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}, "epochs": 2}, False),
         ({"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}, "updates_per_step": 2}, False),
         ({"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}, "anchor": "engine", "correction": None}, False),
+        ({"loss": {"kind": "cispo", "clip_ratio_high": 5.0}, "correction": {}}, True),
         ({}, False),
     ],
 )

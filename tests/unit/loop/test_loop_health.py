@@ -43,7 +43,7 @@ class Screen:
 TOOLS = {"thinking": None, "environment": {"kind": "tools", "paths": ["my_tools.py:multiply"]}}
 
 
-def config(max_lag=2, anchor="old", checkpoint=None, rollout=TOOLS, rounding="nearest"):
+def config(max_lag=2, checkpoint=None, rollout=TOOLS, rounding="nearest"):
     return validate(
         GrpoRunConfig,
         {
@@ -53,7 +53,6 @@ def config(max_lag=2, anchor="old", checkpoint=None, rollout=TOOLS, rounding="ne
             "policy": {"optimizer": {"rounding": rounding}},
             "rollout": {"max_lag": max_lag, **rollout},
             "checkpoint": checkpoint or {},
-            **({} if anchor == "old" else {"algorithm": {"loss": {"kind": "dppo_tv"}, "correction": None}}),
         },
     )
 
@@ -166,8 +165,7 @@ def test_a_gradient_norm_that_jumps():
     assert run([*steps(20), HEALTHY | {"grad_norm": 6.0}])[1] == []
 
 
-def test_the_ratio_to_the_engine_and_a_synchronous_run_have_no_such_rule():
-    assert run(steps(9, **{"on_policy/ratio_error": 0.2}), anchor="engine")[0] == []
+def test_a_synchronous_run_has_no_rules_of_lags():
     assert run(steps(9, **{"lag/mean": 0.0}), max_lag=0)[0] == []
     assert run(steps(9, **{"lag/mean": 0.0, "rollout/idle": 0.9}), max_lag=0)[0] == [], "active sampling"
 
