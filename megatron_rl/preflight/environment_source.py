@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 from megatron_rl.config.rewards import EnvironmentReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import ChangedHistory, Render, format_of, kinds_of_objects, require_offered, schemas_of
-from megatron_rl.environments.sandbox.box import BoxError, confinement
+from megatron_rl.environments.sandbox.box import FOLDER, Box, BoxError, BoxLimits, container
 from megatron_rl.environments.sandbox.workspace import Workspace
 from megatron_rl.preflight.reward_source import fault_of_function
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
@@ -46,7 +46,7 @@ def faults_of_environment(
         _require_rewards(config)
         for kind in kinds_of_objects(environment).values():
             if isinstance(made := kind.make(), Workspace):
-                tell(f"{kind.where}: its sandboxes on this machine: {_confinement(made)}")
+                tell(f"{kind.where}: its sandboxes on this machine: {_confinement(made.image)}")
         if tokenizer is not None and tokenizer.core is not None:
             for rewrite in _check_template(config, tokenizer, schemas, tell):
                 tell(
@@ -60,9 +60,13 @@ def faults_of_environment(
     return []
 
 
-def _confinement(made: Workspace) -> str:
+def _confinement(image: str | None) -> str:
+    """What makes sandboxes. bubblewrap is tried, because a kernel may forbid it; an image may have to be fetched."""
     try:
-        return confinement(made.image)
+        if image is not None:
+            return container(image, BoxLimits(), FOLDER)[0]
+        Box().close()
+        return "bubblewrap"
     except BoxError as error:
         return f"none, so each answer would fail: {error}"
 

@@ -296,19 +296,6 @@ def container(image: str, limits: BoxLimits, folder: str) -> list[str]:
     ]
 
 
-def confinement(image: str | None) -> str:
-    """The program that makes the sandboxes of this machine. bubblewrap is tried, because the kernel may forbid it; an
-    image is not, because it may have to be fetched.
-
-    Raises:
-        BoxError: there is none, or it is not permitted.
-    """
-    if image is None:
-        Box().close()
-        return "bubblewrap"
-    return container(image, BoxLimits(), FOLDER)[0]
-
-
 def _first_process() -> tuple[str, ...]:
     return "-I", "-S", "-c", Path(__file__).with_name("inside.py").read_text()
 
