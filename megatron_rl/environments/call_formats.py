@@ -98,7 +98,7 @@ class Marked:
     """Reads what follows the opening mark, up to the end."""
     hint: str
     section: tuple[str, str] = ("", "")
-    """The marks around all calls of a turn."""
+    """The marks around all calls of a turn. Without the last one none of them counts."""
     reads_end: bool = False
 
     def calls(self, text: str, schemas: Schemas) -> Iterator[AskedCall]:
@@ -143,16 +143,14 @@ class Marked:
         while text.startswith(self.opening, reader.space().at):
             found += self._call(text, reader.at, schemas)
             reader.at = found[-1].stop
-        if found:
-            found[0] = replace(found[0], start=start)
-        if reader.takes(closing):
-            if found:
-                return [*found[:-1], replace(found[-1], stop=reader.at)]
+        try:
+            reader.require(closing)
+        except Fault as fault:  # none of its calls is closed
+            return [AskedCall(start, len(text), False, fault=f"a {opening} without its end: {fault}", kind=fault.kind)]
+        if not found:
             return [AskedCall(start, reader.at, True, fault=f"a {opening} without a call", kind="malformed")]
-        if found and not found[-1].is_closed:
-            return [*found[:-1], replace(found[-1], stop=len(text))]
-        begin = found[-1].stop if found else start
-        return [*found, AskedCall(begin, len(text), False, fault=f"a {opening} without {closing}", kind="unclosed")]
+        found[0] = replace(found[0], start=start)
+        return [*found[:-1], replace(found[-1], stop=reader.at)]
 
 
 @dataclass(frozen=True, slots=True)

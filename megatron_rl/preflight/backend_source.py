@@ -25,7 +25,7 @@ def faults_of_backend(config: GrpoRunConfig, trains: bool) -> list[str]:
     path = config.rollout.backend
     if path is None or config.rollout.replay is not None:
         return []
-    if fault := fault_of_function(path, KEY, needs_class=True):
+    if fault := fault_of_function(path, KEY, methods=()):
         return [fault]
     declared, name = _declared(path), short_path(path)
     if declared is None:

@@ -11,6 +11,8 @@ from jinja2 import TemplateError
 from megatron_rl.config.rewards import EnvironmentReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import ChangedHistory, Render, format_of, kinds_of_objects, require_offered, schemas_of
+from megatron_rl.environments.sandbox.box import FOLDER, Box, BoxError, BoxLimits, container
+from megatron_rl.environments.sandbox.workspace import Workspace
 from megatron_rl.preflight.reward_source import fault_of_function
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.rollout.programs.chat_template import OTHER_FORMAT, continuation_of, ends_of
@@ -35,12 +37,16 @@ def faults_of_environment(
         found = [fault_of_function(path, "rollout.environment.paths") for path in environment.paths]
         found += [fault_of_function(path, "rollout.environment.objects") for path in environment.object_paths]
     else:
-        found = [fault_of_function(environment.path, "rollout.environment.path")]
+        methods = ("reset", "step") if environment.kind == "class" else None
+        found = [fault_of_function(environment.path, "rollout.environment.path", methods)]
     if faults := [fault for fault in found if fault]:
         return faults
     try:
         schemas = schemas_of(environment)
         _require_rewards(config)
+        for kind in kinds_of_objects(environment).values():
+            if isinstance(made := kind.make(), Workspace):
+                tell(f"{kind.where}: its sandboxes on this machine: {_confinement(made.image)}")
         if tokenizer is not None and tokenizer.core is not None:
             for rewrite in _check_template(config, tokenizer, schemas, tell):
                 tell(
@@ -52,6 +58,17 @@ def faults_of_environment(
     except (_Unknown, TemplateError):
         tell("the chat template is not checked for rollout.environment: it can be rendered by transformers alone")
     return []
+
+
+def _confinement(image: str | None) -> str:
+    """What makes sandboxes. bubblewrap is tried, because a kernel may forbid it; an image may have to be fetched."""
+    try:
+        if image is not None:
+            return container(image, BoxLimits(), FOLDER)[0]
+        Box().close()
+        return "bubblewrap"
+    except BoxError as error:
+        return f"none, so each answer would fail: {error}"
 
 
 def _require_rewards(config: GrpoRunConfig) -> None:

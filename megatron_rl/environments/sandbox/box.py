@@ -42,6 +42,10 @@ PULL_S = 900.0
 """The same for an image, which may have to be fetched first."""
 RUNTIMES = ("podman", "docker", "apptainer")
 """The programs that run images, the first one on PATH."""
+NAMESPACES = (
+    "allow unprivileged user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+    "kernel.apparmor_restrict_unprivileged_userns; in a container its seccomp profile)"
+)
 LATE_S = 30.0
 """How much later than the limit of a command the answer may come before the sandbox counts as lost."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache")
@@ -152,12 +156,14 @@ class Box:
         told = self._ask("run", asked, longest + self.limits.grace_s + LATE_S)
         return Ran(told["output"], told["status"], told["why"], told["num_more"])
 
-    def write(self, path: str, content: str | bytes, is_program: bool = False) -> None:
-        """Write a file, in the place of what is there, and the folders above it.
+    def write(self, path: str, content: str | bytes, is_program: bool = False, by_force: bool = True) -> None:
+        """Write a file, and the folders above it.
 
         Args:
             path: an absolute path, or one in the tree.
             is_program: whether it may be executed.
+            by_force: whether it takes the place of anything. If not, it takes the place of a file, whose rights it
+                keeps, and not of a folder, or of a file that is in the place of one.
 
         Raises:
             OSError: it cannot be written.
@@ -165,7 +171,7 @@ class Box:
         """
         data = content.encode(errors="replace") if isinstance(content, str) else content
         asked = {"path": path, "data": base64.b64encode(data).decode(), "mode": 0o755 if is_program else 0o644}
-        self._ask("write", asked, LATE_S)
+        self._ask("write", asked | {"by_force": by_force}, LATE_S)
 
     def read(self, path: str, most: int = 1 << 20) -> bytes:
         """The first bytes of a file.
@@ -233,6 +239,7 @@ class Box:
             self._end()
             pipe = self._process.stderr
             words = "" if pipe is None or pipe.closed else pipe.read().decode(errors="replace").strip()[-300:]
+            words += f"; {NAMESPACES}" * words.startswith("bwrap: ")
             self._why_lost = why or words or "it said nothing"
         return BoxError(f"the sandbox has ended: {self._why_lost}")
 
@@ -246,8 +253,8 @@ def bubblewrap(limits: BoxLimits, folder: str) -> list[str]:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise BoxError(
-            "sandboxes need bubblewrap, which is not installed on this machine: install the package bubblewrap (and "
-            "allow unprivileged user namespaces)"
+            "sandboxes need bubblewrap, which is not installed on this machine: install the package bubblewrap, and "
+            f"{NAMESPACES}"
         )
     python = os.path.realpath(sys.executable)
     binds = [part for path in _visible() for part in ("--ro-bind", path, path)]

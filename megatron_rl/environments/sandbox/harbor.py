@@ -147,17 +147,20 @@ def copied(folder: Path) -> tuple[str, dict[str, Path]]:
     dockerfile = context / "Dockerfile"
     if not dockerfile.is_file():
         raise ValueError(f"{folder}: environment/Dockerfile is missing, and task.toml has no docker_image")
-    workdir, files = DEFAULT_FOLDER, dict[str, Path]()
+    workdir, files, made = DEFAULT_FOLDER, dict[str, Path](), [f"{DEFAULT_FOLDER}/"]
     for line in _text(dockerfile).replace("\\\n", " ").splitlines():
         words = line.split()
         kind = words[0].upper() if words and not words[0].startswith("#") else "LABEL"
         if kind == "WORKDIR" and len(words) == 2 and words[1].startswith("/") and not files:
             workdir = "/" + os.path.normpath(words[1]).lstrip("/")
+            made.append(f"{workdir}/")
         elif kind in ("COPY", "ADD") and len(words) >= 3 and not line.count("--") and "[" not in line:
             target = os.path.join(workdir, words[-1])
-            into = target.endswith(("/", "/.")) or len(words) > 3 or os.path.normpath(target) == workdir
+            below = f"{os.path.normpath(target)}/"
+            into = target.endswith(("/", "/.")) or len(words) > 3 or any(path.startswith(below) for path in made)
             for path, source in _copies(context, words[1:-1], target, into):
                 files[os.path.relpath(path, workdir)] = source
+                made.append(os.path.normpath(path))
         elif kind != "FROM" and kind not in WITHOUT_EFFECT:
             raise ValueError(
                 f"{folder}: environment/Dockerfile: {line.strip()[:80]!r} needs an image: build it, and name it "
@@ -231,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"left out: {error}", file=sys.stderr)
             continue
         rows.append(json.dumps({"messages": [message], "task": str(folder)}) + "\n")
+    options.rows.parent.mkdir(parents=True, exist_ok=True)
     draft = options.rows.with_name(f"{options.rows.name}.part")
     draft.write_text("".join(rows))
     draft.replace(options.rows)

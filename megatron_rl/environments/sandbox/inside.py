@@ -165,23 +165,35 @@ def take(pipe: IO[bytes], output: bytearray, most: int) -> int:
 
 
 def write(asked: dict[str, Any]) -> dict[str, Any]:
-    """Write a file, in the place of whatever a program has put there to keep it out."""
+    """Write a file. By force it takes the place of whatever a program has put there to keep it out. Else a folder is an
+    error, and a file keeps its rights."""
     path = "/" + os.path.normpath(os.path.join(asked["folder"], asked["path"])).lstrip("/")
     if holds_tree(path, asked["folder"]):
         raise ValueError("not a file")
+    mode = asked["mode"]
+    if asked["by_force"]:
+        make_room(path, asked["folder"])
+    else:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.lexists(path):
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+            os.remove(path)
+    with open(path, "wb") as file:
+        file.write(base64.b64decode(asked["data"]))
+    os.chmod(path, mode)
+    return {}
+
+
+def make_room(path: str, tree: str) -> None:
     at = ""
     for folder in path.split("/")[1:-1]:
         at = f"{at}/{folder}"
-        if not holds_tree(at, asked["folder"]):
+        if not holds_tree(at, tree):
             if os.path.islink(at) or not os.path.isdir(at):
                 remove(at)
                 os.mkdir(at)
             os.chmod(at, 0o755)
     remove(path)
-    with open(path, "wb") as file:
-        file.write(base64.b64decode(asked["data"]))
-    os.chmod(path, asked["mode"])
-    return {}
 
 
 def holds_tree(path: str, folder: str) -> bool:
@@ -204,8 +216,7 @@ def read(asked: dict[str, Any]) -> dict[str, Any]:
     with open(os.path.join(asked["folder"], asked["path"]), "rb", opener=opened) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("not a file")
-        data = file.read(asked["most"] + 1)
-    return {"data": base64.b64encode(data[: asked["most"]]).decode(), "is_cut": len(data) > asked["most"]}
+        return {"data": base64.b64encode(file.read(asked["most"])).decode()}
 
 
 def forbid() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Self
 from megatron_rl.environments.sandbox.box import BoxError, BoxLimits
 from megatron_rl.environments.sandbox.spares import SPARES
 
-MOST_EDITED = 16 << 20
+MOST_READ = 16 << 20
 SHOWN_LINES = 400
 
 
@@ -70,7 +70,7 @@ class Workspace:
         """
         if first_line < 1:
             raise ValueError(f"first_line is {first_line}, but must be at least 1")
-        lines = self._box.read(path).decode(errors="replace").splitlines()
+        lines = self._held(path).decode(errors="replace").splitlines()
         shown = lines[first_line - 1 : first_line - 1 + SHOWN_LINES]
         more = len(lines) - first_line + 1 - len(shown)
         numbered = [f"{number} {line}" for number, line in enumerate(shown, first_line)]
@@ -83,7 +83,7 @@ class Workspace:
             path: the path of the file.
             text: the whole text.
         """
-        self._box.write(path, text)
+        self._box.write(path, text, by_force=False)
         return f"wrote {len(text.splitlines())} lines"
 
     def edit_file(self, path: str, old: str, new: str) -> str:
@@ -94,14 +94,21 @@ class Workspace:
             old: the text, with its white space.
             new: the text in its place.
         """
-        held = self._box.read(path, MOST_EDITED + 1)
-        if len(held) > MOST_EDITED:
-            raise ValueError(f"{path} has more than {MOST_EDITED >> 20} MiB; change it by a command")
-        text = held.decode(errors="surrogateescape")
+        text = self._held(path).decode(errors="surrogateescape")
         if (count := text.count(old)) != 1:
             raise ValueError(f"the text is {count} times in {path}, but must be there exactly once")
-        self._box.write(path, text.replace(old, new).encode(errors="surrogateescape"))
+        self._box.write(path, text.replace(old, new).encode(errors="surrogateescape"), by_force=False)
         return "replaced"
+
+    def _held(self, path: str) -> bytes:
+        """
+        Raises:
+            ValueError: the file is too large for `read_file` and `edit_file`.
+        """
+        held = self._box.read(path, MOST_READ + 1)
+        if len(held) > MOST_READ:
+            raise ValueError(f"{path} has more than {MOST_READ >> 20} MiB; use a command")
+        return held
 
     def get_reward(self) -> float:
         """

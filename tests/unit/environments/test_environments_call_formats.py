@@ -88,15 +88,24 @@ def test_two_calls_in_a_turn(name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_that_is_cut_anywhere_does_not_count(name):
-    """A turn may end anywhere by the model's own end. The last mark of a section is no part of the call in it."""
-    text, last = GOOD[name], {"kimi_k2": KIMI[1], "deepseek": CLOSE, "minimax_m2": "</invoke>\n</minimax:tool_call>"}
-    end = len(text) - len(last[name]) + last[name].index(">") + 1 if name in last else len(text)
-    end = len(text) - len("</minimax:tool_call>") - 1 if name == "minimax_m2" else end
-    for size in range(len(text)):
-        found = read(name, text[:size])
-        assert len(found) <= 2 and (("add", {"a": 6}) in found) == (size >= end), text[:size]
-        if size >= end and name in last:
-            assert found == [("add", {"a": 6}), ("fault", "unclosed")]
+    """A turn may end anywhere by the model's own end."""
+    for size in range(len(GOOD[name])):
+        assert read(name, GOOD[name][:size]) in ([], [("fault", "unclosed")], [("fault", "malformed")]), size
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("kimi_k2", "<|tool_calls_section_end|>"),
+        ("deepseek", "<｜tool▁calls▁end｜>"),
+        ("minimax_m2", "</minimax:tool_call>"),
+    ],
+)
+def test_no_call_of_a_section_counts_without_the_section_s_own_end(name, end):
+    without = TWO[name].removesuffix(end)
+    assert read(name, without) == read(name, f"{without}{end[:-1]}") == [("fault", "unclosed")]
+    assert read(name, f"{without} so {end}") == [("fault", "malformed")]
+    assert read(name, without + TWO[name]) == [("fault", "malformed")], "the next section is in this one"
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("gpt_oss", "llama3")])

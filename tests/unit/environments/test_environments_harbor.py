@@ -79,6 +79,15 @@ def test_a_task_is_played_and_its_own_test_decides(tmp_path):
         assert own.get_reward() == 1.0, "what the model left in /tests and /logs is gone"
 
 
+def test_a_copy_goes_into_a_folder_that_an_earlier_line_has_made(tmp_path):
+    lines = "FROM a\nWORKDIR /app/src\nWORKDIR /app\nCOPY data tools\nCOPY one.txt tools\nCOPY one.txt tools/a\n"
+    task_at(tmp_path, dockerfile=lines + "COPY notes.txt src\nCOPY notes.txt src/notes.txt\nCOPY notes.txt too\n")
+    workdir, files = copied(tmp_path)
+    assert workdir == "/app" and {path: source.name for path, source in files.items()} == {
+        "tools/a/one.txt": "one.txt", "tools/one.txt": "one.txt", "src/notes.txt": "notes.txt", "too": "notes.txt",
+    }  # fmt: skip
+
+
 def test_a_test_without_a_reward_is_a_failure_that_says_why(tmp_path):
     with HarborTask() as own:
         own.reset(str(task_at(tmp_path)))
@@ -163,12 +172,13 @@ def test_rows_of_the_tasks_that_can_run(tmp_path, capsys):
     (image / "task.toml").write_text('[environment]\ndocker_image = "a:1"')
     (tmp_path / "tasks/a/tests/test.sh").unlink()
     (task_at(tmp_path / "tasks/d") / "instruction.md").write_bytes(b"\xff")
-    assert main([str(tmp_path / "tasks"), str(tmp_path / "rows.jsonl")]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert main([str(tmp_path / "tasks"), str(tmp_path / "new/folder/rows.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "new/folder/rows.jsonl").read_text().splitlines()]
     assert [Path(row["task"]).name for row in rows] == ["b", "c"]
     assert rows[0]["messages"] == [{"role": "user", "content": "Write hello.txt."}]
     assert "left out: " in (told := capsys.readouterr().err) and "tests/test.sh is missing" in told
-    assert "d/instruction.md: 'utf-8' codec can't decode" in told and not (tmp_path / "rows.jsonl.part").exists()
+    assert "d/instruction.md: 'utf-8' codec can't decode" in told
+    assert [path.name for path in (tmp_path / "new/folder").iterdir()] == ["rows.jsonl"]
 
 
 def test_a_machine_that_runs_no_image_is_told_what_it_needs(monkeypatch, tmp_path):

@@ -302,6 +302,14 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch):
         Box()
 
 
+def test_a_kernel_without_user_namespaces_is_told_what_to_allow():
+    text = "from megatron_rl.environments.sandbox import Box; Box()"
+    # A user without a name in its namespace may make no other one.
+    ran = subprocess.run(["unshare", "-U", sys.executable, "-c", text], stderr=subprocess.PIPE, text=True)
+    assert "BoxError: the sandbox has ended: bwrap: No permissions to create new namespace" in ran.stderr
+    assert "; allow unprivileged user namespaces (sysctl user.max_user_namespaces, " in ran.stderr
+
+
 ROW = {
     "files": {"add.py": "def add(a, b):\n    return a - b\n"},
     "test": "python3 check.py",
@@ -353,10 +361,29 @@ def test_the_tools_of_a_workspace_tell_what_they_did():
         assert own.read_file("long", 500).endswith("\n899 x\n[101 more lines]")
         with pytest.raises(ValueError, match="first_line is 0, but must be at least 1"):
             own.read_file("long", 0)
+        own.run("yes 1234567 | head -n 200000 > long")
+        assert own.read_file("long", 199999) == "199999 1234567\n200000 1234567"
+        assert own.read_file("long").endswith("\n[199600 more lines]")
         own.run("head -c 17000000 /dev/zero > large; echo end >> large")
-        with pytest.raises(ValueError, match="large has more than 16 MiB"):
-            own.edit_file("large", "end", "no end")
+        for call in (lambda: own.edit_file("large", "end", "no end"), lambda: own.read_file("large")):
+            with pytest.raises(ValueError, match="large has more than 16 MiB"):
+                call()
         assert own.run("tail -c 4 large").startswith("end\n")
+
+
+def test_the_tools_write_in_the_place_of_files_alone():
+    with Workspace() as own:
+        own.reset(**ROW)
+        own.run("mkdir -p folder/in && touch folder/in/kept && ln -s folder link")
+        for path, said in (("folder", "Is a directory: folder"), ("add.py/x", "File exists: add.py/x")):
+            with pytest.raises(OSError, match=said):
+                own.write_file(path, "text")
+        own.write_file("link/new/text", "one")
+        own.run("echo 'echo one' > tool; chmod 755 tool")
+        own.edit_file("tool", "one", "two")
+        assert own.run("cat folder/new/text; ls folder/in; ./tool; cat add.py").splitlines()[:4] == [
+            *("onekept", "two", "def add(a, b):", "    return a - b")
+        ]
 
 
 def test_a_setup_that_fails_is_a_fault(spares):

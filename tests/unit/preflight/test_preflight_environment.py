@@ -37,6 +37,12 @@ class Game:
     def reset(self, row): ...
     def step(self, text): ...
 
+class Still:
+    def reset(self, row): ...
+
+class Wrapped(Still):
+    from functools import partial as step
+
 class Counter:
     def reset(self, start): ...
 
@@ -105,7 +111,8 @@ def faults(cfg: GrpoRunConfig) -> list[str]:
 
 
 def test_what_is_right_has_no_fault(home):
-    assert faults(config(tools("add"))) == faults(config(GAME)) == []
+    inherits = config(GAME | {"path": "my_tools.py:Wrapped"})
+    assert faults(config(tools("add"))) == faults(config(GAME)) == faults(inherits) == []
 
 
 def test_a_template_that_does_not_say_how_a_call_is_written_is_told(home):
@@ -125,6 +132,11 @@ def test_a_template_that_does_not_say_how_a_call_is_written_is_told(home):
         (objects("NoTool"), "objects: my_tools.py:NoTool has no method that could be a tool"),
         (objects("add"), "objects: my_tools.py:add asks for the argument 'a', but every object is made without"),
         (objects("Counter") | tools("add"), "rollout.environment: two tools are named 'add'; rename one"),
+        (GAME | {"path": "my_tools.py:Still"}, "rollout.environment.path: my_tools.py:Still has no method step; write"),
+        (
+            GAME | {"path": "my_tools.py:add"},
+            "my_tools.py:add is a function, and the key needs a class",
+        ),
         (GAME | {"path": "other.py:Game"}, "rollout.environment.path: other.py:Game: there is no file other.py"),
     ],
 )
@@ -170,6 +182,23 @@ def test_rows_with_which_no_object_can_begin_are_refused(home, environment, row,
     assert len(found) == (2 if message else 0)
     for name, fault in zip(("train", "eval"), found, strict=False):
         assert fault.startswith(f"data.{name}: {name}.jsonl:1: ") and re.search(message, fault), fault
+
+
+def test_what_makes_the_sandboxes_is_told(home, monkeypatch):
+    def told() -> list[str]:
+        sentences: list[str] = []
+        path = "megatron_rl.environments.sandbox.workspace:Workspace"
+        assert faults_of_environment(config({"kind": "tools", "objects": path}), None, sentences.append) == []
+        return sentences
+
+    [works] = told()
+    assert works.endswith("workspace:Workspace: its sandboxes on this machine: bubblewrap")
+    monkeypatch.setenv("PATH", "/nowhere")
+    [absent] = told()
+    assert "none, so each answer would fail: sandboxes need bubblewrap, which is not installed" in absent
+    monkeypatch.setattr("megatron_rl.environments.sandbox.workspace.Workspace.image", "a:1")
+    [absent] = told()
+    assert "the image a:1 needs one of podman, docker, apptainer" in absent
 
 
 @pytest.mark.parametrize(
