@@ -134,22 +134,7 @@ def ray_session(
         **local,
     )
     try:
-        for attempts_left in reversed(range(ATTEMPTS)):
-            try:
-                with _without_unneeded():
-                    start()
-                break
-            except Exception as error:
-                if SLOW not in str(error):
-                    raise
-                if not attempts_left:
-                    raise ValueError(
-                        f"Ray has not started on this machine in {ATTEMPTS} attempts of half a minute, because other "
-                        "programs keep the machine busy; end them, and start the run again"
-                    ) from error
-                log.warning("Ray has not started in its time, so it is started again: %s", error)
-                ray.shutdown()
-                _kill([process for process in descendants(driver) if process not in others])
+        _start(start, lambda: [process for process in descendants(driver) if process not in others])
     except SystemExit as error:  # Ray's answer to SIGTERM while it starts; the handler before Ray's has not seen it
         handler = handlers[signal.SIGTERM]
         if callable(handler):
@@ -178,6 +163,31 @@ def ray_session(
         _kill(family)
         if cluster.ray_address is None:
             _kill(_users_of(session))  # on a busy machine Ray may have started an agent since `family` was read
+
+
+def _start(start: Callable[[], object], started: Callable[[], Sequence[psutil.Process]]) -> None:
+    """
+    Args:
+        started: the processes that attempts have left.
+
+    Raises:
+        ValueError: Ray has been too slow in all attempts.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            with _without_unneeded():
+                start()
+            return
+        except Exception as error:
+            if SLOW not in str(error):
+                raise
+            log.warning("Ray has not started in its time, attempt %d of %d: %s", attempt + 1, ATTEMPTS, error)
+            ray.shutdown()
+            _kill(started())
+    raise ValueError(
+        f"Ray has not started on this machine in {ATTEMPTS} attempts of half a minute, because other programs keep the "
+        "machine busy; end them, and start the run again"
+    )
 
 
 @contextmanager

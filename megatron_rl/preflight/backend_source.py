@@ -25,7 +25,7 @@ def faults_of_backend(config: GrpoRunConfig, trains: bool) -> list[str]:
     path = config.rollout.backend
     if path is None or config.rollout.replay is not None:
         return []
-    if fault := fault_of_function(path, KEY, methods=()):
+    if fault := fault_of_function(path, KEY, methods=()) or _fault_of_class(path):
         return [fault]
     declared, name = _declared(path), short_path(path)
     if declared is None:
@@ -47,6 +47,21 @@ def faults_of_backend(config: GrpoRunConfig, trains: bool) -> list[str]:
             f"ability 'forbid' never samples, and {name} ({KEY}) does not declare it; add it"
         )
     return faults
+
+
+def _fault_of_class(path: str) -> str | None:
+    """What keeps the class at a path from being a sampler, as far as its source tells."""
+    found = definition(path, KEY)
+    if not isinstance(found, tuple) or not isinstance(found[1], ast.ClassDef):
+        return None
+    node, name = found[1], short_path(path)
+    bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+    sample = next((one for one in node.body if getattr(one, "name", None) == "sample"), None)
+    if not bases:
+        return f"{KEY}: {name} is no subclass of megatron_rl.rollout.backend.Sampler; let it be one"
+    if isinstance(sample, ast.FunctionDef) or (sample is None and bases == ["Sampler"]):
+        return f"{KEY}: {name} needs `async def sample(self, request)`, which gives a completion; write it"
+    return None
 
 
 def _has_rows_without_token(config: GrpoRunConfig) -> bool:

@@ -17,19 +17,27 @@ SOURCE = """
 from megatron_rl.rollout.backend import Sampler
 from megatron_rl.rollout.vllm_sampler import VllmSampler as Ours
 raise SystemExit("this module must not be run")
-class Nothing(Sampler): pass
+class Nothing(Sampler):
+    async def sample(self, request): ...
 class Some(Sampler):
     abilities: ClassVar = frozenset({"forbid", "greedy"})
+    async def sample(self, request): ...
 class More(Some):
     abilities = frozenset(["weights", "lag"])
 class Same(More): pass
 class Held(Mixin, Ours): pass
 class Misspelt(Sampler):
     abilities = {"quantisation"}
+    async def sample(self, request): ...
 class Computed(Sampler):
     abilities = Some.abilities | {"lag"}
+    async def sample(self, request): ...
 class Old:
     async def answer(self): ...
+class Blocking(Sampler):
+    def sample(self, request): ...
+class Empty(Sampler):
+    abilities = frozenset()
 def function(): ...
 """
 
@@ -90,13 +98,15 @@ def test_a_run_that_trains_needs_weights_and_with_a_lag_it_needs_them_at_any_tim
     ("name", "told"),
     [
         ("Computed", "the source of mine.py:Computed does not say what it is able to do"),
-        ("Old", "let it be a subclass of megatron_rl.rollout.backend.Sampler"),
+        ("Old", "mine.py:Old is no subclass of megatron_rl.rollout.backend.Sampler"),
+        ("Blocking", "mine.py:Blocking needs `async def sample(self, request)`"),
+        ("Empty", "mine.py:Empty needs `async def sample(self, request)`"),
         ("Misspelt", "declares 'quantisation', which is no ability; they are adapters, candidates, forbid"),
         ("function", "mine.py:function is a function, and the key needs a class"),
         ("Absent", "has no function 'Absent'"),
     ],
 )
-def test_a_class_whose_abilities_cannot_be_read_is_refused(name, told):
+def test_a_class_that_is_no_sampler_or_whose_abilities_cannot_be_read_is_refused(name, told):
     [fault] = faults(name)
     assert fault.startswith("rollout.backend: ") and told in fault
 
