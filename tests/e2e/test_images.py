@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ def letters(completions, **columns):
 """
 
 
+ADAPTED = re.compile(r"[qkvo]_proj\.weight|(gate|up|down)_proj")
 OVERLAPPING = ("rollout.max_lag=1", "rollout.max_sequences=3", "rollout.max_response_tokens=24")
 """Answers are under way when weights come, so that their images are seen again."""
 
@@ -101,8 +103,30 @@ def test_other_models_in_the_same_loop(recipe, asked, kind, tower, settings):
     check_run(recipe, keys, model, tower)
 
 
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen2_5_vl", ("rollout.parallel.tensor=2", "rollout.num_engines=1", *OVERLAPPING)),
+        ("qwen3_vl", ("policy.parallel.tensor=2", "run.steps=2")),
+        ("qwen3_vl_moe", ("rollout.lora=merged", "policy.parallel.data=2", "policy.parallel.expert=2", "run.steps=2")),
+    ],
+)
+def test_adapters_of_the_text_model(recipe, asked, run_here, kind, settings):
+    """The export is what `merge` makes of the model and the adapters."""
+    keys, model = asked(kind)
+    keys += ["policy.parallel.tensor=1", "policy.lora={rank: 4, alpha: 8}", *settings]
+    check_run(recipe, keys, model, "adapted")
+    exported = recipe.folder / "runs" / "whole" / "hf"
+    merged = run_here("merge", str(model), str(exported / "adapters"), "merged")
+    assert merged.returncode == 0, merged.stderr
+    ours, theirs = files(recipe.folder / "merged"), files(exported)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 def check_run(recipe, keys, model, tower):
-    """Log-probs are transformers', the run ends with a whole model, and a frozen tower is as it was.
+    """Log-probs are transformers', the run ends with a whole model, and what is frozen is as it was.
 
     Returns:
         The metrics of the steps.
@@ -128,7 +152,8 @@ def check_run(recipe, keys, model, tower):
     parts = [dict(one.named_parameters()) for one in (first, last)]
     unchanged = {name for name, tensor in parts[0].items() if torch.equal(tensor, parts[1][name])}
     of_tower = {name for name in parts[0] if ".visual." in name}
-    assert unchanged == (of_tower if tower == "frozen" else set())
+    text = set() if tower != "adapted" else {name for name in parts[0] if not ADAPTED.search(name)} - of_tower
+    assert unchanged == (set() if tower == "trained" else of_tower | text)
     extents = [{name: tensor.shape for name, tensor in files(one).items()} for one in (model, folder / "hf")]
     assert extents[0] == extents[1]
     return metrics
