@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.types import ModelShape
 
@@ -26,7 +27,7 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
         asked |= {
             "critic": config.critic is not None and "",
             "teachers": bool(config.teachers) and "",
-            "rollout.environment": rollout.environment is not None and "",
+            "rollout.environment.kind agent": isinstance(rollout.environment, AgentEnvironment) and "",
             "rollout.beams": rollout.beams is not None and "",
             "rollout.prefix_values": rollout.prefix_values is not None and "",
             "rollout.quantization": rollout.quantization is not None and "",

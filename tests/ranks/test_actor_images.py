@@ -12,7 +12,8 @@ import torch
 from image_models import IMAGE_TOKEN, MODELS, drawing, row, write_model
 from random_adapters import write_adapters
 from safetensors.torch import load_file
-from scenarios import Layout
+from scenarios import ALGORITHM, OPTIMIZER, Layout
+from shares import TrainSample
 from test_actor_experts import as_saved
 from test_actor_gradients import numbers_of
 from transformers_models import open_model
@@ -187,6 +188,26 @@ def test_adapters_of_layers_that_are_computed_again_too(trainers, worlds, kind, 
     folder, rows, expected, _ = worlds(kind, lora=LORA)
     lora = LORA.model_copy(update={"start": folder.with_name("rank3")})
     check(numbers_of(trainers, folder, rows, parse_layout(layout), 2, "full", lora=lora)[0], expected, "frozen")
+
+
+@pytest.mark.deep
+def test_a_step_without_an_image_moves_a_trained_tower_by_momentum_and_decay(trainers, worlds):
+    folder, rows, *_ = worlds("qwen3_vl")
+    seen, read = (
+        [TrainSample(str(i), row, 1.0, 1.0) for i, row in enumerate(rows) if bool(row.pictures) == has]
+        for has in (True, False)
+    )
+    given = dict(folder=folder, layout=Layout(), algorithm=ALGORITHM, pass_before_update=False, vision_tower="trained")
+    [(steps, _)] = trainers.run("train_steps", 1, samples=seen, later=read, num_steps=2, **given)
+    [(alone, _)] = trainers.run("train_steps", 1, samples=read, num_steps=1, **given)
+    decay = 1 - alone[0][0]["lr"] * OPTIMIZER.weight_decay
+    start = load_file(folder / "model.safetensors")
+    for name in (name for name in alone[0][1] if name.startswith("visual.")):
+        before = start[f"model.{name}"]
+        expected = before * decay if before.dim() > 1 else before
+        torch.testing.assert_close(alone[0][1][name], expected)
+    name = "visual.blocks.0.norm1.weight"  # it has no decay
+    assert not torch.equal(steps[1][1][name], steps[0][1][name])
 
 
 @pytest.mark.deep
