@@ -34,9 +34,6 @@ from jinja2 import TemplateError
 from megatron_rl.config.environment import CHOOSES, TurnsEnvironment
 from megatron_rl.config.exception_text import said
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.data.prompts import ImageRules
-from megatron_rl.data.row_images import expanded
-from megatron_rl.data.rows import BadRow
 from megatron_rl.environments import (
     FORMATS,
     ChangedHistory,
@@ -53,9 +50,9 @@ from megatron_rl.environments import (
 )
 from megatron_rl.environments.asked_calls import QUESTION, rendering_calls
 from megatron_rl.environments.observations import opening_of
-from megatron_rl.models.vision import vision_of
 from megatron_rl.rollout.program import Bounded, Call, Completion, Program, Samples, Transcript, next_call
 from megatron_rl.rollout.programs.chat_template import RenderCall, continuation_of, ends_of
+from megatron_rl.rollout.programs.observed_images import ObservedImages
 from megatron_rl.rollout.programs.played import Played, SampledTurn, Talk
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Picture, Prompt
@@ -98,8 +95,7 @@ class Turns:
         self._limits, self._most, self._new_session = rollout.environment, rollout.max_response_tokens, new_session
         self._render, self._max_prompt, self._end_of_thought = render, rollout.max_prompt_tokens, rollout.delimiter
         self._tokenizer, self._form = load_tokenizer(folder), FORMATS[form]
-        vision = vision_of(folder)
-        self._images = ImageRules(vision, folder, images) if vision else None
+        self._images = ObservedImages(folder, images)
         tools = schemas_of(rollout.environment)
         rendered: Render = lambda turns, opens: render(turns, tools, opens)  # noqa: E731
         self._continuation: Continuation | None = None
@@ -202,7 +198,7 @@ class Turns:
         turns = (*before, {**last, "content": said + own})
         text = self._render(turns, schemas_of(self._limits, prompt.columns), True)
         ids = self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False).ids
-        ids = self._with_images(ids, prompt.pictures)
+        ids = self._images.expanded(ids, prompt.pictures)
         if len(ids) > self._max_prompt:
             raise EnvironmentFault(
                 f"with the text of reset the prompt has {len(ids)} tokens, but rollout.max_prompt_tokens is "
@@ -234,43 +230,12 @@ class Turns:
         talk.transcript.stopped = False  # the answer continues in any case
         if played.num_turns == self._limits.max_turns:
             return False
-        messages, pictures = await self._seen(reaction.messages)
+        messages, pictures = await self._images.taken(reaction.messages)
         read = self._observations.read(messages)
         go_on = self._continued if self._continuation else self._begun_again
         goes_on = go_on(played, read, pictures)
         played.said += read if goes_on else ()
         return goes_on
-
-    async def _seen(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], tuple[Picture, ...]]:
-        """The observations with a part for the place of each image, and their images, which are resized and kept.
-
-        Raises:
-            EnvironmentFault: an image cannot be read, or the model sees none.
-        """
-        seen, pictures = list[Mapping[str, Any]](), tuple[Picture, ...]()
-        for message in messages:
-            own: tuple[Picture, ...] = ()
-            if not isinstance(message["content"], str):
-                if self._images is None:
-                    raise EnvironmentFault("an observation has an image, and the model is trained as one of text")
-                try:
-                    message, own = await asyncio.to_thread(self._images.observed, message)
-                except BadRow as error:
-                    raise EnvironmentFault(f"an observation: {error}") from error
-            seen.append(message)
-            pictures += own
-        return seen, pictures
-
-    def _with_images(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """These tokens with all tokens of the images.
-
-        Raises:
-            EnvironmentFault: the chat template leaves an image out.
-        """
-        try:
-            return expanded(ids, pictures, self._images.vision) if self._images else list(ids)
-        except BadRow as error:
-            raise EnvironmentFault(f"an observation: {error}") from error
 
     def _continued(self, played: Played, read: Sequence[Mapping[str, Any]], pictures: tuple[Picture, ...]) -> bool:
         """Append observations. Returns whether there is room for another turn."""
@@ -280,7 +245,7 @@ class Turns:
         ends_otherwise = self._tokenizer.id_to_token(transcript.ids[-1]) != self._continuation.end
         if self._continuation.begins_next and ends_otherwise:  # the turn of another role has begun
             return False
-        ids = self._with_images(self._observations.ids(self._continuation.text(read)), pictures)
+        ids = self._images.expanded(self._observations.ids(self._continuation.text(read)), pictures)
         if len(transcript.ids) + len(ids) >= self._most:
             return False
         transcript.force(ids)
@@ -305,7 +270,7 @@ class Turns:
         transcript = talk.transcript
         before = talk.text + self._decoded(transcript.ids[talk.num_read :])
         if text.startswith(before):
-            ids = self._with_images(
+            ids = self._images.expanded(
                 self._observations.ids(self._decoded(transcript.ids[-1:]) + text[len(before) :]), pictures
             )
             if not self._has_room(played, len(talk.ids) + len(ids)):
@@ -315,7 +280,7 @@ class Turns:
             talk.text, talk.num_read = text, len(transcript.ids)
             return True
         pictures = talk.pictures + pictures
-        prompt_ids = self._with_images(self._tokenizer.encode(text, add_special_tokens=False).ids, pictures)
+        prompt_ids = self._images.expanded(self._tokenizer.encode(text, add_special_tokens=False).ids, pictures)
         if not self._has_room(played, len(prompt_ids)):
             return False
         transcript.stopped = True
