@@ -39,6 +39,11 @@ def look(at: int) -> list:
     return [{"type": "text", "text": f"<|image_pad|>{at}"}, {"type": "image", "image": image}]
 
 
+def compare() -> list:
+    """Look at two pages."""
+    return [{"type": "text", "text": "abc"}, *look(1)[1:], {"type": "text", "text": "defg"}, *look(2)[1:]]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("sees") / "model"
@@ -103,9 +108,10 @@ def test_an_image_that_cannot_be_shown_is_a_fault(folder, at, template, told):
 
 
 def test_texts_share_the_limit_of_an_observation(folder):
-    long = {**TOOLS, "max_observation_tokens": 4}
-    [(_, tokens)] = play_all(folder, long, call("look", at=1), "done", template=KEEPS, begins=begun(folder))
-    assert tokens.conversation.turns[1]["content"][0]["text"].startswith("< |i [cut: the first 4 tokens of")
+    short = {"kind": "tools", "paths": [f"{__file__}:compare"], "max_observation_tokens": 4}
+    [(_, tokens)] = play_all(folder, short, call("compare"), "done", template=KEEPS, begins=begun(folder))
+    told = [part.get("text") for part in tokens.conversation.turns[1]["content"]]
+    assert told == ["abc", None, "d [cut: the first 1 tokens of 4 characters]", None]
 
 
 def test_a_model_of_text_is_shown_none(tmp_path, folder):
