@@ -55,7 +55,16 @@ def write_model(folder: Path, kind: str = "qwen3_vl") -> transformers.PreTrained
     """A model of four layers, as it is published; its tower has three, and one of a Qwen3-VL adds to the outputs of
     two."""
     name, own = MODELS[kind]
-    text = TEXT | {"vocab_size": LETTERS.get_vocab_size() + 3, "head_dim": 32, "rope_parameters": ROPE} | own
+    text = (
+        TEXT
+        | {
+            "max_position_embeddings": 512,
+            "vocab_size": LETTERS.get_vocab_size() + 3,
+            "head_dim": 32,
+            "rope_parameters": ROPE,
+        }
+        | own
+    )
     config = getattr(transformers, f"{name}Config")(
         text_config=text,
         vision_config=TOWER | {"depth": 3} | TOWERS[kind],

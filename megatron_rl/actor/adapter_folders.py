@@ -18,10 +18,10 @@ from megatron_rl.models import slices
 from megatron_rl.models.adapters import is_adapter
 from megatron_rl.models.peft import (
     CONFIG,
-    PREFIX,
     TENSORS,
     base_digest,
     config_of,
+    in_file,
     metadata_for,
     require_fitting,
     tensors_of,
@@ -43,9 +43,10 @@ def load_adapters(actor: MegatronTrainer, folder: Path) -> None:
     with actor.agreement.on_errors():
         require_fitting(folder, shape, actor.spec.model.path)
         stored, maps = read_safetensors(folder / TENSORS), Maps({})
+        named = {name: stored[theirs] for theirs, name in in_file(shape, {n: n for n in tensors_of(shape)}).items()}
         for shard in actor.shards:
             if is_adapter(shard.local_name):
-                held = stored[PREFIX + shard.hf_name]
+                held = named[shard.hf_name]
                 parameters[shard.local_name][slices(shard.local_box)] = finite(maps.values(held)(shard.hf_box), held)
     actor.weights_changed()
 
@@ -62,8 +63,7 @@ def export_adapters(actor: MegatronTrainer, folder: Path) -> None:
         gathered = gather(actor, actor.parameters(), tensors, holders)
         with actor.agreement.on_errors():
             if actor.rank == 0:
-                named = {PREFIX + name: tensor for name, tensor in gathered.items()}
                 model = actor.spec.model
                 digest = base_digest(model.weights or model.path)
-                write_tensors(temporary / TENSORS, named, metadata_for(shape, digest))
+                write_tensors(temporary / TENSORS, in_file(shape, gathered), metadata_for(shape, digest))
                 write_text(temporary / CONFIG, config_of(shape, str(actor.spec.model.path)))

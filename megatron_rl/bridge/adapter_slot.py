@@ -9,6 +9,7 @@ vLLM itself stores it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from megatron_rl.bridge.vllm_loaders import CopyRecorder
 from megatron_rl.layout import Recording
 from megatron_rl.models import FAMILIES, Shard, slices
 from megatron_rl.models.adapters import PINNED_ID, SERVED_ID, A, B, is_adapter
+from megatron_rl.models.composite import in_whole
 from megatron_rl.models.shards import local_extents
 from megatron_rl.models.view import FileTensor
 from megatron_rl.types import ModelShape
@@ -70,7 +72,9 @@ def record_adapters(adapters: Any, shape: ModelShape, dtype: torch.dtype) -> Rec
         ValueError: vLLM has no adapter for a layer that has one, or does not just copy rectangles.
     """
     family = FAMILIES[shape.family]
-    extents = {name: sizes for name, sizes in family.hf_tensors(shape).items() if is_adapter(name)}
+    own = {name: sizes for name, sizes in family.hf_tensors(shape).items() if is_adapter(name)}
+    theirs = dict(zip(_as_in_vllm(adapters.model, shape, own), own, strict=True))
+    extents = {name: own[mine] for name, mine in theirs.items()}
     sources = {name: torch.empty(sizes, dtype=dtype, device="meta") for name, sizes in extents.items()}
     whole = {name: FileTensor(sizes, {}) for name, sizes in extents.items()}
     recorder = CopyRecorder(sources, slot_tensors(adapters), whole, extents, has_turns=False)
@@ -93,7 +97,15 @@ def record_adapters(adapters: Any, shape: ModelShape, dtype: torch.dtype) -> Rec
             f"vLLM has no adapters for {missing[0].rpartition('.lora_')[0]} and {len(missing) // 2 - 1} other "
             "layers; choose others with policy.lora.targets"
         )
-    return Recording.of(recorder.shards, family)
+    return Recording.of([replace(one, hf_name=theirs[one.hf_name]) for one in recorder.shards], family)
+
+
+def _as_in_vllm(model: Any, shape: ModelShape, names: Iterable[str]) -> Iterable[str]:
+    """The names of adapters with the names that vLLM's model gives its layers."""
+    if shape.vision is None:
+        return names
+    mapped: list[str] = model.hf_to_vllm_mapper.apply_list(list(in_whole(shape, dict.fromkeys(names))))
+    return mapped
 
 
 class SlotParameters(Parameters):

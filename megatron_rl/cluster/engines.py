@@ -142,7 +142,7 @@ class EngineRank(TracedProcess):
         sessions: Sessions | RemoteSessions = Sessions(rollout.environment, rollout.delimiter, form)
         if rollout.environment.processes:
             sessions = RemoteSessions(rollout.environment, rollout.delimiter, form, self.logs, self.name)
-        return partial(Episodes, Turns(config.model.path, rollout, render, sessions.new, form))
+        return partial(Episodes, Turns(config.model.path, rollout, render, sessions.new, form, config.pictures_folder))
 
     async def alive(self) -> bool | str:
         """Whether the engine works; if not, its failure, as far as it is known."""

@@ -28,6 +28,7 @@ from megatron_rl.convert.tensor_files import Maps, read_safetensors, rectangle
 from megatron_rl.convert.work import require_new
 from megatron_rl.models import FAMILIES, is_linear_weight, slices
 from megatron_rl.models.adapters import A, B
+from megatron_rl.models.composite import name_alone
 from megatron_rl.models.peft import (
     PREFIX,
     TENSORS,
@@ -70,9 +71,14 @@ def _merge(arguments: Sequence[str] | None) -> None:
     tensors = {
         name: finite(maps.tensor(held), held) for name, held in read_safetensors(given.adapters / TENSORS).items()
     }
-    carry_out(to_hub(source, Options(dtype=given.dtype)), unfinished, num_cores(), lambda num_bytes: None)
+    if source.shape.vision is None:
+        carry_out(to_hub(source, Options(dtype=given.dtype)), unfinished, num_cores(), lambda num_bytes: None)
+        (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
+    elif given.dtype is None:
+        shutil.copytree(given.base, unfinished, copy_function=shutil.copyfile)  # its other parts stay as they are
+    else:
+        raise ValueError(f"--dtype does not go together with a model that sees images, {given.base}; leave it out")
     num_merged = _add(tensors, unfinished, adapters.scale, base_form(given.adapters) == "fp8")
-    (unfinished / manifest.NAME).unlink()  # its checksums are the base model's
     unfinished.rename(given.target)
     print(f"{num_merged} weights of {given.base} merged with {given.adapters}: {given.target}")
 
@@ -89,7 +95,7 @@ def _add(adapters: dict[str, Tensor], folder: Path, scale: float, in_fp8: bool) 
     named = [name for name in adapters if name.endswith(f".{A}.weight")]
     for name in named:
         a, b = adapters[name], adapters[name.replace(A, B)]
-        weight = _open(source, name.removeprefix(PREFIX).replace(f"{A}.", ""))
+        weight = _open(source, name_alone(source.shape, name.removeprefix(PREFIX)).replace(f"{A}.", ""))
         write_merged(weight, weight, a, b, scale)
     return len(named)
 

@@ -296,8 +296,9 @@ class GrpoRunConfig(BaseConfig):
 
     @property
     def pictures_folder(self) -> Path:
-        """The folder of the run's images, if its model sees images."""
-        return (self.data.cache or self.run_folder) / "images"
+        """The folder of the run's images, if its model sees images. Replayed rollouts have theirs beside them."""
+        replayed = self.rollout.replay
+        return (self.data.cache or (replayed.parent if replayed else self.run_folder)) / "images"
 
     @property
     def deciding_rewards(self) -> list[int]:

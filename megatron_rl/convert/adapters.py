@@ -17,7 +17,7 @@ from megatron_rl.convert.source import Source
 from megatron_rl.convert.target import naming
 from megatron_rl.convert.tensor_files import Maps, Stored
 from megatron_rl.models import slices
-from megatron_rl.models.peft import CONFIG, PREFIX, TENSORS, config_of, metadata_for, tensors_of
+from megatron_rl.models.peft import CONFIG, TENSORS, config_of, in_file, metadata_for, tensors_of
 
 MERGED_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
 """The numbers of a weight that are merged at once, by the type of the device: two float32 numbers for each, in a
@@ -80,7 +80,7 @@ def write_adapters(source: Source, dtype: torch.dtype, folder: Path, base: str) 
     assert source.manifest is not None, "a checkpoint of a run has one"
     metadata = metadata_for(source.shape, source.manifest["training"]["base"])
     files = {
-        TENSORS: save({PREFIX + name: tensor for name, tensor in tensors.items()}, metadata),
+        TENSORS: save(in_file(source.shape, tensors), metadata),
         CONFIG: config_of(source.shape, base).encode(),
     }
     unfinished = folder.with_name(f"{folder.name}.partial")

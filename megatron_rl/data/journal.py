@@ -162,6 +162,7 @@ def encode(number: int, group: Group) -> bytes:
         "routed": routed,
         "taught": taught,
         "pictures": [[astuple(one) for one in tokens.pictures] for tokens in payload],
+        "asked_pictures": len(group.prompt.pictures),
         "conversations": [tokens.conversation and asdict(tokens.conversation) for tokens in payload],
     }
     blob: bytes = save(columns, metadata={"group": json.dumps(rest)})
@@ -183,7 +184,8 @@ def decode(blob: bytes) -> tuple[int, Group]:
     rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, said, teacher, seen, strict=True)
     rollouts, payload = [_rollout(values) for values in rest["samples"]], [Tokens(*row) for row in rows]
     ids = payload[0].ids[: rollouts[0].num_prompt_tokens].tolist() if rollouts else ()
-    prompt = Prompt(rest["uid"], tuple(ids), "", pictures=seen[0] if seen else ())
+    asked = seen[0][: rest.get("asked_pictures")] if seen else ()  # an environment's follow; older files have none
+    prompt = Prompt(rest["uid"], tuple(ids), "", pictures=asked)
     engines = rest.get("engines", ())  # older files have none
     return rest["number"], Group(prompt, rollouts, payload, rest["version"], engines=tuple(engines))
 

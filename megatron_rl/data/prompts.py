@@ -28,7 +28,7 @@ from megatron_rl.data.forms import TEMPLATE_COLUMNS, Question, Reading, recognis
 from megatron_rl.data.pictures import Pictures, pictures_of, require_image
 from megatron_rl.data.prompt_table import PromptTable, Tally
 from megatron_rl.data.row_images import expanded, folder_of, take_images
-from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, without_none
+from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, turns_of, without_none
 from megatron_rl.data.stream import RowsDigest
 from megatron_rl.types import Picture, Prompt, Vision
 
@@ -58,6 +58,15 @@ class ImageRules:
         """
         question, images = _taken(question, folder_of(place))
         return question, tuple(self.pictures.add(image) for image in images)
+
+    def observed(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
+        """The same of a turn that an environment gives. A path is absolute, or beside the process's working folder.
+
+        Raises:
+            BadRow: see `take`; or a part is neither text nor an image.
+        """
+        [turn], images, _ = take_images(turns_of({"messages": [message]}, sees_images=True), {}, Path())
+        return turn, tuple(self.pictures.add(image) for image in images)
 
     @property
     def pictures(self) -> Pictures:

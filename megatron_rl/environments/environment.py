@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from megatron_rl.config.environment import ClassEnvironment
 from megatron_rl.config.exception_text import place, printable, said
 from megatron_rl.config.function import short_path
+from megatron_rl.config.given_rows import image_text
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.types import LARGEST_SCORE
 
@@ -36,8 +37,9 @@ class EnvironmentTimeout(EnvironmentFault):
 class Step(NamedTuple):
     """What an environment answers to a turn of the model."""
 
-    observation: str
-    """What the model reads next. It has no effect if the episode is done."""
+    observation: str | list[dict[str, Any]]
+    """What the model reads next: a text, or content parts with images, as `parts_of` reads them. It has no effect if
+    the episode is done."""
     reward: float | None = None
     """The reward of the turn; None: it has none."""
     done: bool = False
@@ -68,8 +70,8 @@ class Environment(Protocol):
 class Reaction:
     """What follows a turn of the model."""
 
-    messages: tuple[Mapping[str, str], ...] = ()
-    """The observations as turns of the chat template, `role` and `content`."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The observations as turns of the chat template, `role` and `content`, which is a text or `parts_of` one."""
     reward: float | None = None
     done: bool = False
     errors: tuple[str, ...] = ()
@@ -171,14 +173,15 @@ class ClassSession:
         if not isinstance(given, tuple) or not 1 <= len(given) <= 3:
             raise fault("step", f"returned {given!r}, {wanted}")
         step = Step(*given)
-        if not isinstance(step.observation, str):
+        content = step.observation if isinstance(step.observation, str) else parts_of(step.observation)
+        if content is None:
             raise fault("step", f"returned the observation {step.observation!r}, {wanted}, the first as text")
         reward = step.reward
         if no_reward := fault_of_reward(reward):
             raise fault("step", f"returned the reward {reward!r}, {no_reward}")
         if isinstance(step.done, str):
             raise fault("step", f"returned {step.done!r} for done, {wanted}, the last as True or False")
-        message = {"role": "user", "content": step.observation}
+        message = {"role": "user", "content": content}
         return Reaction((message,), None if reward is None else float(reward), bool(step.done))
 
     async def closing(self) -> Closing:
@@ -192,6 +195,17 @@ class ClassSession:
             await self._code.call("close", close)
         except EnvironmentFault as fault:  # the answer is complete
             log.warning("%s", fault)
+
+
+def parts_of(result: Any) -> list[dict[str, Any]] | None:
+    """The content parts of an observation with images, whose bytes and images of Pillow are texts; None if it is none.
+
+    Example: `[{"type": "text", "text": "The page:"}, {"type": "image", "image": PIL.Image.open("page.png")}]`.
+    """
+    if not isinstance(result, list) or not all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in result):
+        return None
+    plain = [{key: image_text(value) or value for key, value in part.items()} for part in result]
+    return plain if any("image" in part["type"] for part in plain) else None
 
 
 def fault_of_reward(given: Any) -> str | None:

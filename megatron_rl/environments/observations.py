@@ -88,7 +88,7 @@ class Continuation:
         self.rewrites = [told for form, said in forms if (told := self._rewrite(form, said, observation))]
         """How the template rewrites answers of other forms in the history, a sentence each."""
 
-    def text(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What follows an answer that these observations follow, from the end of its turn on."""
         messages = [{"tool_call_id": CALL_ID, **one} if one["role"] == "tool" else one for one in messages]
         whole = self._render([QUESTION, self._answer(messages), *messages], True)
@@ -96,7 +96,7 @@ class Continuation:
         _require_beginning(before + self.end, whole)
         return whole[len(before) :]
 
-    def _answer(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+    def _answer(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """An answer that these observations may follow."""
         answer = {"role": "assistant", "content": self.opening + self._content}
         if not self._writes_calls:
@@ -157,9 +157,20 @@ class Observations:
         self._marks = sorted({*ends, *marks}, key=len, reverse=True)
         self._longest = max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
-    def read(self, messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-        """The observations as the model reads them."""
-        return [{**message, "content": self._short(message["content"])} for message in messages]
+    def read(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The observations as the model reads them. The texts of one with images share the limit."""
+        return [{**message, "content": self._read(message["content"])} for message in messages]
+
+    def _read(self, content: str | Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+        if isinstance(content, str):
+            return self._short(content, self._limit)
+        parts, left = list[Mapping[str, Any]](), self._limit
+        for part in content:
+            if "text" in part:
+                part = {**part, "text": self._short(part["text"], left)}
+                left = max(0, left - len(self._ids(part["text"])))
+            parts.append(part)
+        return parts
 
     def ids(self, text: str) -> list[int]:
         """The tokens between a turn of the model, which has its end, and the next one.
@@ -171,18 +182,18 @@ class Observations:
         # with them.
         return self._ids(text)[1:]
 
-    def _short(self, text: str) -> str:
+    def _short(self, text: str, limit: int) -> str:
         """The text with at most this number of tokens, none of them a mark of the chat template."""
         text = text.encode(errors="replace").decode()
-        shown = text[: self._limit * self._longest]  # a token is no longer than the longest one
+        shown = text[: limit * self._longest]  # a token is no longer than the longest one
         for token in self._marks:
             shown = shown.replace(token, f"{token[:1]} {token[1:]}")
         offsets = self._tokenizer.encode(shown, add_special_tokens=False).offsets
-        if len(offsets) > self._limit:
-            shown = shown[: offsets[self._limit][0]]
-        elif len(text) <= self._limit * self._longest:
+        if len(offsets) > limit:
+            shown = shown[: offsets[limit][0]]
+        elif len(text) <= limit * self._longest:
             return shown
-        return f"{shown} [cut: the first {self._limit} tokens of {len(text)} characters]"
+        return f"{shown} [cut: the first {limit} tokens of {len(text)} characters]"
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

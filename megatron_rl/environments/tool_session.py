@@ -21,7 +21,7 @@ from megatron_rl.config.exception_text import said
 from megatron_rl.environments.asked_calls import calls_of
 from megatron_rl.environments.call_formats import AskedCall, CallFormat
 from megatron_rl.environments.calls import Calls, OutOfTime
-from megatron_rl.environments.environment import Closing, Reaction
+from megatron_rl.environments.environment import Closing, Reaction, parts_of
 from megatron_rl.environments.objects import AnswerObject
 from megatron_rl.environments.tools import Tool
 
@@ -77,8 +77,8 @@ class ToolSession:
     def _tools(self) -> Mapping[str, Tool]:
         return {**self._functions, **(self._own.tools if self._own else {})}
 
-    async def _result(self, call: AskedCall) -> tuple[str, str]:
-        """The text of the observation, and the kind of its error; empty if it is none."""
+    async def _result(self, call: AskedCall) -> tuple[str | list[dict[str, Any]], str]:
+        """The content of the observation, and the kind of its error; empty if it is none."""
         name, tool = call.name, self._tools.get(call.name)
         if call.fault:
             return f"Error: ValueError: {call.fault}", call.kind
@@ -89,7 +89,8 @@ class ToolSession:
             return f"Error: wrong arguments of {name}: {fault}", "arguments"
         try:
             function = tool.function if self._own is None or name in self._functions else self._own.tool(name)
-            return _as_text(await self._calls.call(function, **call.arguments)), ""
+            given = await self._calls.call(function, **call.arguments)
+            return parts_of(given) or _as_text(given), ""
         except ValidationError as error:
             faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             return f"Error: wrong arguments of {name}: {'; '.join(faults)}", "arguments"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_rl.explain.step import ExplainedAnswer
+from megatron_rl.types import text_of_turn
 
 NUM_ERRORS, NUM_CHARACTERS = 3, 200
 
@@ -37,7 +38,7 @@ def wrong_turns(answer: ExplainedAnswer) -> list[str]:
     for turn in said.turns:
         number += turn["role"] == "assistant"
         if turn["role"] != "assistant":
-            read.append((number, str(turn["content"])))
+            read.append((number, text_of_turn(turn)))
     errors = [(turn, text) for turn, text in read if text.startswith("Error: ")]
     kinds: Sequence[str] = episode.tool_errors
     if len(kinds) != len(errors):  # a tool's own result has the form of an error, or a turn ended the answer

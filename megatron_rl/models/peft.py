@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.models import FAMILIES, linear_layers
 from megatron_rl.models.adapters import is_adapter
+from megatron_rl.models.composite import in_whole
 from megatron_rl.models.config_values import flag, number, size
 from megatron_rl.models.hub import FLOATS, MANIFEST, metadata_of, read_header
-from megatron_rl.types import Adapters, ModelShape
+from megatron_rl.types import TOWER, Adapters, ModelShape
 
+T = TypeVar("T")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 BASE = "base_digest"
@@ -43,6 +46,7 @@ _ONLY: Mapping[str, Any] = {
 same."""
 _FREE = {
     *("r", "lora_alpha", "use_rslora", "target_modules", "init_lora_weights"),  # `read_adapters` reads them
+    "exclude_modules",  # the names of the tensors tell
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("lora_dropout", "runtime_config"),  # for training alone
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # init_lora_weights says whether they were used
@@ -128,6 +132,8 @@ def config_of(shape: ModelShape, base: str) -> str:
         "use_rslora": adapters.rank_stabilised,
         "target_modules": sorted(adapters.targets or linear_layers(shape)),
     }
+    if shape.vision is not None:  # some layers of towers have the same names
+        config["exclude_modules"] = f".*{re.escape(TOWER)}.*"
     return json.dumps(config, indent=2) + "\n"
 
 
@@ -135,6 +141,12 @@ def tensors_of(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The extents of all tensors of a model's adapters, by their HF names, without PEFT's prefix."""
     tensors = FAMILIES[shape.family].hf_tensors(shape)
     return {name: extents for name, extents in tensors.items() if is_adapter(name)}
+
+
+def in_file(shape: ModelShape, tensors: Mapping[str, T]) -> dict[str, T]:
+    """What belongs to tensors of a model's adapters, by their names in the file: of a model that sees images the names
+    that the whole model gives its text model's layers."""
+    return {PREFIX + name: value for name, value in in_whole(shape, tensors).items()}
 
 
 def base_digest(folder: Path) -> str:
@@ -229,7 +241,7 @@ def require_fitting(folder: Path, shape: ModelShape, model: Path) -> None:
         raise ValueError(f"{folder} has no {TENSORS}; copy the folder again, or let PEFT save it with safetensors")
     header = read_header(path)
     held = {name: tuple(extents) for name, (_, extents, _) in header.items()}
-    expected = {PREFIX + name: extents for name, extents in tensors_of(shape).items()}
+    expected = in_file(shape, tensors_of(shape))
     wrong = sorted(name for name, _ in held.items() ^ expected.items())
     if not wrong:
         for name, (dtype, _, _) in header.items():

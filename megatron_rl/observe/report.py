@@ -180,9 +180,9 @@ def _run_data(run_folder: Path, metrics: Records, made_of: Mapping[str, Any] | N
     rewards = config.get("rewards", [])
     pictures = Path(config.get("data", {}).get("cache") or run_folder) / "images"
     for sample in samples:
-        if digests := sample.get("images"):
-            files = (pictures / f"{digest}.png" for digest in digests)
-            sample["images"] = [_inlined(file) for file in files if file.is_file()]
+        if shown := sample.get("images"):
+            files = [(turn, pictures / f"{digest}.png") for turn, digest in shown]
+            sample["images"] = [[turn, _inlined(file)] for turn, file in files if file.is_file()]
     curves = _curve_data(run_panels(metrics), read_warnings(run_folder), (made_of or {}).get("resumed_at", []))
     return curves | {
         "samples": samples,

@@ -128,11 +128,17 @@ function sampleView(root, tip, announce) {
     if (sample.reason) head.append(html("span", {}, sample.reason));
     parts.push(head, facts(sample));
     parts.push(html("h4", {}, "Prompt"), html("pre", {tabindex: 0, role: "region", "aria-label": "Prompt"}, sample.prompt));
-    for (const image of sample.images || []) parts.push(html("img", {src: image, alt: "An image of the prompt"}));
+    const pictures = (isRead) => (sample.images || []).filter(([turn]) => isRead === turn > 0).forEach(([turn, src]) => {
+      const told = turn ? `An image that the model read after its turn ${turn}` : "An image of the prompt";
+      if (turn) parts.push(html("p", {class: "muted small"}, told));
+      parts.push(html("img", {src, alt: told}));
+    });
+    pictures(false);
     const expected = sample.ground_truth === null || sample.ground_truth === undefined ? "" : `, expected ${typeof sample.ground_truth === "string" ? sample.ground_truth : JSON.stringify(sample.ground_truth)}`;
     parts.push(html("h4", {}, `Answer${expected}`), legend(sample));
     parts.push(table ? tokenText(sample, text, tip, announce) : plainText(sample));
     if (!table) parts.push(html("p", {class: "muted small"}, "The record of this answer has no tokens."));
+    pictures(true);
     article.replaceChildren(...parts);
   }
 

@@ -96,12 +96,23 @@ def answer_record(group: Group, index: int, tokens: Tokens, pieces: Pieces, deli
     }
     known = {
         "datasets": datasets_of(prompt.columns),
-        "images": [picture.digest for picture in prompt.pictures],
+        "images": [[0, picture.digest] for picture in prompt.pictures] + _read_images(tokens, len(prompt.pictures)),
         "parts": list(verdict.parts),
         "tokens": token_table(tokens, sample, pieces.lengths(ids, text)),
     }
     shaped = {} if verdict.shaped is None else {"shaped": verdict.shaped}
     return record | shaped | {key: value for key, value in known.items() if value}
+
+
+def _read_images(tokens: Tokens, num_asked: int) -> list[list[int | str]]:
+    """The images that an environment has shown, with the number of the model's turn before each, counted from 1."""
+    read, number = [], 0
+    for turn in tokens.conversation.turns if tokens.conversation else ():
+        number += turn["role"] == "assistant"
+        parts = [] if isinstance(turn["content"], str) else turn["content"]
+        read += [number for part in parts if "text" not in part]
+    # The first of several conversations has the images of its own turns alone.
+    return [[place, picture.digest] for place, picture in zip(read, tokens.pictures[num_asked:], strict=False)]
 
 
 def token_table(tokens: Tokens, sample: Rollout, lengths: list[int] | None) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.types import ModelShape
 
@@ -17,14 +18,16 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
     asked: dict[str, object] = {
         "model.layers": "transformer_engine" in (config.model.layers, layers)
         and "local layers turn tokens in time, height and width, and Transformer Engine's do not: set it to local",
-        "policy.lora": config.policy.lora is not None and "",
+        "policy.lora": config.policy.lora is not None
+        and config.policy.vision_tower == "trained"
+        and "adapters leave the tower frozen: leave policy.vision_tower out",
     }
     if isinstance(config, GrpoRunConfig):
         rollout = config.rollout
         asked |= {
             "critic": config.critic is not None and "",
             "teachers": bool(config.teachers) and "",
-            "rollout.environment": rollout.environment is not None and "",
+            "rollout.environment.kind agent": isinstance(rollout.environment, AgentEnvironment) and "",
             "rollout.beams": rollout.beams is not None and "",
             "rollout.prefix_values": rollout.prefix_values is not None and "",
             "rollout.quantization": rollout.quantization is not None and "",

@@ -70,8 +70,10 @@ refused: a rollout of one's own, `rollout_func`
 the same: images, with a trained vision tower
     train_vlm train_vlm_beta_non_zero train_vlm_importance_sampling train_vlm_vllm train_vlm_multi_image
     train_vlm_text_only train_vlm_mixed vlm_processor_vllm_colocate_mode
-refused: images together with adapters, with tools, or in four bits
-    train_vlm_peft train_with_tools_multimodal_response vlm_training
+the same: images, with adapters of the text model
+    train_vlm_peft
+refused: images together with tools, or in four bits
+    train_with_tools_multimodal_response vlm_training
 the same: several passes over the same answers, `num_iterations`
     train_multiple_iterations train_sequence_importance_sampling prepare_input_called_with_correct_data
 refused: scripts that sample from a changed distribution: top_p, beams, a grammar

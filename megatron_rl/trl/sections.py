@@ -62,7 +62,8 @@ class GivenGrpo:
             bound = longest_prompt(self.model, args, self.train, self.heldout, self.environments)
             sections["rollout"]["max_prompt_tokens"] = bound
         if self.model.vision is not None:
-            sections["model"]["layers"], sections["policy"]["vision_tower"] = "local", "trained"
+            tower = "trained" if self.lora is None else "frozen"
+            sections["model"]["layers"], sections["policy"]["vision_tower"] = "local", tower
         if self.environments:
             sections["rollout"]["environment"] = self.environments.section(args)
         return completed(sections, args, self.model.config, self.lora, folder)

@@ -105,7 +105,8 @@ def _prompt(answer: Answer) -> str | list[dict[str, str]]:
         return answer.prompt.messages
     turns = [deepcopy(dict(turn)) for turn in answer.prompt.messages]
     if answer.conversation is not None and answer.conversation.opening:
-        turns[-1]["content"] += answer.conversation.opening
+        opening, content = answer.conversation.opening, turns[-1]["content"]
+        turns[-1]["content"] += opening if isinstance(content, str) else [{"type": "text", "text": opening}]
     return turns
 
 

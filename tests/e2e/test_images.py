@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import numpy as np
 import pytest
@@ -23,6 +24,22 @@ def letters(completions, **columns):
 """
 
 
+ADAPTED = re.compile(r"[qkvo]_proj\.weight|(gate|up|down)_proj")
+ENVIRONMENT = """
+import numpy as np
+from PIL import Image
+
+class Pages:
+    def reset(self, row):
+        self.number, self.turns = row["number"], 0
+
+    def step(self, text):
+        self.turns += 1
+        page = Image.fromarray(np.full((8 * self.turns, 24, 3), 10 * self.number + self.turns, np.uint8))
+        read = [{"type": "text", "text": f"<|image_pad|>{self.turns}"}, {"type": "image", "image": page}]
+        return read if self.turns < 3 else "no more", sum(map(str.islower, text)) / 9, self.turns == 4
+"""
+"""The second page is larger than the first one. The text of an observation is no image."""
 OVERLAPPING = ("rollout.max_lag=1", "rollout.max_sequences=3", "rollout.max_response_tokens=24")
 """Answers are under way when weights come, so that their images are seen again."""
 
@@ -42,9 +59,10 @@ def arguments(tmp_path, kind):
         for name in names:
             drawing(source.randint(8, 40), source.randint(8, 40), number).save(tmp_path / "given" / name)
         text = "".join(f"{i}<image>" for i in range(len(names))) + f"{number}?"
-        rows.append({"messages": [{"role": "user", "content": text}], "images": names, "ground_truth": "1"})
+        asked = [{"role": "user", "content": text}]
+        rows.append({"messages": asked, "images": names, "ground_truth": "1", "number": number})
     (tmp_path / "given" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "given" / "reward.py").write_text(REWARD)
+    (tmp_path / "given" / "reward.py").write_text(REWARD + ENVIRONMENT)
     settings = {
         "model.path": folder,
         "model.dtype": "float32",
@@ -101,8 +119,56 @@ def test_other_models_in_the_same_loop(recipe, asked, kind, tower, settings):
     check_run(recipe, keys, model, tower)
 
 
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen2_5_vl", ("rollout.parallel.tensor=2", "rollout.num_engines=1", *OVERLAPPING)),
+        ("qwen3_vl", ("policy.parallel.tensor=2", "run.steps=2")),
+        ("qwen3_vl_moe", ("rollout.lora=merged", "policy.parallel.data=2", "policy.parallel.expert=2", "run.steps=2")),
+    ],
+)
+def test_adapters_of_the_text_model(recipe, asked, run_here, kind, settings):
+    """The export is what `merge` makes of the model and the adapters."""
+    keys, model = asked(kind)
+    keys += ["policy.parallel.tensor=1", "policy.lora={rank: 4, alpha: 8}", *settings]
+    check_run(recipe, keys, model, "adapted")
+    exported = recipe.folder / "runs" / "whole" / "hf"
+    merged = run_here("merge", str(model), str(exported / "adapters"), "merged")
+    assert merged.returncode == 0, merged.stderr
+    ours, theirs = files(recipe.folder / "merged"), files(exported)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+def test_an_environment_shows_pictures(recipe, asked, run_here):
+    """The row has the images of all turns, in order, and a replay computes the same."""
+    keys, model = asked("qwen3_vl")
+    keys += [f"rollout.environment={{kind: class, path: '{model.parent}/reward.py:Pages'}}"]
+    keys += ["rollout.max_response_tokens=300", "balance.max_tokens_per_microbatch=512", "run.steps=2"]
+    metrics = check_run(recipe, keys, model, "frozen")
+    run, read = recipe.folder / "runs" / "whole", 0
+    for group in read_step(run / "rollouts", 0).groups:
+        assert len(group.prompt.pictures) == group.prompt.columns["number"] % 3
+        for tokens in group.payload:
+            turns, own = tokens.conversation.turns, tokens.pictures[len(group.prompt.pictures) :]
+            shown = [turn["content"] for turn in turns if not isinstance(turn["content"], str)]
+            assert [parts[0]["text"] for parts in shown] == [f"< |image_pad|>{i + 1}" for i in range(len(shown))]
+            assert [(one.num_rows, one.num_columns) for one in own] == [(2, 6), (4, 6)][: len(shown)]
+            read += len(shown)
+    assert read > 16
+    again = recipe.run(*keys, "run.name=again", "rollout.dump=false", f"rollout.replay={run}/rollouts")
+    assert again.returncode == 0, again.stdout + again.stderr
+    replayed = lines(recipe.folder / "runs" / "again")
+    assert [one["loss"] for one in replayed[:2]] == [one["loss"] for one in metrics[:2]]
+    assert run_here("report", str(run)).returncode == 0
+    assert '[2,"data:image/png' in (run / "report.html").read_text()
+
+
 def check_run(recipe, keys, model, tower):
-    """Log-probs are transformers', the run ends with a whole model, and a frozen tower is as it was.
+    """Log-probs are transformers', the run ends with a whole model, and what is frozen is as it was.
 
     Returns:
         The metrics of the steps.
@@ -124,11 +190,12 @@ def check_run(recipe, keys, model, tower):
             assert IMAGE_TOKEN not in tokens.ids[tokens.action_mask]
             logp = log_probs(first, tokens, pictures)[tokens.action_mask[1:]]
             assert tokens.logp_rollout[tokens.action_mask] == pytest.approx(logp, abs=1e-5)
-    assert seen == {0, 1, 2}
+    assert len(seen) > 2
     parts = [dict(one.named_parameters()) for one in (first, last)]
     unchanged = {name for name, tensor in parts[0].items() if torch.equal(tensor, parts[1][name])}
     of_tower = {name for name in parts[0] if ".visual." in name}
-    assert unchanged == (of_tower if tower == "frozen" else set())
+    text = set() if tower != "adapted" else {name for name in parts[0] if not ADAPTED.search(name)} - of_tower
+    assert unchanged == (set() if tower == "trained" else of_tower | text)
     extents = [{name: tensor.shape for name, tensor in files(one).items()} for one in (model, folder / "hf")]
     assert extents[0] == extents[1]
     return metrics

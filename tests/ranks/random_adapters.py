@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.policy import LoraConfig
 from megatron_rl.models import linear_layers, read_shape
-from megatron_rl.models.peft import CONFIG, PREFIX, TENSORS, config_of, tensors_of
+from megatron_rl.models.peft import CONFIG, TENSORS, config_of, in_file, tensors_of
 
 
 def write_adapters(folder: Path, model: Path, lora: LoraConfig) -> Path:
@@ -20,7 +20,7 @@ def write_adapters(folder: Path, model: Path, lora: LoraConfig) -> Path:
     generator = torch.Generator().manual_seed(0)
     folder.mkdir(parents=True)
     tensors = {name: 0.1 * torch.randn(extents, generator=generator) for name, extents in tensors_of(shape).items()}
-    save_file({PREFIX + name: tensor for name, tensor in tensors.items()}, folder / TENSORS)
+    save_file(in_file(shape, tensors), folder / TENSORS)
     (folder / CONFIG).write_text(config_of(shape, str(model)))
     return folder
 

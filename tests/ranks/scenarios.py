@@ -108,6 +108,7 @@ def build(
         temperature=temperature if isinstance(algorithm, AlgorithmConfig) else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
+        pictures=str(folder / "images"),
         collective_timeout=timedelta(seconds=1234.5),
     )
     actor = MegatronActor(spec, rank=rank, world_size=world_size, store=meet(rank, world_size, url))
@@ -180,15 +181,17 @@ def score(rank, world_size, url, *, folder, samples, layout):
     return told, metrics
 
 
-def train_steps(rank, world_size, url, *, folder, samples, layout, algorithm, pass_before_update, num_steps=3):
+def train_steps(
+    rank, world_size, url, *, folder, samples, layout, algorithm, pass_before_update, num_steps=3, later=(), **settings
+):
     """Steps of one update each. `pass_before_update`: logp_old comes from a forward pass, also where it could be left
-    out.
+    out. `later`: the samples of all steps but the first, if they are others.
 
     Returns:
         (metrics of begin and update together, this rank's parameters) after each step; and how many forward passes
         over all micro-batches were made.
     """
-    actor = build(rank, world_size, url, folder, layout, algorithm)
+    actor = build(rank, world_size, url, folder, layout, algorithm, **settings)
     needs = actor.spec.objective.needs
     if pass_before_update:
         actor.spec.objective.needs = replace(needs, statistics=needs.statistics | {"logp_old"})
@@ -200,8 +203,8 @@ def train_steps(rank, world_size, url, *, folder, samples, layout, algorithm, pa
 
     actor.chunks[-1].register_forward_hook(count)
     steps = []
-    for _ in range(num_steps):
-        metrics = begin(actor, samples, layout, 1)
+    for step in range(num_steps):
+        metrics = begin(actor, later if step and later else samples, layout, 1)
         metrics |= actor.update(0, COEFFICIENTS)
         steps.append((metrics, {name: p.detach().clone() for name, p in actor.parameters().items()}))
     actor.close()

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 from image_models import IMAGE_TOKEN, MODELS, drawing, row, write_model
+from random_adapters import write_adapters
 from safetensors.torch import load_file
-from scenarios import Layout
+from scenarios import ALGORITHM, OPTIMIZER, Layout
+from shares import TrainSample
 from test_actor_experts import as_saved
 from test_actor_gradients import numbers_of
 from transformers_models import open_model
 
-from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.policy import LoraConfig, ParallelConfig
 from megatron_rl.data.pictures import Pictures
+from megatron_rl.models.peft import PREFIX, TENSORS
 from megatron_rl.tools.bench.compare_layouts import parse_layout, relative
 from megatron_rl.types import Mesh
 
@@ -36,7 +39,7 @@ def worlds(tmp_path_factory):
     """(the folder, the rows, the gradient in float64 by transformers, the loss) of each model, of all rows or of the
     first ones, of which one has an image"""
     folders = cache(lambda kind: written(tmp_path_factory.mktemp(kind) / "model", kind))
-    return cache(lambda kind, number=None: world(folders(kind), kind, number))
+    return cache(lambda kind, number=None, lora=None: world(folders(kind), kind, number, lora))
 
 
 def written(folder, kind):
@@ -44,8 +47,25 @@ def written(folder, kind):
     return folder
 
 
-def world(folder, kind, number):
+def world(folder, kind, number, lora):
+    """With adapters the gradient is theirs, by the chain rule from the merged weight W + scale B A."""
     model = open_model(folder, torch.float64, experts_implementation="eager")
+    layers = {}
+    if lora:
+        start = write_adapters(folder.with_name(f"rank{lora.rank}"), folder, lora)
+        stored = {
+            name.replace("language_model.", ""): one.double().numpy()
+            for name, one in load_file(start / TENSORS).items()
+        }
+        layers = {
+            name.removeprefix(PREFIX).removesuffix(".lora_A.weight"): (a, stored[name.replace("_A", "_B")])
+            for name, a in stored.items()
+            if ".lora_A" in name
+        }
+        for name, parameter in model.named_parameters():
+            for held, weight in as_saved(own_name(name), parameter.detach().numpy(), kind).items():
+                if pair := layers.get(held.removesuffix(".weight")):
+                    weight += lora.adapters.scale * pair[1] @ pair[0]
     pictures = Pictures(folder, folder / "images")
     one, two = drawing(20, 31, 0), drawing(9, 40, 1)
     parts = [[3, one, 9], [5, 7], [2, one, 4, two, 20], [1, two, two, 6], [30, 12], [9, one, 5]]
@@ -68,9 +88,17 @@ def world(folder, kind, number):
     gradient = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            own = name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-            gradient |= as_saved(own, parameter.grad.numpy(), kind)
+            gradient |= as_saved(own_name(name), parameter.grad.numpy(), kind)
+    if lora:
+        of_weights, gradient, scale = gradient, {}, lora.adapters.scale
+        for layer, (a, b) in layers.items():
+            whole = scale * of_weights[f"{layer}.weight"]
+            gradient |= {f"{layer}.lora_A.weight": b.T @ whole, f"{layer}.lora_B.weight": whole @ a.T}
     return folder, rows, gradient, loss.item()
+
+
+def own_name(name):
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
 def answered(tokens, seed):
@@ -135,6 +163,51 @@ def test_a_trained_tower_is_saved_and_exported_whole(trainers, worlds, tmp_path,
     assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
     with pytest.raises(AssertionError, match="has a vision tower that is trained, and policy.vision_tower says other"):
         trainers.run("export", 1, weights=tmp_path / "saved", **one)
+
+
+LORA = LoraConfig(rank=3, alpha=7)
+ADAPTED = [
+    *(("qwen2_5_vl", layout) for layout in ("dp1", "tp2-cp2", "pp2")),
+    *(("qwen3_vl", layout) for layout in ("dp1", "tp2", "pp2", "cp2", "dp2", "tp2-pp2")),
+    *(("qwen3_vl_moe", layout) for layout in ("dp1", "tp2-dp2-ep2")),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), cover.essential(ADAPTED, ("qwen3_vl", "tp2")))
+def test_adapters_have_the_gradient_of_pefts_formula(trainers, worlds, kind, layout):
+    folder, rows, expected, loss = worlds(kind, lora=LORA)
+    lora = LORA.model_copy(update={"start": folder.with_name("rank3")})
+    found = numbers_of(trainers, folder, rows, parse_layout(layout), 2, lora=lora)
+    assert found[0][0] == pytest.approx(loss, abs=1e-5) or layout != "dp1"
+    check(found[0], expected, "frozen")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2_5_vl", "tp2"), ("qwen3_vl", "pp2")])
+def test_adapters_of_layers_that_are_computed_again_too(trainers, worlds, kind, layout):
+    folder, rows, expected, _ = worlds(kind, lora=LORA)
+    lora = LORA.model_copy(update={"start": folder.with_name("rank3")})
+    check(numbers_of(trainers, folder, rows, parse_layout(layout), 2, "full", lora=lora)[0], expected, "frozen")
+
+
+@pytest.mark.deep
+def test_a_step_without_an_image_moves_a_trained_tower_by_momentum_and_decay(trainers, worlds):
+    folder, rows, *_ = worlds("qwen3_vl")
+    seen, read = (
+        [TrainSample(str(i), row, 1.0, 1.0) for i, row in enumerate(rows) if bool(row.pictures) == has]
+        for has in (True, False)
+    )
+    given = dict(folder=folder, layout=Layout(), algorithm=ALGORITHM, pass_before_update=False, vision_tower="trained")
+    [(steps, _)] = trainers.run("train_steps", 1, samples=seen, later=read, num_steps=2, **given)
+    [(alone, _)] = trainers.run("train_steps", 1, samples=read, num_steps=1, **given)
+    decay = 1 - alone[0][0]["lr"] * OPTIMIZER.weight_decay
+    start = load_file(folder / "model.safetensors")
+    for name in (name for name in alone[0][1] if name.startswith("visual.")):
+        before = start[f"model.{name}"]
+        expected = before * decay if before.dim() > 1 else before
+        torch.testing.assert_close(alone[0][1][name], expected)
+    name = "visual.blocks.0.norm1.weight"  # it has no decay
+    assert not torch.equal(steps[1][1][name], steps[0][1][name])
 
 
 @pytest.mark.deep

@@ -3,9 +3,14 @@ folder that it has written, and the bits of the folder that a run exports after 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+import transformers
+from image_models import write_model
+from random_adapters import write_adapters
 from safetensors.torch import load_file
 from scenarios import Layout
 from sizes import VOCAB_SIZE
@@ -13,7 +18,8 @@ from test_actor_gradients import relative
 from transformers_models import open_model
 
 from megatron_rl.config.policy import LoraConfig, ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.models.peft import PREFIX, TENSORS, read_adapters
+from megatron_rl.models import read_shape
+from megatron_rl.models.peft import PREFIX, TENSORS, read_adapters, require_fitting
 from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows
 from megatron_rl.types import Mesh
 
@@ -74,3 +80,18 @@ def test_the_gradient_is_pefts(name, trainers, folders, model_folder, tmp_path):
     again.save_pretrained(tmp_path / "again", save_embedding_layers=False)
     saved = load_file(tmp_path / "again" / TENSORS)
     assert saved.keys() == stored.keys() and all(torch.equal(saved[key], stored[key]) for key in stored)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_peft_reads_adapters_beside_a_tower_and_gives_it_none(kind, tmp_path):
+    """The tower of Qwen2.5-VL has layers with the names of targets."""
+    peft = pytest.importorskip("peft")
+    write_model(tmp_path / "model", kind)
+    start = write_adapters(tmp_path / "start", tmp_path / "model", LoraConfig(rank=3, alpha=7))
+    base = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
+    model = peft.PeftModel.from_pretrained(base, start)
+    model.save_pretrained(tmp_path / "again")
+    given, saved = (load_file(folder / TENSORS) for folder in (start, tmp_path / "again"))
+    assert given.keys() == saved.keys() and all(torch.equal(given[key], saved[key]) for key in given)
+    read = read_adapters(tmp_path / "again")
+    require_fitting(tmp_path / "again", replace(read_shape(tmp_path / "model"), adapters=read), tmp_path)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_rl.migrate.verl import adapters
 from megatron_rl.migrate.verl.machine import num_steps
 from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings, implied, mapped, refused, used
 
@@ -54,7 +55,7 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
             to["critic.model.recompute"] = "full"
     if section == "model" and sees_images(settings):
         told, to["model.layers"] = "", "local"
-        if f"{ACTOR}.freeze_vision_tower" not in settings:
+        if f"{ACTOR}.freeze_vision_tower" not in settings and not adapters.has_adapters(settings, key):
             told, to["policy.vision_tower"] = "verl trains the vision tower, too, unless told otherwise", "trained"
         return mapped(to, "; ".join(filter(None, (command, told))))
     missing = next((why for pattern, why in MISSING.items() if re.search(pattern, name)), None)

@@ -18,7 +18,7 @@ from megatron_rl.rollout.program import NEXT_CALL, Call, Completion, Program, Re
 from megatron_rl.rollout.programs.played import SampledTurn
 from megatron_rl.rollout.programs.turns import Ask as AskTurn
 from megatron_rl.rollout.programs.turns import TurnProgram, Turns
-from megatron_rl.types import Prompt
+from megatron_rl.types import Picture, Prompt
 
 Result = TypeVar("Result")
 
@@ -129,7 +129,8 @@ class Episodes:
         ]
         turns = [] if self._turns.has_objects else [self._turns.begun(prompt, program_of) for program_of in programs]
         requests = [
-            Request(prompt.token_ids, Call(1), seed + sample, is_greedy, (ticket, sample)) for sample in samples
+            Request(prompt.token_ids, Call(1), seed + sample, is_greedy, (ticket, sample), pictures=prompt.pictures)
+            for sample in samples
         ]
         now = [
             replace(request, ids=[*prompt.token_ids, *turn.transcript.ids], call=turn.call)
@@ -167,7 +168,7 @@ class Episodes:
             if begun is None and not self._turns.has_objects:
                 turn = self._turns.begun(prompt, program_of)
                 assert turn.call is not None, "the first time it had a call"
-                begun = turn, ask([*prompt.token_ids, *turn.transcript.ids], turn.call, 0)
+                begun = turn, ask([*prompt.token_ids, *turn.transcript.ids], prompt.pictures, turn.call, 0)
             return await self._turns.answer(prompt, program_of, begun, ask)
 
         return play
@@ -180,10 +181,11 @@ class Episodes:
             has_begun: whether this request has been asked.
         """
 
-        async def ask(ids: list[int], call: Call, conversation: int) -> Completion:
+        async def ask(ids: list[int], pictures: Sequence[Picture], call: Call, conversation: int) -> Completion:
             nonlocal has_begun
             goes_on, has_begun = has_begun, True
             seed = (request.seed + conversation * NEXT_CALL) % 2**62
-            return await self._ask(replace(request, ids=ids, call=call, seed=seed, goes_on=goes_on))
+            goes = replace(request, ids=ids, pictures=pictures, call=call, seed=seed, goes_on=goes_on)
+            return await self._ask(goes)
 
         return ask

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_rl.environments import Closing, Reaction
 from megatron_rl.rollout.program import Call, Completion, Program, Samples, Transcript, as_rollout, next_call
-from megatron_rl.types import Conversation, Episode, Prompt, Rollout, TokenReward
+from megatron_rl.types import Conversation, Episode, Picture, Prompt, Rollout, TokenReward
 
 
 @dataclass(slots=True)
@@ -31,6 +31,8 @@ class Talk:
     """A conversation of an answer."""
 
     prompt_ids: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
+    """Its images, of the prompt and of observations."""
     transcript: Transcript = field(default_factory=Transcript)
     turns: list[range] = field(default_factory=list)
     """The indices of each turn's tokens in the transcript."""
@@ -108,7 +110,7 @@ class Played:
         found: Samples = []
         for number, talk in enumerate(self.talks):
             before, is_last = len(talk.prompt_ids), number == len(self.talks) - 1
-            sample, tokens = as_rollout(talk.prompt_ids, talk.transcript, None)
+            sample, tokens = as_rollout(talk.prompt_ids, talk.transcript, None, pictures=talk.pictures)
             budgets = [turn.thought_budget for turn in talk.thoughts if turn.thought_budget is not None]
             uncut = [turn.num_thought_tokens for turn in talk.thoughts if not turn.thought_cut]
             rewards = (

@@ -52,15 +52,16 @@ from megatron_rl.environments.asked_calls import QUESTION, rendering_calls
 from megatron_rl.environments.observations import opening_of
 from megatron_rl.rollout.program import Bounded, Call, Completion, Program, Samples, Transcript, next_call
 from megatron_rl.rollout.programs.chat_template import RenderCall, continuation_of, ends_of
+from megatron_rl.rollout.programs.observed_images import ObservedImages
 from megatron_rl.rollout.programs.played import Played, SampledTurn, Talk
 from megatron_rl.rollout.vocabulary import load_tokenizer
-from megatron_rl.types import Prompt
+from megatron_rl.types import Picture, Prompt
 
 TurnProgram = Callable[[Prompt, int | None], Program]
 """The program of a turn, from all tokens before it and what is left of the budget of all turns, in thought tokens."""
 
-Ask = Callable[[list[int], Call, int], Awaitable[Completion]]
-"""Sample what follows these tokens, in this conversation of the answer."""
+Ask = Callable[[list[int], Sequence[Picture], Call, int], Awaitable[Completion]]
+"""Sample what follows these tokens with these images, in this conversation of the answer."""
 
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Turns:
         render: the chat template.
         new_session: makes the environment of an answer.
         form: the format of calls.
+        images: the folder of the run's images (data/pictures.py).
 
     Raises:
         ValueError: the chat template cannot continue a transcript.
@@ -87,11 +89,13 @@ class Turns:
         render: RenderCall,
         new_session: Callable[[], Session],
         form: str = "hermes",
+        images: Path = Path(),
     ) -> None:
         assert isinstance(rollout.environment, TurnsEnvironment), "only answers of several turns need it"
         self._limits, self._most, self._new_session = rollout.environment, rollout.max_response_tokens, new_session
         self._render, self._max_prompt, self._end_of_thought = render, rollout.max_prompt_tokens, rollout.delimiter
         self._tokenizer, self._form = load_tokenizer(folder), FORMATS[form]
+        self._images = ObservedImages(folder, images)
         tools = schemas_of(rollout.environment)
         rendered: Render = lambda turns, opens: render(turns, tools, opens)  # noqa: E731
         self._continuation: Continuation | None = None
@@ -124,7 +128,7 @@ class Turns:
         Args:
             program_of: the program of a turn.
         """
-        return self._begun(Played(prompt, [Talk(prompt.token_ids)]), program_of)
+        return self._begun(Played(prompt, [Talk(prompt.token_ids, prompt.pictures)]), program_of)
 
     def _begun(self, played: Played, program_of: TurnProgram) -> SampledTurn:
         """The next turn, up to its first call. It has no call if there is no room for one."""
@@ -148,21 +152,22 @@ class Turns:
             first: the first turn, of `begun`, and the completion of its call, which is running; None: it has not begun.
             ask: samples the later calls, and the first one if it has not begun.
         """
-        played = Played(prompt, [Talk(prompt.token_ids)])
+        played = Played(prompt, [Talk(prompt.token_ids, prompt.pictures)])
         session, deadline = self._new_session(), time.monotonic() + (self._limits.answer_timeout_s or inf)
         own = {"prompt": list(prompt.messages)} if self.has_objects else {}
         beginning = asyncio.ensure_future(session.begin({**own, **prompt.columns}))
         try:
             if first is None:
                 played.prompt, played.opening = self._opened(prompt, await beginning)
-                played.talks = [Talk(played.prompt.token_ids)]
+                played.talks = [Talk(played.prompt.token_ids, prompt.pictures)]
                 turn, running = self._begun(played, program_of), None
             else:
                 turn, running = first
             while turn.call is not None:
                 while turn.call is not None:
-                    ids = [*played.talks[-1].ids, *turn.transcript.ids]
-                    turn.sampled(await (running or ask(ids, turn.call, len(played.talks) - 1)))
+                    talk = played.talks[-1]
+                    ids = [*talk.ids, *turn.transcript.ids]
+                    turn.sampled(await (running or ask(ids, talk.pictures, turn.call, len(played.talks) - 1)))
                     running = None
                 if not await self._goes_on(played, turn, session, beginning) or time.monotonic() > deadline:
                     break
@@ -188,9 +193,12 @@ class Turns:
         """
         assert not isinstance(prompt.messages, str), "rows with an environment are chats"
         *before, last = prompt.messages
-        turns = (*before, {**last, "content": last["content"] + opening})
+        said = last["content"]
+        own = opening if isinstance(said, str) else [{"type": "text", "text": opening}]
+        turns = (*before, {**last, "content": said + own})
         text = self._render(turns, schemas_of(self._limits, prompt.columns), True)
         ids = self._tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False).ids
+        ids = self._images.expanded(ids, prompt.pictures)
         if len(ids) > self._max_prompt:
             raise EnvironmentFault(
                 f"with the text of reset the prompt has {len(ids)} tokens, but rollout.max_prompt_tokens is "
@@ -222,25 +230,29 @@ class Turns:
         talk.transcript.stopped = False  # the answer continues in any case
         if played.num_turns == self._limits.max_turns:
             return False
-        read = self._observations.read(reaction.messages)
-        goes_on = self._continued(talk, read) if self._continuation else self._begun_again(played, read)
+        messages, pictures = await self._images.taken(reaction.messages)
+        read = self._observations.read(messages)
+        go_on = self._continued if self._continuation else self._begun_again
+        goes_on = go_on(played, read, pictures)
         played.said += read if goes_on else ()
         return goes_on
 
-    def _continued(self, talk: Talk, read: Sequence[Mapping[str, str]]) -> bool:
+    def _continued(self, played: Played, read: Sequence[Mapping[str, Any]], pictures: tuple[Picture, ...]) -> bool:
         """Append observations. Returns whether there is room for another turn."""
         assert self._continuation is not None, "asked by the caller"
+        talk = played.talks[-1]
         transcript = talk.transcript
         ends_otherwise = self._tokenizer.id_to_token(transcript.ids[-1]) != self._continuation.end
         if self._continuation.begins_next and ends_otherwise:  # the turn of another role has begun
             return False
-        ids = self._observations.ids(self._continuation.text(read))
+        ids = self._images.expanded(self._observations.ids(self._continuation.text(read)), pictures)
         if len(transcript.ids) + len(ids) >= self._most:
             return False
         transcript.force(ids)
+        talk.pictures += pictures
         return True
 
-    def _begun_again(self, played: Played, read: Sequence[Mapping[str, str]]) -> bool:
+    def _begun_again(self, played: Played, read: Sequence[Mapping[str, Any]], pictures: tuple[Picture, ...]) -> bool:
         """Append observations by a new conversation, or to the old one if the chat template has not changed it. Returns
         whether there is room for another turn; there is none if the template cannot render the model's turn."""
         played.history += read
@@ -258,17 +270,21 @@ class Turns:
         transcript = talk.transcript
         before = talk.text + self._decoded(transcript.ids[talk.num_read :])
         if text.startswith(before):
-            ids = self._observations.ids(self._decoded(transcript.ids[-1:]) + text[len(before) :])
+            ids = self._images.expanded(
+                self._observations.ids(self._decoded(transcript.ids[-1:]) + text[len(before) :]), pictures
+            )
             if not self._has_room(played, len(talk.ids) + len(ids)):
                 return False
             transcript.force(ids)
+            talk.pictures += pictures
             talk.text, talk.num_read = text, len(transcript.ids)
             return True
-        prompt_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        pictures = talk.pictures + pictures
+        prompt_ids = self._images.expanded(self._tokenizer.encode(text, add_special_tokens=False).ids, pictures)
         if not self._has_room(played, len(prompt_ids)):
             return False
         transcript.stopped = True
-        played.talks.append(Talk(tuple(prompt_ids), text=text))
+        played.talks.append(Talk(tuple(prompt_ids), pictures, text=text))
         return True
 
     def _has_room(self, played: Played, size: int) -> bool:

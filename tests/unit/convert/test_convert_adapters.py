@@ -200,7 +200,6 @@ FAULTS = {
     "it may change what the adapters compute; if it does not, remove the key": [
         *(("alora_invocation_tokens", [1, 2]), ("use_qalora", True), ("arrow_config", {"top_k": 3})),
         *(
-            ("exclude_modules", ["q_proj"]),
             ("layers_pattern", "h"),
             ("kasa_config", {"beta": 1}),
             ("use_bdlora", {"n": 2}),

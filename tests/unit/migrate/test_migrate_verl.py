@@ -302,6 +302,8 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     (("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=128"), "critic.updates_per_step", 8),
     (("algorithm.adv_estimator=gae",), "critic.optimizer.lr", 1e-5),
     (("critic.optim.lr=1e-5",), "critic", "missing"),
+    ((f"{MODEL}.path=a/Qwen3-VL-8B",), "policy.vision_tower", "trained"),
+    ((f"{MODEL}.path=a/Qwen3-VL-8B", f"{MODEL}.lora_rank=8"), "policy.vision_tower", "missing"),
 ]
 
 

@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 from megatron_rl.observe import sample_choice
 from megatron_rl.observe.sample_choice import add_explained, shown_samples
 from megatron_rl.observe.samples import Pieces, advantage_of, answer_record, token_table
-from megatron_rl.types import Denominators, Group, Prompt, Rollout, Share, TokenReward, TokenRewards, Tokens, Verdict
+from megatron_rl.types import (
+    Conversation,
+    Denominators,
+    Group,
+    Picture,
+    Prompt,
+    Rollout,
+    Share,
+    TokenReward,
+    TokenRewards,
+    Tokens,
+    Verdict,
+)
 
 
 class Bytes:
@@ -113,6 +125,16 @@ def test_a_record_that_is_read_back_is_the_same_and_small():
     assert again["tokens"]["columns"] == {"logp_rollout": [-50] * 1000} and again["tokens"]["versions"] == [[4, 1000]]
     assert (again["answer"], again["shaped"], again["parts"]) == ("x" * 1000, 0.25, [0.5])
     assert len(text) < 10_000, "ten bytes for a token, its text included"
+
+
+def test_images_have_the_number_of_the_turn_that_the_model_read_them_after():
+    tokens, rollout = answer([True, True], [-0.5, -0.5])
+    seen, own = [Picture(name, 2, 2) for name in "abc"], {"role": "assistant", "content": "x"}
+    read = {"role": "tool", "content": [{"type": "text", "text": "y"}, {"type": "image"}]}
+    said = Conversation((own, read, own, {"role": "tool", "content": "z"}, own, read, own))
+    tokens = replace(tokens, pictures=tuple(seen), conversation=said)
+    group = Group(Prompt("r:1", (1, 2), "q", pictures=(seen[0],)), [rollout], None, 0)
+    assert answer_record(group, 0, tokens, Pieces(Bytes()), "")["images"] == [[0, "a"], [1, "b"], [3, "c"]]
 
 
 def share(index: list[int], advantages: list[float]) -> Share:

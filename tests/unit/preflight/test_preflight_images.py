@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from image_models import drawing, write_model
@@ -10,10 +11,11 @@ from image_models import drawing, write_model
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.models import FAMILIES, read_shape
+from megatron_rl.models.peft import config_of
 from megatron_rl.preflight.images import faults_of_images
 from megatron_rl.preflight.rows import faults_of_rows
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
-from megatron_rl.types import Mesh
+from megatron_rl.types import Adapters, Mesh
 
 
 def run_of(folder, **changes) -> GrpoRunConfig:
@@ -52,8 +54,11 @@ def test_what_images_cannot_do_is_named_by_key(tmp_path):
     assert faults_of_images(run_of(tmp_path), shape) == []
     [told] = faults_of_images(run_of(tmp_path, rollout__speculative={}), shape)
     assert told.startswith("rollout.speculative and a model that sees images (qwen3_vl)")
-    [told] = faults_of_images(run_of(tmp_path, policy__lora={}, rollout__lora="merged"), shape)
-    assert told.startswith("policy.lora and a model that sees images (qwen3_vl)")
+    assert faults_of_images(run_of(tmp_path, policy__lora={}), shape) == []
+    [told] = faults_of_images(run_of(tmp_path, policy__lora={}, policy__vision_tower="trained"), shape)
+    assert told.startswith("policy.lora and a model that sees images (qwen3_vl)") and "policy.vision_tower" in told
+    names = config_of(replace(shape, adapters=Adapters(4, 8.0)), "a")
+    assert json.loads(names)["exclude_modules"] == ".*visual\\..*", "as PEFT matches whole names"
     with pytest.raises(ValueError, match="adds to the outputs of the first 2 layers, .* has 1; set"):
         FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=4))
     FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=2))

@@ -73,21 +73,30 @@ def play(folder, environment: dict[str, Any], *said: str, row: dict | None = Non
     return sample, tokens, TOKENIZER.decode(tokens.ids.tolist(), False)
 
 
-def play_all(folder, environment, *said, row=None, most=2000, template=KEEPS, delimiter="", **options):
-    """The conversations of one answer with these turns. The engine cuts a turn that ends with `...` there."""
+def play_all(
+    folder, environment, *said, row=None, most=2000, template=KEEPS, delimiter="", begins=None, seen=None, **options
+):
+    """The conversations of one answer with these turns. The engine cuts a turn that ends with `...` there.
+
+    Args:
+        begins: makes the prompt of its text.
+        seen: gets the images of each call.
+    """
     sizes = dict(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=300, max_response_tokens=most)
     rollout = RolloutConfig(environment=environment, delimiter=delimiter, **sizes, **options)
 
     def render(turns, tools, opens):
         return renderer(template, tools=tools)(turns, opens)
 
-    turns = Turns(folder, rollout, render, Sessions(rollout.environment, delimiter).new)
+    turns = Turns(folder, rollout, render, Sessions(rollout.environment, delimiter).new, images=folder / "images")
     row, left = row or {}, list(said)
     text = render(QUESTION, schemas_of(rollout.environment, row), True)
-    prompt = Prompt("row", tuple(ids(text)), QUESTION, row)
+    prompt = begins(render) if begins else Prompt("row", tuple(ids(text)), QUESTION, row)
 
-    async def ask(before: list[int], call: Call, conversation: int) -> Completion:
+    async def ask(before: list[int], pictures: object, call: Call, conversation: int) -> Completion:
         text = left.pop(0)
+        if seen is not None:
+            seen.append(pictures)
         sampled = ids(text.removesuffix("...")) + ([] if text.endswith("...") else [END])
         return Completion(sampled, [-0.5] * len(sampled), [4] * len(sampled), sampled[-1] == END)
 
@@ -100,7 +109,7 @@ def play_all(folder, environment, *said, row=None, most=2000, template=KEEPS, de
         if turns.has_objects:
             return await turns.answer(prompt, program_of, None, ask)
         turn = turns.begun(prompt, program_of)
-        return await turns.answer(prompt, program_of, (turn, ask([], turn.call, 0)), ask)
+        return await turns.answer(prompt, program_of, (turn, ask([], prompt.pictures, turn.call, 0)), ask)
 
     return asyncio.run(answer())
 
