@@ -110,6 +110,7 @@ IMAGES = [
             ("train_vlm_beta_non_zero", {"beta": 0.1}),
             ("train_vlm_importance_sampling", {"steps_per_generation": 2}),
             ("train_vlm_vllm", {"use_vllm": True}),
+            ("vlm_processor_vllm_colocate_mode", {"use_vllm": True, "vllm_mode": "colocate"}),
         )
     ),
     *(
