@@ -71,7 +71,7 @@ def scripts() -> dict[str, Script]:
                 **{"num_generations": 8, "generation_batch_size": 8, "max_prompt_length": 256, "num_train_epochs": 1},
             },
             {**grader, "model": model()(), "processing_class": tokenizer()()},
-            "an optimizer step has 4 answers, less than a group of 8",
+            "an optimizer step has 4 answers, which is no whole number of groups of 8",
         ),
         "Unsloth's notebook for 3B": Script(
             UNSLOTH,
