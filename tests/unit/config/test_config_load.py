@@ -44,6 +44,12 @@ def test_files_merge_left_to_right_and_overrides_win(tmp_path):
     assert (config.run.name, config.run.steps, config.run.seed, config.policy.optimizer.lr) == ("a", 2, 7, 3e-4)
 
 
+def test_an_empty_mapping_takes_away_what_was_there():
+    merged = {"data": {"columns": {"messages": "problem"}, "train": "a"}, "rewards": {"kind": "text", "weight": 2}}
+    merge(merged, {"data": {"columns": {}}, "rewards": {"weight": 3}})
+    assert merged == {"data": {"columns": {}, "train": "a"}, "rewards": {"kind": "text", "weight": 3}}
+
+
 def test_another_kind_replaces_the_section():
     merged = {"x": {"kind": "a", "only_a": 1}}
     merge(merged, {"x": {"kind": "b"}})
