@@ -97,6 +97,19 @@ def test_a_stream_of_stubs_carries_a_step_of_32_gpus():
 
 
 @pytest.mark.deep
+@pytest.mark.deadline(300)
+def test_drafts_change_no_token():
+    found = numbers("speculation", "--answers", "2", "--tokens", "96", "--turns", "1")
+    assert [(row["kind"], row["answers"]) for row in found] == [("repetitive", 2), ("new", 2)]
+    assert all(row["same_tokens"] and row["logp_difference"] < 1e-5 for row in found)
+    repetitive, new = found
+    assert 0 < repetitive["accepted"] <= repetitive["drafted"] and new["drafted"] < 0.1
+    for row in found:
+        without, with_drafts = row["tokens_per_s"]
+        assert row["times"] == pytest.approx(with_drafts / without), "one turn is its median"
+
+
+@pytest.mark.deep
 def test_a_push_moves_the_bytes_of_the_model():
     found = numbers("sync", "--layouts", "pipeline-small", "--gigabytes", "0.01", "--repeats", "1")
     row = found["layouts"]["pipeline-small"]
