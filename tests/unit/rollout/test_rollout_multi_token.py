@@ -147,3 +147,23 @@ def test_a_push_in_the_middle_of_answers_brings_both(stage):
             expected = reference_logp(model, tokens.ids, 0.5, [FORBIDDEN])
             assert abs(expected - tokens.logp_rollout)[own].max(initial=0) < 1e-4
     assert any(len({*tokens.version[tokens.action_mask].tolist()}) == 2 for _, tokens in flat(groups))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_two_ranks_of_an_engine_take_the_same_drafts(make_own_stage, tmp_path, dtype, tolerance):
+    """In bfloat16 a step of another size may round a probability to another value, so that tokens could differ."""
+    folder, drafts = write_with_head(tmp_path / "model", 0), {"kind": "multi_token", "tokens": 3}
+    limits = {"max_prompt_tokens": 80, "max_response_tokens": 60, "sampling": {"temperature": 0.5}}
+    stage = make_own_stage(folder, Mesh(), dtype=dtype, parallel={"tensor": 2}, speculative=drafts, **limits)
+    version = stage.load(folder)
+    drafted = stage.run(stage.generate(PROMPTS, 4, version, seed=3))
+    assert stage.engine.sampler.drafts.take_counts()["accepted"] > 50
+    lookup(stage)[:] = [0] * len(lookup(stage))
+    others = stage.run(stage.generate(PROMPTS, 4, version, seed=3))
+    assert not stage.engine.sampler.drafts.take_counts()
+    assert dtype == "bfloat16" or columns(drafted) == columns(others)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for _, tokens in [*flat(drafted), *flat(others)]:
+        expected = reference_logp(model, tokens.ids, 0.5, [])
+        assert abs(expected - tokens.logp_rollout)[tokens.action_mask].max() < tolerance
