@@ -160,8 +160,8 @@ class AlgorithmConfig(Section):
     them, and the ratio is also the importance weight. `interpolated`: the policy p between them and the current ones,
     log p = log mu + lag / (lag + 1) (log pi - log mu), so that the clip bounds the last of lag + 1 steps of equal
     length, and the correction's weight is p / mu (decoupled PPO, arXiv:2110.00641, with the approximation of AReaL,
-    arXiv:2505.24298). If neither this key nor `correction` is given, a run with `rollout.max_lag` above 1 has
-    `engine`, unless its loss clips no ratio to pi_old."""
+    arXiv:2505.24298). If neither this key nor `correction` is given, a run with `rollout.max_lag` from 2 to 4 has
+    `interpolated`, and with a larger one `engine`, unless its loss clips no ratio to pi_old."""
     correction: CorrectionConfig | None = CorrectionConfig()
     """The importance correction between engine and trainer; null means none, the default of losses that contain the
     weight (`dppo_tv`, `dppo_kl`, `anchor: engine`)."""

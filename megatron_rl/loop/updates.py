@@ -53,8 +53,6 @@ class Updates:
             if len(shares.policy) > 1:
                 metrics |= self._describe_epochs(made, len(shares.policy[0][0].minibatches))
             coefficients.adapt(metrics, int(planned["samples/active"]))
-        if shares.num_updates > 1 and (lag := rollouts.metrics.get("lag/mean")):
-            metrics["lag/updates"] = lag * shares.num_updates
         return metrics
 
     def _describe_epochs(self, updates: Sequence[Metrics], per_epoch: int) -> Metrics:

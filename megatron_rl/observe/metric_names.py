@@ -139,7 +139,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "epoch_{number}/{name}": "the metrics `ratio/...`, `pg_clipfrac`, `ppo_kl` and `masked` of one epoch, from 1",
         "lag/mean": "versions between an answer's oldest token and the step, as the mean over answers",
         "lag/max": "the largest lag",
-        "lag/updates": "the mean lag in optimizer steps, if a step has several",
+        "lag/updates": "the mean lag in optimizer steps without `algorithm.stop_epochs`, if a step has several",
     },
     "Optimizer": {
         "lr": "the learning rate of the update",

@@ -148,24 +148,37 @@ def test_rows_of_supervised_training_are_no_longer_than_the_models_positions(tmp
 @pytest.mark.parametrize(
     ("lag", "algorithm", "anchor", "said"),
     [
-        (4, {}, "engine", "is around the weights that sampled"),
-        (4, {"updates_per_step": 2}, "engine", "is around the weights that sampled"),
+        (
+            2,
+            {},
+            "interpolated",
+            "is interpolated and algorithm.correction.weight.cap 5, because rollout.max_lag is 2: the clip",
+        ),
+        (4, {"updates_per_step": 2}, "interpolated", "is around a policy between the weights that sampled and the"),
         (1, {}, "old", ""),
-        (4, {"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}}, "engine", "the clip of dual_clip is around"),
-        (4, {"loss": {"kind": "gspo"}}, "engine", "the clip of gspo is around"),
+        (4, {"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}}, "interpolated", "dual_clip is around a policy"),
+        (5, {"loss": {"kind": "dual_clip", "clip_ratio_high": 0.28}}, "engine", "dual_clip is around the weights that"),
+        (8, {"loss": {"kind": "gspo"}}, "engine", "the clip of gspo is around the weights that sampled"),
         (4, {"loss": {"kind": "gspo"}, "anchor": "old"}, "old", "gspo has no bound that acts"),
-        (4, {"correction": {}}, "old", "these: algorithm.anchor=engine without algorithm.correction; algorithm.loss"),
+        (
+            4,
+            {"correction": {}},
+            "old",
+            "Consider one of these: algorithm.anchor=interpolated; algorithm.loss.kind=dppo_tv",
+        ),
         (4, {"loss": {"kind": "reinforce"}}, "old", "Consider one of these: algorithm.loss.kind=dppo_tv without"),
         (4, {"loss": {"kind": "gspo"}, "anchor": "old", "updates_per_step": 4}, "old", "gspo has no bound that acts"),
         (8, {"correction": {"weight": {"cap": 2.0}}, "epochs": 2}, "old", "these: algorithm.anchor=engine without"),
-        (4, {"epochs": 2}, "engine", "is around the weights that sampled"),
+        (4, {"epochs": 2}, "interpolated", "is around a policy between"),
         (4, {"epochs": 2, "stop_epochs": {"kl": 0.1}}, "old", "stays old, because algorithm.stop_epochs compares"),
         (4, {"loss": {"kind": "dppo_tv"}}, "old", ""),
         (4, {"anchor": "interpolated"}, "interpolated", ""),
         (4, {"correction": {"reject": [{"level": "token", "statistic": "k1", "low": 0.5, "high": 2.0}]}}, "old", ""),
     ],
 )
-def test_a_large_lag_has_a_clip_around_the_weights_that_sampled(tmp_path, lag, algorithm, anchor, said):
+def test_a_lag_has_a_clip_that_bounds_the_distance_from_the_weights_that_sampled(
+    tmp_path, lag, algorithm, anchor, said
+):
     told = []
     config = with_defaults(grpo(tmp_path / "elsewhere", rollout={"max_lag": lag}, algorithm=algorithm), told.append)
     assert config.algorithm.anchor == anchor and (config.algorithm.correction is None) >= (anchor == "engine")
