@@ -6,12 +6,16 @@ Invariant (tests/unit/config): every key has a description, and its default is w
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -93,10 +97,10 @@ class Heading:
 def parts() -> list[Heading]:
     """All sections, each followed by the sections inside."""
     fields = {
-        **GrpoRunConfig.model_fields,
-        "sft": SftRunConfig.model_fields["sft"],
-        "dpo": DpoRunConfig.model_fields["dpo"],
-        "reward_model": RewardModelRunConfig.model_fields["reward_model"],
+        **_fields(GrpoRunConfig),
+        "sft": _fields(SftRunConfig)["sft"],
+        "dpo": _fields(DpoRunConfig)["dpo"],
+        "reward_model": _fields(RewardModelRunConfig)["reward_model"],
     }
     return [part for part in _parts("", "", fields, {}) if part.path]
 
@@ -155,24 +159,25 @@ def _line(key: Key) -> str:
 
 
 def _parts(
-    path: str, meaning: str, fields: Mapping[str, FieldInfo], described: dict[type[Section], str]
+    path: str, meaning: str, fields: Mapping[str, tuple[FieldInfo, str]], described: dict[type[Section], str]
 ) -> Iterator[Heading]:
     """
     Args:
+        fields: the fields of a section (`_fields`).
         described: where each class of section is described. A section of the same class refers to it.
     """
     keys, inside = [], list[Heading]()
-    for name, field in fields.items():
+    for name, (field, docstring) in fields.items():
         own = f"{path}.{name}" if path else name
         kinds = _sections(_annotation(field))
         if name == "kind":
             continue
         if not kinds or path:  # the sections of the whole configuration are headings, and no keys
-            keys.append(Key(own, _type(_annotation(field)), _default(field), _text(field.description or "")))
+            keys.append(Key(own, _type(_annotation(field)), _default(field), _text(docstring)))
         for kind in kinds:
             tag = kind.model_fields["kind"].default if "kind" in kind.model_fields else None
             place = f"{own}[{tag}]" if tag else own
-            text = _text(kind.__doc__ if kind.__doc__ != Section.__doc__ and kind.__doc__ else field.description or "")
+            text = _text(kind.__doc__ if kind.__doc__ != Section.__doc__ and kind.__doc__ else docstring)
             if issubclass(kind, Method):
                 text += f" Formula: {_text(kind.formula)} ({kind.source})."
             if issubclass(kind, PolicyLoss):
@@ -181,9 +186,25 @@ def _parts(
                 inside.append(Heading(place, f"The same keys as `{described[kind]}`. {text}", (), described[kind]))
             else:
                 described[kind] = place
-                inside += _parts(place, text, kind.model_fields, described)
+                inside += _parts(place, text, _fields(kind), described)
     yield Heading(path, meaning, tuple(keys))
     yield from inside
+
+
+def _fields(section: type[Section]) -> dict[str, tuple[FieldInfo, str]]:
+    """Each field of a section, and the docstring below it. Pydantic can keep these docstrings, but then it reads the
+    sources of all sections in each process that imports them, which takes 0.2 s."""
+    docstrings = {}
+    for kind in reversed(section.__mro__):
+        if not issubclass(kind, Section):
+            continue
+        [definition] = ast.parse(dedent(inspect.getsource(kind))).body
+        assert isinstance(definition, ast.ClassDef)
+        for one in pairwise(definition.body):
+            match one:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                    docstrings[name] = text
+    return {name: (field, docstrings.get(name, "")) for name, field in section.model_fields.items()}
 
 
 def _annotation(field: FieldInfo) -> Any:
