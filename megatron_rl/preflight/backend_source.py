@@ -25,7 +25,7 @@ def faults_of_backend(config: GrpoRunConfig, trains: bool) -> list[str]:
     path = config.rollout.backend
     if path is None or config.rollout.replay is not None:
         return []
-    if fault := fault_of_function(path, KEY, methods=()) or _fault_of_class(path):
+    if fault := fault_of_function(path, KEY, is_class=True) or _fault_of_class(path):
         return [fault]
     declared, name = _declared(path), short_path(path)
     if declared is None:
