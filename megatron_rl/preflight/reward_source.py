@@ -18,17 +18,14 @@ from megatron_rl.config.rewards import FunctionReward, ImportedReward
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def fault_of_function(path: str, key: str, is_class: bool = False) -> str | None:
+def fault_of_function(path: str, key: str) -> str | None:
     """The fault of the function at `package.module:function` or `folder/file.py:function`, as one sentence; None if
     there is none. Its arguments are not checked.
 
     Args:
         key: the configuration key that names the function.
-        is_class: whether it must be a class.
     """
     found = definition(path, key)
-    if is_class and isinstance(found, tuple) and isinstance(found[1], Definition):
-        return f"{key}: {short_path(path)} is a function, and the key needs a class; name the class"
     return found if isinstance(found, str) else None
 
 
