@@ -154,7 +154,7 @@ def class_of(cfg: ClassEnvironment) -> type[Any]:
     absent = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
     if absent := absent or sorted(getattr(made, "__abstractmethods__", ())):
         raise ValueError(f"{where} has no method {' and no '.join(absent)}; write it")
-    given = ", ".join(f"{name}={value!r}" for name, value in cfg.arguments.items())
+    given = ", ".join(f"{name}=..." for name in cfg.arguments)  # a value may be a key to a service
     faults = {f"{made.__name__}({given})": _misfit(made, **cfg.arguments)}
     for name, argument in (("reset", "row"), ("step", "text")):
         if inspect.isfunction(method := inspect.getattr_static(made, name)):
