@@ -6,6 +6,7 @@ Invariants (tests/unit/environments): an exception, a time-out or a result of th
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron_rl.config.environment import ClassEnvironment
 from megatron_rl.config.exception_text import place, printable, said
-from megatron_rl.config.function import short_path
+from megatron_rl.config.function import load_function, short_path
 from megatron_rl.config.given_rows import image_text
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.types import LARGEST_SCORE
@@ -139,6 +140,40 @@ class UserCode:
 
     def fault(self, method: str, what: str) -> EnvironmentFault:
         return EnvironmentFault(f"{short_path(self._path)}, {method} {printable(what)}"[:MAX_REASON])
+
+
+def class_of(cfg: ClassEnvironment) -> type[Any]:
+    """The user's class, whose methods may come from its base classes.
+
+    Raises:
+        ValueError: it cannot be imported, lacks a method, or does not take `arguments` or what `Environment` says.
+    """
+    made, where = load_function(cfg.path), f"rollout.environment.path: {short_path(cfg.path)}"
+    if not inspect.isclass(made):
+        raise ValueError(f"{where} is no class, and the key needs one; name the class")
+    absent = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
+    if absent := absent or sorted(getattr(made, "__abstractmethods__", ())):
+        raise ValueError(f"{where} has no method {' and no '.join(absent)}; write it")
+    given = ", ".join(f"{name}=..." for name in cfg.arguments)  # a value may be a key to a service
+    faults = {f"{made.__name__}({given})": _misfit(made, **cfg.arguments)}
+    for name, argument in (("reset", "row"), ("step", "text")):
+        if inspect.isfunction(method := inspect.getattr_static(made, name)):
+            faults[f"{name}({argument})"] = _misfit(method, "self", argument)
+    for call, fault in faults.items():
+        if fault:
+            raise ValueError(f"{where} is called as {call}: {fault}; correct its arguments")
+    return made
+
+
+def _misfit(function: Callable[..., Any], /, *given: Any, **named: Any) -> str:
+    """Why a function does not take these arguments; empty if it does, or if Python does not know."""
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*given, **named)  # a wrapper may add arguments
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return ""
 
 
 class ClassSession:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.config.environment import CHOOSES, EnvironmentConfig, ObjectColumns, TurnsEnvironment
-from megatron_rl.config.function import load_function
 from megatron_rl.environments.call_formats import FORMATS
 from megatron_rl.environments.calls import Calls
-from megatron_rl.environments.environment import ClassSession, Session
+from megatron_rl.environments.environment import ClassSession, Session, class_of
 from megatron_rl.environments.objects import AnswerObject, Kind, kinds_of
 from megatron_rl.environments.tool_session import ToolSession
 from megatron_rl.environments.tools import load_tools
@@ -23,7 +21,7 @@ class Sessions:
         form: the format of calls, a name of FORMATS.
 
     Raises:
-        ValueError: the class or a function cannot be imported, or has not what it needs.
+        ValueError: see `class_of`, or a function cannot be imported, or has not what it needs.
     """
 
     def __init__(self, cfg: TurnsEnvironment, delimiter: str, form: str = "hermes") -> None:
@@ -33,10 +31,7 @@ class Sessions:
             self._tools = load_tools(cfg.paths)
             self._kinds = kinds_of(cfg, self._tools)
             return
-        self._class: Any = load_function(cfg.path)
-        missing = [name for name in ("reset", "step") if not callable(getattr(self._class, name, None))]
-        if not inspect.isclass(self._class) or missing:
-            raise ValueError(f"rollout.environment.path: {cfg.path} must be a class with methods reset and step")
+        self._class = class_of(cfg)
 
     def new(self) -> Session:
         """The environment of another answer."""

@@ -7,7 +7,7 @@ import ast
 
 from megatron_rl.config.function import short_path
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.preflight.reward_source import definition, fault_of_function
+from megatron_rl.preflight.reward_source import Definition, definition, fault_of_function
 from megatron_rl.rollout.backend import ABILITIES, EngineSpec, needed_abilities
 
 KEY = "rollout.backend"
@@ -25,7 +25,7 @@ def faults_of_backend(config: GrpoRunConfig, trains: bool) -> list[str]:
     path = config.rollout.backend
     if path is None or config.rollout.replay is not None:
         return []
-    if fault := fault_of_function(path, KEY, methods=()) or _fault_of_class(path):
+    if fault := fault_of_function(path, KEY) or _fault_of_class(path):
         return [fault]
     declared, name = _declared(path), short_path(path)
     if declared is None:
@@ -52,9 +52,11 @@ def faults_of_backend(config: GrpoRunConfig, trains: bool) -> list[str]:
 def _fault_of_class(path: str) -> str | None:
     """What keeps the class at a path from being a sampler, as far as its source tells."""
     found = definition(path, KEY)
-    if not isinstance(found, tuple) or not isinstance(found[1], ast.ClassDef):
+    node, name = found[1] if isinstance(found, tuple) else None, short_path(path)
+    if isinstance(node, Definition):
+        return f"{KEY}: {name} is a function, and the key needs a class; name the class"
+    if not isinstance(node, ast.ClassDef):
         return None
-    node, name = found[1], short_path(path)
     bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
     sample = next((one for one in node.body if getattr(one, "name", None) == "sample"), None)
     if not bases:

@@ -1,5 +1,5 @@
 """Checks `rollout.environment` before anything starts: whether its class or tools can be loaded, and whether the chat
-template can offer the tools and continue a transcript. Only tools are imported."""
+template can offer the tools and continue a transcript. An agent is not imported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from megatron_rl.config.rewards import EnvironmentReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import ChangedHistory, Render, format_of, kinds_of_objects, require_offered, schemas_of
+from megatron_rl.environments.environment import class_of
 from megatron_rl.environments.sandbox.box import FOLDER, Box, BoxError, BoxLimits, container
 from megatron_rl.environments.sandbox.workspace import Workspace
 from megatron_rl.preflight.reward_source import fault_of_function
@@ -37,10 +38,16 @@ def faults_of_environment(
         found = [fault_of_function(path, "rollout.environment.paths") for path in environment.paths]
         found += [fault_of_function(path, "rollout.environment.objects") for path in environment.object_paths]
     else:
-        methods = ("reset", "step") if environment.kind == "class" else None
-        found = [fault_of_function(environment.path, "rollout.environment.path", methods)]
+        found = [fault_of_function(environment.path, "rollout.environment.path")]
     if faults := [fault for fault in found if fault]:
         return faults
+    if environment.kind == "class":
+        try:
+            class_of(environment)
+        except ValueError as error:
+            if not isinstance(error.__cause__, ModuleNotFoundError):
+                return [str(error)]
+            tell(f"rollout.environment: the class is not checked, because a module is not installed here: {error}")
     try:
         schemas = schemas_of(environment)
         _require_rewards(config)

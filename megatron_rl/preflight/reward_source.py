@@ -18,23 +18,14 @@ from megatron_rl.config.rewards import FunctionReward, ImportedReward
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def fault_of_function(path: str, key: str, methods: Collection[str] | None = None) -> str | None:
+def fault_of_function(path: str, key: str) -> str | None:
     """The fault of the function at `package.module:function` or `folder/file.py:function`, as one sentence; None if
     there is none. Its arguments are not checked.
 
     Args:
         key: the configuration key that names the function.
-        methods: which it must have as a class; None: it may be a function.
     """
     found = definition(path, key)
-    if methods is not None and isinstance(found, tuple):
-        node = found[1]
-        if isinstance(node, Definition):
-            return f"{key}: {short_path(path)} is a function, and the key needs a class; name the class"
-        if isinstance(node, ast.ClassDef) and not node.bases and not node.decorator_list:
-            own = {name for name, _ in _bindings(node.body)}
-            if absent := [name for name in methods if name not in own]:
-                return f"{key}: {short_path(path)} has no method {' and no '.join(absent)}; write it"
     return found if isinstance(found, str) else None
 
 

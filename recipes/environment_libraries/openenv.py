@@ -3,19 +3,20 @@
     environment: {kind: class, path: "megatron_rl.recipes.environment_libraries.openenv:OpenEnv",
                   arguments: {url: "http://games:8000", action: message, observation: text, reset: {seed: seed}}}
 
-The messages follow openenv-core 0.3.0. `{"type": "reset", "data": {...}}` and
-`{"type": "step", "data": <action>}` are answered by
-`{"type": "observation", "data": {"observation": {...}, "reward": ..., "done": ...}}` or by
-`{"type": "error", "data": {"message": ..., "code": ...}}`.
+The messages follow openenv-core 0.3.0 and openenv 0.4.1 and 0.10.0. `{"type": "reset", "data": {...}}` and
+`{"type": "step", "data": <action>}` are answered by `{"type": "error", "data": {"message": ..., "code": ...}}` or
+`{"type": "observation", "data": {"observation": {...}, "reward": ..., "done": ...}}`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
 
 from megatron_rl.environments.environment import Step
 
@@ -70,17 +71,16 @@ class OpenEnv:
                 raise RuntimeError(f"the observation has no field {self._observation!r}: {observed!r}")
             observed = observed[self._observation]
         shown = observed if isinstance(observed, str) else json.dumps(observed, ensure_ascii=False)
-        reward = given.get("reward")
-        return Step(shown, None if reward is None else float(reward), bool(given.get("done")))
+        return Step(shown, given.get("reward"), bool(given.get("done")))
 
     async def close(self) -> None:
         if self._line is not None:
-            await self._line.send(json.dumps({"type": "close"}))
             await self._line.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         assert self._line is not None, "reset comes first"
-        await self._line.send(json.dumps({"type": kind, "data": data}))
+        with suppress(ConnectionClosed):  # a server without a free session says so, and closes
+            await self._line.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(await self._line.recv())
         given = answer.get("data", {})
         if answer.get("type") == "error":

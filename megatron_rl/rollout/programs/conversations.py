@@ -109,7 +109,7 @@ class Conversations:
     def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Asked:
         """
         Raises:
-            Refused: the chat template cannot render the turns, or it rewrites turns that were sampled.
+            Refused: the chat template cannot render the turns or the tools, or it rewrites turns that were sampled.
         """
         wanted: tuple[Message, ...] = tuple(map(normalised, messages))
         key = json.dumps(tools, sort_keys=True)
@@ -118,6 +118,8 @@ class Conversations:
         if before is not None:  # the keys of arguments may have come back in another order
             wanted = (*before.messages, *wanted[len(before.messages) :])
         text = self._rendered(wanted, tools, True)
+        if before is None and tools and text == self._rendered(wanted, [], True):
+            raise Refused("the chat template does not show tools: use a model whose template writes `tools`")
         if before is not None and not self.splits:
             _require_beginning(before.rendered or "", text)
         if before is None or before.rendered is None or not text.startswith(before.rendered):

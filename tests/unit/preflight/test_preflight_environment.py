@@ -21,6 +21,9 @@ HERMES = '<tool_call>{"name": ..., "arguments": ...}</tool_call>'
 TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]" + HERMES + "{% endfor %}"
 TEMPLATE = TOOLS + TURNS + "{% if add_generation_prompt %}assistant:{% endif %}"
 MODULE = """
+import functools
+from abc import ABC, abstractmethod
+
 def add(a: int, b: int) -> int:
     \"\"\"Add.
 
@@ -42,6 +45,31 @@ class Still:
 
 class Wrapped(Still):
     from functools import partial as step
+
+class Heir(Still):
+    reward = 1.0
+
+class Alone(Still):
+    def step(self): ...
+
+class Made(Game):
+    def __init__(self, size): ...
+
+def with_seed(method):
+    @functools.wraps(method)
+    def seeded(self, given):
+        return method(self, given, 0)
+    return seeded
+
+class Full(Still):
+    reset = with_seed(lambda self, row, seed: None)
+
+    @staticmethod
+    def step(text): ...
+
+class Abstract(Game, ABC):
+    @abstractmethod
+    def board(self): ...
 
 class Counter:
     def reset(self, start): ...
@@ -111,8 +139,16 @@ def faults(cfg: GrpoRunConfig) -> list[str]:
 
 
 def test_what_is_right_has_no_fault(home):
-    inherits = config(GAME | {"path": "my_tools.py:Wrapped"})
-    assert faults(config(tools("add"))) == faults(config(GAME)) == faults(inherits) == []
+    assert faults(config(tools("add"))) == faults(config(GAME)) == []
+    for name, arguments in (("Wrapped", {}), ("Full", {}), ("Made", {"size": 3})):
+        assert faults(config(GAME | {"path": f"my_tools.py:{name}", "arguments": arguments})) == []
+
+
+def test_a_class_whose_module_needs_what_is_not_installed_here_is_told(home):
+    Path("my_tools.py").write_text("import simulator_of_nobody\n" + MODULE)
+    told: list[str] = []
+    assert faults_of_environment(config(GAME), None, told.append) == []
+    assert "the class is not checked, because" in told[0] and "No module named 'simulator_of_nobody'" in told[0]
 
 
 def test_a_template_that_does_not_say_how_a_call_is_written_is_told(home):
@@ -134,9 +170,20 @@ def test_a_template_that_does_not_say_how_a_call_is_written_is_told(home):
         (objects("Counter") | tools("add"), "rollout.environment: two tools are named 'add'; rename one"),
         (GAME | {"path": "my_tools.py:Still"}, "rollout.environment.path: my_tools.py:Still has no method step; write"),
         (
-            GAME | {"path": "my_tools.py:add"},
-            "my_tools.py:add is a function, and the key needs a class",
+            GAME | {"path": "my_tools.py:Heir"},
+            "rollout.environment.path: my_tools.py:Heir has no method step; write it",
         ),
+        (GAME | {"path": "my_tools.py:Abstract"}, "my_tools.py:Abstract has no method board; write it"),
+        (
+            GAME | {"path": "my_tools.py:Alone"},
+            r"Alone is called as step\(text\): too many positional arguments",
+        ),
+        (
+            GAME | {"path": "my_tools.py:Made"},
+            r"Made is called as Made\(\): missing a required argument: 'size'",
+        ),
+        (GAME | {"arguments": {"a": 1}}, r"Game is called as Game\(a=\.\.\.\): got an unexpected keyword argument 'a'"),
+        (GAME | {"path": "my_tools.py:add"}, "my_tools.py:add is no class, and the key needs one; name the class"),
         (GAME | {"path": "other.py:Game"}, "rollout.environment.path: other.py:Game: there is no file other.py"),
     ],
 )

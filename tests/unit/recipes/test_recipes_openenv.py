@@ -1,4 +1,4 @@
-"""Servers that speak OpenEnv's protocol. The one here answers as openenv-core 0.3.0 does."""
+"""Servers that speak OpenEnv's protocol. The ones here answer as openenv 0.10.0 does."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 from patience import deadline
+from websockets.asyncio.client import connect
 from websockets.asyncio.server import serve
+from websockets.frames import CloseCode
 
 from megatron_rl.config.environment import ClassEnvironment
 from megatron_rl.environments import EnvironmentFault, Sessions
+from megatron_rl.recipes.environment_libraries import openenv
 
 
 def observed(text: str, reward: float | None = None, done: bool = False) -> dict:
@@ -24,8 +27,6 @@ async def guess(line, heard: list) -> None:
         said = json.loads(message)
         heard.append(said)
         data = said.get("data", {})
-        if said["type"] == "close":
-            return
         if said["type"] == "reset":
             secret, answer = data.get("seed", 5), observed("guess")
         elif not data["message"].isdigit():
@@ -35,6 +36,7 @@ async def guess(line, heard: list) -> None:
         else:
             answer = observed("higher" if number < secret else "lower", 0)
         await line.send(json.dumps(answer))
+    heard.append({"type": line.close_code})
 
 
 @asynccontextmanager
@@ -99,6 +101,26 @@ def test_what_goes_wrong_is_a_fault_with_its_cause(arguments, turns, reason):
         play(turns, **arguments)
 
 
+def test_a_server_that_has_no_session_left_says_so(monkeypatch, caplog):
+    full = {"type": "error", "data": {"message": "Server at capacity", "code": "CAPACITY_REACHED"}}
+
+    async def late(*given, **named):
+        line = await connect(*given, **named)
+        await line.wait_closed()
+        return line
+
+    async def run():
+        async with serve(lambda line: line.send(json.dumps(full)), "127.0.0.1", 0) as server:
+            session = Sessions(config(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), "").new()
+            with pytest.raises(EnvironmentFault, match="answered to reset: .*Server at capacity"):
+                await session.begin({})
+            await session.end()
+
+    monkeypatch.setattr(openenv, "connect", late)
+    asyncio.run(asyncio.wait_for(run(), deadline(30)))
+    assert not caplog.records
+
+
 def test_many_games_have_states_of_their_own():
     async def run():
         async with game() as (url, heard):
@@ -115,4 +137,4 @@ def test_many_games_have_states_of_their_own():
 
     found, heard = asyncio.run(asyncio.wait_for(run(), deadline(30)))
     assert found == [["higher", "right"]] * 50
-    assert sum(said["type"] == "close" for said in heard) == 50
+    assert sum(said["type"] == CloseCode.NORMAL_CLOSURE for said in heard) == 50

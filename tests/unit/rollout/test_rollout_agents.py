@@ -31,7 +31,7 @@ from agent_conversations import (
 )
 from openai import BadRequestError, OpenAI
 from patience import deadline
-from tiny_chat import DROPS_THOUGHTS, KEEPS
+from tiny_chat import DROPS_THOUGHTS, KEEPS, OFFERS_NOTHING
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.rollout import RolloutConfig
@@ -92,6 +92,14 @@ def test_other_tools_begin_a_conversation_anew():
     say(held, [user("a")], "one")
     assert say(held, [user("a"), assistant("one"), user("b")], "two", tools=[tool]).startswith("[f]<turn>user:a")
     assert len(held.transcripts()) == 2
+
+
+def test_a_template_that_does_not_show_tools_is_refused():
+    held = conversations(OFFERS_NOTHING)
+    tool = {"type": "function", "function": {"name": "f"}}
+    say(held, [user("a")], "one")
+    with pytest.raises(Refused, match="the chat template does not show tools"):
+        held.ask([user("a")], [tool])
 
 
 def test_an_answer_that_was_cut_gets_its_end():
