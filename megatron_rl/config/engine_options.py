@@ -33,7 +33,7 @@ ELSEWHERE = {
     "max_lora_rank": "policy.lora.rank",
     "max_loras": "policy.lora",
     "lora_target_modules": "policy.lora.targets",
-    "speculative_config": "rollout.speculative",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "rollout.speculative"),
 }
 """The keys that set an argument, by its name."""
 

@@ -28,6 +28,7 @@ KEYS = {
     **dict.fromkeys(("ppo_mini_batch_size", "num_minibatches"), "mini-batches are algorithm.updates_per_step"),
     **dict.fromkeys(("num_iterations", "ppo_epochs", "mu"), "passes over a step's answers are algorithm.epochs"),
     **dict.fromkeys(("speculative", "speculative_config", "num_speculative_tokens"), "it is rollout.speculative"),
+    **dict.fromkeys(("mtp", "mtp_num_layers", "multi_token_prediction"), "the multi-token head is policy.multi_token"),
     "draft_model": LACKS.format("a second model that drafts: see rollout.speculative"),
     **dict.fromkeys(("quantization", "load_in_4bit", "load_in_8bit"), "engines have rollout.quantization"),
     **dict.fromkeys(
@@ -70,6 +71,8 @@ FORMER: dict[tuple[str, ...], str] = {
     ("sft", "epochs"): "it is run.epochs now",
     ("rollout", "thinking", "delimiter"): "it is rollout.delimiter now",
     ("critic", "ppo_epochs"): "it is critic.epochs",
+    ("rollout", "speculative", "method"): "it is rollout.speculative.kind",
+    ("rollout", "speculative", "num_speculative_tokens"): "it is rollout.speculative.tokens",
 }
 """A key in its section -> what to say: sections of other commands, keys of an earlier version, and names with another
 meaning there."""

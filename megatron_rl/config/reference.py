@@ -170,13 +170,13 @@ def _parts(
     for name, (field, docstring) in fields.items():
         own = f"{path}.{name}" if path else name
         kinds = _sections(_annotation(field))
-        if name == "kind":
+        if name == "kind" and len(get_args(field.annotation)) == 1:
             continue
         if not kinds or path:  # the sections of the whole configuration are headings, and no keys
             keys.append(Key(own, _type(_annotation(field)), _default(field), _text(docstring)))
         for kind in kinds:
-            tag = kind.model_fields["kind"].default if "kind" in kind.model_fields else None
-            place = f"{own}[{tag}]" if tag else own
+            tags = get_args(kind.model_fields["kind"].annotation) if "kind" in kind.model_fields else ()
+            place = f"{own}[{tags[0]}]" if len(tags) == 1 else own
             text = _text(kind.__doc__ if kind.__doc__ != Section.__doc__ and kind.__doc__ else docstring)
             if issubclass(kind, Method):
                 text += f" Formula: {_text(kind.formula)} ({kind.source})."

@@ -17,6 +17,7 @@ class ValueLossConfig(Method):
     source: ClassVar[str] = "PPO2 of OpenAI Baselines; Huber 1964, Ann. Math. Stat. 35"
 
     kind: Literal["squared", "huber"] = "squared"
+    """The loss l of an error: half of its square, or Huber's."""
     cliprange_value: PositiveFloat | None = 0.5
     """The largest change of a value in one step that still lowers the loss; null means no clip."""
     huber_delta: PositiveFloat = 1.0

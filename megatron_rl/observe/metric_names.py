@@ -60,12 +60,14 @@ SECTIONS: Mapping[str, Mapping[str, str]] = {
         "rollout/tokens_per_s": "new tokens of the engines for each second while they were asked for any",
         "rollout/idle": "the share of that time while an engine had no request",
         "rollout/preempted": "requests that vLLM preempted for lack of KV cache since the last weight sync",
-        "rollout/drafted": "tokens that engines drafted since the last weight sync (`rollout.speculative`)",
+        "rollout/drafted": "tokens that engines drafted between the last two weight syncs, also for evaluations "
+        "(`rollout.speculative`)",
         "rollout/accepted": "the drafted tokens that the model sampled, too",
         "rollout/accepted/share": "the share of accepted drafts in all tokens of the answers that ended",
         "rollout/accepted/depth_{depth}": "the share of drafts that were accepted, of the first drafts of an answer in "
         "a step, the second ones and so on",
-        "rollout/accepted/running_{answers}": "the same, by the answers in the step, rounded up to a power of 2",
+        "rollout/accepted/running_{answers}": "the share of accepted drafts in steps of an engine with this number of "
+        "answers, rounded up to a power of 2",
         "environment/turns_mean": "turns of the model in an answer",
         "environment/turns_max": "the most turns of an answer",
         "environment/tool_calls": "calls of tools in an answer",

@@ -206,9 +206,9 @@ class LookedUpDrafts(Drafts):
         from vllm.v1.outputs import DraftTokenIds
 
         running = self._scheduler.running
+        self._answers = {name: one for name, one in self._answers.items() if name in self._scheduler.requests}
         if len(running) > MOST_RUNNING:
             return None
-        self._answers = {name: one for name, one in self._answers.items() if name in self._scheduler.requests}
         drafts: dict[str, list[int]] = {}
         expected = 0.0
         for request in running:

@@ -51,7 +51,7 @@ class RequestQueue:
         self.num_preempted = 0
         """The number of requests that vLLM preempted because its cache was full."""
         self.num_sampled = 0
-        """The number of tokens of finished requests."""
+        """The number of tokens of finished answers."""
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -121,7 +121,7 @@ class RequestQueue:
                 call = request.call
                 if not call.num_candidates and not call.num_scored:  # no answer, so it says nothing of their lengths
                     self._budget.finished(len(completion.ids))
-                self.num_sampled += len(completion.ids)
+                    self.num_sampled += len(completion.ids)
                 self._has_changed = True
                 self._unresolved.remove(future)
                 resolve(future, completion)

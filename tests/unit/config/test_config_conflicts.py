@@ -120,6 +120,7 @@ CONFLICTS = [
         ["rollout.vllm={seed: 3, hf_token: x, load_format: auto}"],
         "vllm: seed must not be set here; run.seed decides it",
     ),
+    (["rollout.vllm.spec_method=ngram"], "spec_method must not be set here; rollout.speculative decides it"),
     (["rollout.vllm.max_num_batched_tokens=16k"], "max_num_batched_tokens must be a whole number above 0"),
     (["rollout.parallel.pipeline=2", "policy.routing_replay=true"], "vLLM gives none with pipeline stages"),
     (["rollout.parallel.pipeline=4", "rollout.max_sequences=3"], "is below rollout.parallel.pipeline"),

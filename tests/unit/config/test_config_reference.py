@@ -88,6 +88,7 @@ def test_one_key_and_one_section_are_found():
         ("critic.optimizer.lr", ["policy.optimizer[adam]", "policy.optimizer[muon]"]),
         ("critic.parallel.tensor", ["policy.parallel"]),
         ("policy.optimizer.kind", ["policy.optimizer[adam]", "policy.optimizer[muon]"]),
+        ("rollout.speculative.kind", ["rollout.speculative"]),  # both kinds have the same keys
     ],
 )
 def test_kinds_and_keys_of_sections_that_are_described_elsewhere_are_found(path, found):
@@ -109,6 +110,8 @@ def test_an_unknown_key_gets_the_nearest_ones(capsys):
         ("tensor_parallel_size", "it is policy.parallel.tensor"),
         ("rollout.tensor", "it is rollout.parallel.tensor"),
         ("sft.epochs", "it is run.epochs now"),
+        ("rollout.speculative.method", "it is rollout.speculative.kind"),
+        ("policy.mtp", "the multi-token head is policy.multi_token"),
     ],
 )
 def test_a_name_of_another_library_or_version_has_the_same_hint_as_in_a_file(key, says):

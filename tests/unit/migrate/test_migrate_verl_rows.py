@@ -110,7 +110,7 @@ SAME_TRAINING = {
         actor_rollout_ref\.rollout\.(cudagraph_capture_sizes|disable_log_stats|enable_\w+|enforce_eager|free_cache_engine)
         actor_rollout_ref\.rollout\.(max_num_batched_tokens|multi_stage_wake_up|scheduling_policy|skip_tokenizer_init)
         actor_rollout_ref\.rollout\.(calculate_log_probs|agent\.num_workers|checkpoint_engine\.\w+|disaggregation\.\w+)
-        actor_rollout_ref\.model\.mtp\.enable_rollout|algorithm\.filter_groups\.max_inflight_gen_batches
+        actor_rollout_ref\.model\.mtp\.(enable_rollout|method|num_spec\w+|speculative_num_(steps|draft_tokens))|algorithm\.filter_groups\.max_inflight_gen_batches
         data\.(\w+_workers|use_shm|trust_remote_code|return_\w+)|transfer_queue\..*|ray_kwargs\..*
         trainer\.(balance_batch|device|use_v1|esi_redundant_time|ray_wait_register_center_timeout)
         trainer\.(default_hdfs_dir|del_local_ckpt_after_load)

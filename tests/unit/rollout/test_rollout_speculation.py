@@ -191,6 +191,7 @@ def test_an_engine_samples_the_same_with_and_without_drafts(stage, folders, monk
     plain = stage.run(stage.generate(prompts, 4, version, seed=3))
     assert not sampler.drafts.take_counts()
     assert columns(drafted) == columns(plain)
+    assert len(sampler.drafts._answers) < 16, "answers that have ended are forgotten in steps without drafts, too"
     model = AutoModelForCausalLM.from_pretrained(folders[0], dtype=torch.float32)
     forced = 0
     for group, others in zip(drafted, plain, strict=True):
