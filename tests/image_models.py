@@ -10,7 +10,7 @@ import numpy as np
 import PIL.Image
 import torch
 import transformers
-from composites import EXPERTS, TEXT, TOWER
+from composites import DELTA, EXPERTS, GATED, TEXT, TOWER
 from safetensors.torch import load_file, save_file
 from tiny_chat import characters
 from tokenizers import AddedToken
@@ -38,8 +38,16 @@ PROCESSOR |= dict(size={"shortest_edge": 64, "longest_edge": 1024})
 TOWERS = {
     "qwen2_5_vl": dict(out_hidden_size=128, window_size=16, fullatt_block_indexes=[1]),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), dict(deepstack_visual_indexes=[0, 1])),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {}),
 }
 """What only this tower has. A window has two tokens of a side."""
+QUARTER = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+OF_DELTA = (
+    {"mtp_num_hidden_layers": 1}
+    | DELTA
+    | dict(linear_key_head_dim=64, linear_value_head_dim=64, rope_parameters=ROPE | QUARTER, head_dim=32)
+)
+"""vLLM's kernel on CPUs knows heads of linear attention of 64 dims and of 128."""
 MODELS = {
     "qwen2_5_vl": (
         "Qwen2_5_VL",
@@ -47,6 +55,8 @@ MODELS = {
     ),
     "qwen3_vl": ("Qwen3VL", {"tie_word_embeddings": True}),
     "qwen3_vl_moe": ("Qwen3VLMoe", EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True}),
+    "qwen3_5": ("Qwen3_5", OF_DELTA | {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("Qwen3_5Moe", OF_DELTA | GATED | {"tie_word_embeddings": False}),
 }
 """The beginning of the names of transformers' classes, and what only this text model has."""
 
@@ -79,6 +89,8 @@ def write_model(folder: Path, kind: str = "qwen3_vl") -> transformers.PreTrained
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     for tensor in model.state_dict().values():
         tensor.normal_(0, 0.2)
+        if OF_DELTA.items() <= own.items():
+            tensor.copy_(tensor.bfloat16())  # the dtype of its engines
     model.save_pretrained(folder)
     as_published(folder)
     (folder / "preprocessor_config.json").write_text(
@@ -102,7 +114,8 @@ def as_published(folder: Path) -> None:
         text |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
         path.write_text(json.dumps(text | config))
     for name, tensor in load_file(folder / "model.safetensors").items():
-        published[name] = tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        is_other = ".experts." in name and config["model_type"] == "qwen3_vl_moe"
+        published[name] = tensor.transpose(1, 2).contiguous() if is_other else tensor
     save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -56,19 +56,23 @@ def companions(
             there is none, which some readers do not take for granted.
         has_tower: whether the folder keeps its vision tower, so that config.json is the whole model's.
     """
-    config = (folder / "config.json").read_bytes()
+    config, fields = (folder / "config.json").read_bytes(), read_config(folder)
+    head = FAMILIES[fields["model_type"]].multi_token
+    is_left_out = head and not multi_token and (fields.get(head.key) or multi_token is False)
     if has_tower:
+        if head and is_left_out:
+            whole = json.loads(config)
+            whole["text_config"][head.key] = 0
+            config = json.dumps(whole, indent=2).encode()
         files = {path.name: path.read_bytes() for path in sorted(folder.glob("*preprocessor_config.json"))}
         return files | {"config.json": config} | _others(folder)
-    fields = read_config(folder)
     is_quantised = fields.pop("quantization_config", None) is not None
     if dtype is not None:
         fields.pop("torch_dtype", None)  # the older name of the same key
         fields["dtype"] = dtype
     elif is_quantised and fields.get("dtype", fields.get("torch_dtype")) is None:
         fields["dtype"] = "bfloat16"  # the converter's for mxfp4
-    head = FAMILIES[fields["model_type"]].multi_token
-    if head and not multi_token and (fields.get(head.key) or multi_token is False):
+    if head and is_left_out:
         fields[head.key] = 0
     if value_head:
         fields = critic_config(fields, padding_id(folder))

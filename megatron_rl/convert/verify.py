@@ -4,7 +4,7 @@ asked, every tensor's bits against another checkpoint of any form."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +54,7 @@ class Verification:
         self.num_work_bytes = sum(entry["bytes"] for entry in self.entries.values())
         self.num_compared = 0
         if against:
-            self._compare_with(open_checkpoint(against))
+            self._compare_with(open_checkpoint(against, tower=bool(self.source.shape.tower)))
 
     def run(self, num_workers: int, report: Report) -> Verified:
         """
@@ -83,7 +83,8 @@ class Verification:
             elif one.shape.multi_token and not pair.shape.multi_token:  # it was left out by choice
                 one.shape = one.shape.served
         self.tensors = [mine.tensor(described, None) for described in forms.hf_tensors(mine.shape)]
-        if mine.shape != theirs.shape:
+        text, other_text = (replace(one.shape, vision=None) for one in (mine, theirs))
+        if text != other_text or mine.shape.tower != theirs.shape.tower:
             raise ValueError(f"{mine.folder} and {theirs.folder} are different models: {mine.shape}, {theirs.shape}")
         for tensor, described in zip(self.tensors, forms.hf_tensors(other.shape), strict=True):
             self._add(tensor, other.tensor(described, None))

@@ -6,10 +6,9 @@ with a prefix; a vision tower lies next to it. The text model alone is read, und
 that a folder of its own has. All other tensors are counted and told by the beginnings of their names.
 
 Trainers load such a folder as it is. Of a model whose tower runs here (models/vision.py), engines and exports have all
-parts. vLLM's classes for the others (KimiK25ForConditionalGeneration,
-Qwen3_5ForConditionalGeneration) also build the tower, which nothing here trains, and name the parameters differently.
-So engines read the configuration of the text model alone (`rollout/start.py`), for which vLLM has classes for text
-(DeepseekV3ForCausalLM, Qwen3_5ForCausalLM), and cannot load weights from it.
+parts. vLLM's class of Kimi-K2.5 also builds the tower, which nothing here trains, and names the parameters differently.
+So engines read the configuration of the text model alone (`rollout/start.py`), for which vLLM has a class for text
+(DeepseekV3ForCausalLM), and cannot load weights from it.
 
 Sources of the names: transformers, conversion_mapping.py (`kimi_k25`), modeling_qwen3_5.py and modeling_qwen3_5_moe.py
 (Qwen3_5MoeExperts); vLLM, kimi_k25.py and qwen3_5.py (`hf_to_vllm_mapper`).

@@ -24,6 +24,7 @@ from megatron_rl.models.shards import Shard
 from megatron_rl.models.splits import Sizes, part
 from megatron_rl.models.traits import Traits
 from megatron_rl.models.view import FileTensor, View
+from megatron_rl.models.vision import tower_in_engine
 from megatron_rl.types import Attention, DeltaNet, GatedMlp, Layer, Mesh, Mixture, Mlp, ModelShape
 
 MEGATRON_LAYER, VLLM_LAYER = "decoder.layers.{}.", "model.layers.{}."
@@ -268,7 +269,7 @@ class Family(Traits):
                 ways, experts = (1, 0), linear_experts(sizes["experts"], *ways)
             return place_row(rule, rule.split.vllm, sizes, ways, name, experts)
 
-        placed: list[Placed] = []
+        placed = [Placed(row, "", "") for row in tower_in_engine(shape.tower, tensor, tensor_rank)]
         if first or self.embedding.on_every_stage or (shape.tied_embeddings and last):
             placed += [Placed(row, "", "") for row in place(self.embedding)]
         rows: dict[Layer, list[Placement]] = {}

@@ -73,8 +73,8 @@ def place_row(
     boxes = []
     for piece in pieces:
         extents, length = full[piece.tensor], piece.stop - piece.start
-        hf_box = _with(extents, piece.dim, piece.start, piece.stop)
-        local_box = _with(extents, piece.dim, piece.local_start, piece.local_start + length)
+        hf_box = box_of(extents, piece.dim, piece.start, piece.stop)
+        local_box = box_of(extents, piece.dim, piece.local_start, piece.local_start + length)
         boxes.append((rule.hf[piece.tensor].name, hf_box, local_box))
     return Placement(local_name, tuple(boxes), experts, rule.is_sent_as_float32)
 
@@ -85,7 +85,8 @@ def whole_tensor(name: str, extents: tuple[int, ...]) -> Placement:
     return Placement(name, ((name, box, box),), None)
 
 
-def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
+def box_of(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
+    """The rectangle of a tensor that is the interval [start, stop) along one dim."""
     return tuple((start, stop) if d == dim else (0, length) for d, length in enumerate(extent))
 
 

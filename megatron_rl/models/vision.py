@@ -4,6 +4,7 @@ al. 2024, arXiv:2409.12191)."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,19 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.models.config_values import flag, size, whole_numbers
+from megatron_rl.models.placement import Placement, box_of, whole_tensor
+from megatron_rl.models.shards import Box
+from megatron_rl.models.splits import part
 from megatron_rl.types import TOWER, Picture, Vision
 
-TOWERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+TOWERS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """The values of `model_type` whose towers run here."""
 PREFIXES = (f"model.{TOWER}", TOWER)
 """The beginnings of the names of a tower's tensors in files; Qwen2.5-VL is published with the second."""
+
+_OF_ROWS = re.compile(r"(qkv|gate_proj|up_proj|linear_fc1|merger\.mlp\.0)\.(weight|bias)$")
+_OF_COLUMNS = re.compile(r"(attn\.proj|down_proj|linear_fc2|merger\.mlp\.2)\.weight$")
+"""The ends of the names of what vLLM splits over the tensor-parallel ranks of an engine."""
 
 
 def read_vision(config: Mapping[str, Any]) -> Vision | None:
@@ -53,7 +61,7 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
 
 def _tower(config: Mapping[str, Any], is_first: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The names and extents of a tower's tensors. Qwen2.5-VL's, the first, has gated MLPs, and norms without biases.
-    Qwen3-VL's has a table of positions, and a merger for each layer that it adds to."""
+    Qwen3-VL's has a table of positions, and a merger for each layer that it adds to, and Qwen3.5's adds to none."""
     hidden, ffn, out = (size(config, key) for key in ("hidden_size", "intermediate_size", "out_hidden_size"))
     side, wide = size(config, "patch_size"), hidden * size(config, "spatial_merge_size", 2) ** 2
     found: dict[str, tuple[int, ...]] = {
@@ -86,6 +94,34 @@ def _tower(config: Mapping[str, Any], is_first: bool) -> tuple[tuple[str, tuple[
         linear(f"{merger}.{'mlp.0' if is_first else 'linear_fc1'}", wide, wide)
         linear(f"{merger}.{'mlp.2' if is_first else 'linear_fc2'}", out, wide)
     return tuple((TOWER + name, extents) for name, extents in found.items())
+
+
+def tower_in_engine(tower: Mapping[str, tuple[int, ...]], ways: int, rank: int) -> list[Placement]:
+    """What a tensor-parallel rank of an engine has of a tower. vLLM builds the tower in every pipeline stage.
+
+    Args:
+        tower: the extents of its tensors, by name.
+
+    Raises:
+        ValueError: the ranks do not divide its linear layers.
+    """
+    pieces: dict[str, list[tuple[str, Box, Box]]] = {}
+    for name, extents in tower.items():
+        dim = 0 if _OF_ROWS.search(name) else 1 if _OF_COLUMNS.search(name) else None
+        held = pieces.setdefault(re.sub("(gate|up)_proj", "gate_up_proj", name), [])
+        if dim is None:
+            held += whole_tensor(name, extents).pieces
+            continue
+        parts = 3 if ".qkv." in name else 1
+        length = extents[dim] // parts
+        start, stop = part(length, ways, rank)
+        for i in range(parts):
+            hf_box, local_box = (
+                box_of(extents, dim, first, first + stop - start)
+                for first in (i * length + start, len(held) * (stop - start))
+            )
+            held.append((name, hf_box, local_box))
+    return [Placement(local, tuple(held), None) for local, held in pieces.items()]
 
 
 def vision_of(folder: Path) -> Vision | None:

@@ -296,6 +296,19 @@ class Activations(NamedTuple):
         return max(self.layer, self.output)
 
 
+def passes_in_flight(mesh: Mesh, stage: int) -> list[int]:
+    """The chunk of each forward pass whose backward pass is to come, at most.
+
+    With one chunk a stage, a stage of a pipeline of p stages has p - stage micro-batches in flight (one forward, one
+    backward). With v chunks it has 2 (p - stage - 1) + (v - 1) p + 1 passes of one chunk in flight (the interleaved
+    schedule, Narayanan et al. 2021, arXiv:2104.04473): p of one chunk, then p of the next chunk.
+    """
+    number = mesh.pipeline - stage
+    if mesh.virtual > 1:
+        number = 2 * (mesh.pipeline - stage - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
+    return [one // mesh.pipeline % mesh.virtual for one in range(number)]
+
+
 def activations(
     shape: ModelShape,
     parallel: ParallelConfig,
@@ -307,10 +320,6 @@ def activations(
     fused: bool,
 ) -> Activations:
     """The activations of an update on a rank of a stage.
-
-    With one chunk a stage, a stage of a pipeline of p stages has p - stage micro-batches in flight (one forward, one
-    backward). With v chunks it has 2 (p - stage - 1) + (v - 1) p + 1 passes of one chunk in flight (the interleaved
-    schedule, Narayanan et al. 2021, arXiv:2104.04473): p of one chunk, then p of the next chunk.
 
     Args:
         num_tokens: the tokens of a micro-batch, of all context-parallel ranks together.
@@ -329,12 +338,10 @@ def activations(
 
     sizes = {layer: size(layer, recomputed) for chunk in chunks for layer in chunk}
     per_chunk = [len(chunk) * inputs if "full" in recomputed else sum(sizes[n] for n in chunk) for chunk in chunks]
-    in_flight = mesh.pipeline - stage
-    if mesh.virtual > 1:
-        in_flight = 2 * (mesh.pipeline - stage - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
-    kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
+    passes = passes_in_flight(mesh, stage)
+    kept = sum(per_chunk[chunk] for chunk in passes)
     if mesh.virtual > 1:  # outputs are not freed when they are sent (actor/model.py)
-        kept += in_flight * inputs
+        kept += len(passes) * inputs
     masks = {layer: mask_bytes(layer, num_tokens) for layer in sizes if width == 4 and not fused}
     largest = max((size(layer) + masks.get(layer, 0.0) for layer in sizes), default=0.0)
     output = 0.0

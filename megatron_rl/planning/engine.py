@@ -15,6 +15,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import TransferPlan
 from megatron_rl.models import FAMILIES, engine_layers, is_linear_weight, volume
+from megatron_rl.models.vision import tower_in_engine
 from megatron_rl.planning.adapters import slot_bytes
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import BYTES
@@ -123,8 +124,9 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     longest, stages = rollout.max_model_tokens, range(rollout.parallel.pipeline)
     layers = [engine_layers(shape.num_layers, rollout.parallel.pipeline, stage) for stage in stages]
     weights = _weight_bytes(config, shape).reshape(rollout.parallel.pipeline, rollout.parallel.tensor).max(1)
-    if shape.vision is not None:  # vLLM splits the tower's linear layers over the first stage
-        weights[0] += shape.vision.num_parameters * width / rollout.parallel.tensor
+    if shape.vision is not None and not shape.tower:  # no push brings it
+        tower = tower_in_engine(dict(shape.vision.tower), rollout.parallel.tensor, 0)
+        weights += width * sum(volume(local) for placed in tower for _, _, local in placed.pieces)
     slots = rollout.num_adapters * np.array([slot_bytes(shape, plan.engines, width, stage) for stage in stages])
     work = ENGINE_WORK_BYTES + activation_bytes(shape, rollout, step_tokens(config), width)
     caches = np.maximum(0.0, vllm_bytes(config) - weights - slots - work)

@@ -20,8 +20,9 @@ from megatron_rl.planning.parameters import (
     stage_parameters,
     state_width,
 )
+from megatron_rl.planning.tower import tower_bytes
 from megatron_rl.planning.transfer import BRIDGE, COMMUNICATOR_BYTES, NO_PUSH, TrainersPush
-from megatron_rl.types import HOLDS, MOST_SEEN_BYTES, Mesh, ModelShape
+from megatron_rl.types import HOLDS, Mesh, ModelShape
 
 MERGED_BYTES = 2 * 4 * 2**22
 """Two numbers for each of a GPU's `convert.adapters.MERGED_ELEMENTS` (which needs torch)."""
@@ -73,12 +74,15 @@ def trainer_memory(
 
     def of_stage(stage: int, held: RankParameters) -> GpuMemory:
         used = activations(shape, parallel, stage, num_tokens, width=width, recomputed=recomputed, fused=fused)
-        computed = "output layer" if used.output > used.layer else "layer"
+        tower = tower_bytes(shape, mesh, stage, num_tokens, width=width, recompute="full" in recomputed)
+        computing, computed = max(
+            (used.output, "output layer"), (used.layer, "layer"), (tower.layer, "layer of the vision tower")
+        )
         state = held.state_bytes(mesh, model.dtype, optimizer)
-        copied = _copied_bytes(held, mesh, optimizer) - used.kept - used.computing
+        copied = _copied_bytes(held, mesh, optimizer) - used.kept - tower.kept - computing
         parts = {
             "weights": MemoryPart(always(held.weight_bytes(model.dtype)), fewer),
-            "vision tower and its outputs": MemoryPart(always(_tower(shape, stage, width)), "train its text alone"),
+            "vision tower and its outputs": MemoryPart(always(tower.frozen), "train its text alone"),
             "gradients": MemoryPart(always(held.gradient_bytes(optimizer)), fewer),
             "optimizer state": MemoryPart(
                 always(0.0 if optimizer.is_offloaded else state),
@@ -92,24 +96,18 @@ def trainer_memory(
                 (used.kept, 0.0, 0.0),
                 f"set {recompute} to full, {shorter}, or raise {split} or {section}.parallel.context",
             ),
+            "activations of the vision tower": MemoryPart(
+                (tower.kept, 0.0, 0.0), f"set {recompute} to full, {shorter}, or leave {section}.vision_tower out"
+            ),
             f"the {computed} being computed": MemoryPart(
-                (used.computing, 0.0, 0.0), f"{shorter}, or raise {split} or {section}.parallel.context"
+                (computing, 0.0, 0.0), f"{shorter}, or raise {split} or {section}.parallel.context"
             ),
             "weights being dequantised": MemoryPart((held.dequantised_bytes(model.dtype), 0.0, 0.0), fewer),
             f"{number} NCCL communicators": MemoryPart(
                 always(number * COMMUNICATOR_BYTES),
                 f"set one of the sizes of {section}.parallel to 1",
             ),
-            BRIDGE: MemoryPart(
-                always(push.communicator_bytes), "set bridge.chains, so that trainers send to fewer engines"
-            ),
-            "two buffers of the bridge": MemoryPart(always(2 * push.bucket_bytes), "lower bridge.bucket_mib"),
-            "the adapters as a push sends them": MemoryPart(
-                always(held.trained * width if push.copies else 0.0), "lower policy.lora.rank"
-            ),
-            "rows that a push merges (fp32)": MemoryPart(
-                (0.0, MERGED_BYTES if push.merges and on_gpus else 0.0, 0.0), "set rollout.lora to served"
-            ),
+            **_of_push(push, held.trained * width, on_gpus),
         }
         host = {"optimizer state": state} if optimizer.is_offloaded else {}
         host["a checkpoint's copy"] = held.state_elements(mesh) * width + state
@@ -121,11 +119,21 @@ def trainer_memory(
     return max(stages, key=lambda memory: max(memory.totals))
 
 
-def _tower(shape: ModelShape, stage: int, width: int) -> int:
-    """The bytes of a frozen vision tower, and of what it keeps of images. A trained one is a part of the model."""
-    if stage or shape.vision is None or shape.vision.trained:
-        return 0
-    return shape.vision.num_parameters * width + MOST_SEEN_BYTES
+def _of_push(push: TrainersPush, trained: int, on_gpus: bool) -> dict[str, MemoryPart]:
+    """
+    Args:
+        trained: the bytes of what is trained.
+    """
+    merged = MERGED_BYTES if push.merges and on_gpus else 0.0
+    copied = always(trained if push.copies else 0.0)
+    return {
+        BRIDGE: MemoryPart(
+            always(push.communicator_bytes), "set bridge.chains, so that trainers send to fewer engines"
+        ),
+        "two buffers of the bridge": MemoryPart(always(2 * push.bucket_bytes), "lower bridge.bucket_mib"),
+        "the adapters as a push sends them": MemoryPart(copied, "lower policy.lora.rank"),
+        "rows that a push merges (fp32)": MemoryPart((0.0, merged, 0.0), "set rollout.lora to served"),
+    }
 
 
 def _copied_bytes(held: RankParameters, mesh: Mesh, optimizer: OptimizerConfig) -> float:

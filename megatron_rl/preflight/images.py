@@ -21,6 +21,8 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
         "policy.lora": config.policy.lora is not None
         and config.policy.vision_tower == "trained"
         and "adapters leave the tower frozen: leave policy.vision_tower out",
+        "policy.multi_token train": config.policy.multi_token == "train"
+        and "the head would see an image's token where the model sees the image: set it to keep or drop",
     }
     if isinstance(config, GrpoRunConfig):
         rollout = config.rollout

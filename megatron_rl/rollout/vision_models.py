@@ -45,7 +45,12 @@ _stand_in_for_torchvision()
 
 from vllm.inputs.engine import MultiModalInput, mm_input  # noqa: E402
 from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration  # noqa: E402
-from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM  # noqa: E402, F401 - worker
+from vllm.model_executor.models.qwen3_5 import (  # noqa: E402
+    Qwen3_5ForCausalLM,  # noqa: F401 - worker
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,  # noqa: F401 - worker
+    Qwen3_5MoeForConditionalGeneration,
+)
 from vllm.model_executor.models.qwen3_vl import (  # noqa: E402
     Qwen3VLDummyInputsBuilder,
     Qwen3VLForConditionalGeneration,
@@ -107,6 +112,16 @@ class Qwen3VLMoe(Qwen3VLMoeForConditionalGeneration):  # type: ignore[misc]
         axis = {"gate_up_proj": 1, "down_proj": 2}.get(name.rpartition(".")[2])
         is_other = axis and tensor.shape[axis] != self.config.text_config.hidden_size
         return tensor.transpose(1, 2) if is_other else tensor
+
+
+@_with_finished_images
+class Qwen35(Qwen3_5ForConditionalGeneration):  # type: ignore[misc]
+    pass
+
+
+@_with_finished_images
+class Qwen35Moe(Qwen3_5MoeForConditionalGeneration):  # type: ignore[misc]
+    pass
 
 
 def request_of(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision, files: Pictures) -> MultiModalInput:

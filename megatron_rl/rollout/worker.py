@@ -273,11 +273,13 @@ IMPORT_TORCHVISION = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen25VL",
     "Qwen3VLForConditionalGeneration": "Qwen3VL",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoe",
+    "Qwen3_5ForConditionalGeneration": "Qwen35",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen35Moe",
     "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeForCausalLM",
 }
 """vLLM's classes whose modules import torchvision, and their names in `vision_models`, which vLLM imports when it needs
-one. The classes of Qwen3.5 are its own."""
+one. The classes of Qwen3.5's text are its own."""
 
 
 def die_with_parent() -> None:

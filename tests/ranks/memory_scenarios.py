@@ -58,7 +58,7 @@ def saved_activations(rank, world_size, url, *, folder, samples, layout, **setti
     """What autograd holds on this rank after one forward pass over one micro-batch: the bytes of all storages but those
     of the parameters, and the number of tokens of the row."""
     actor = build(rank, world_size, url, folder, layout, **settings)
-    [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
+    [[batch]] = pack(share_of([[samples]], alignment=layout.alignment), vision=actor.spec.shape.vision)
     parameters = _storages(p.data for chunk in actor.chunks for p in chunk.parameters())
     saved, outputs = weakref.WeakSet(), []
 

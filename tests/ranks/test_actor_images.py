@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -9,9 +10,10 @@ import cover
 import numpy as np
 import pytest
 import torch
+from composites import HEAD, OF_HEADS
 from image_models import IMAGE_TOKEN, MODELS, drawing, row, write_model
 from random_adapters import write_adapters
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scenarios import ALGORITHM, OPTIMIZER, Layout
 from shares import TrainSample
 from test_actor_experts import as_saved
@@ -28,9 +30,12 @@ LAYOUTS = {
     "qwen2_5_vl": ("tp2-cp2", "tp2", "pp2-vpp2", "dp2"),
     "qwen3_vl": ("tp2-cp2", "tp2", "pp2", "cp2", "dp2", "tp2-pp2", "pp2-cp2"),
     "qwen3_vl_moe": ("dp2-ep2", "tp2", "tp2-dp2-ep2", "pp2-cp2"),
+    "qwen3_5": ("tp2", "tp2-pp2", "pp2-vpp2", "cp2", "dp2"),
+    "qwen3_5_moe": ("tp2-dp2-ep2", "pp2-cp2"),
 }
 assert LAYOUTS.keys() == MODELS.keys()
 TOWERS = ("frozen", "trained")
+HEAD_TENSORS = {key: torch.full(extents, 0.5) for key, extents in HEAD.items()}
 CASES = [(kind, layout, tower) for kind, layouts in LAYOUTS.items() for layout in layouts for tower in TOWERS]
 
 
@@ -144,7 +149,7 @@ def test_a_rank_and_a_row_without_an_image_take_part_in_the_reduction(trainers, 
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("kind", "layout"), [("qwen2_5_vl", "tp2"), ("qwen3_vl", "pp2")])
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2_5_vl", "tp2"), ("qwen3_vl", "pp2"), ("qwen3_5", "tp2")])
 def test_layers_that_are_computed_again_have_the_same_gradient(trainers, worlds, kind, layout):
     folder, rows, expected, _ = worlds(kind)
     found = numbers_of(trainers, folder, rows, parse_layout(layout), 2, "full", vision_tower="trained")
@@ -155,12 +160,23 @@ def test_layers_that_are_computed_again_have_the_same_gradient(trainers, worlds,
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trained_tower_is_saved_and_exported_whole(trainers, worlds, tmp_path, kind):
     folder, trained = worlds(kind)[0], dict(vision_tower="trained")
+    if kind in OF_HEADS:
+        save_file(HEAD_TENSORS, folder / "more.safetensors")
     given = dict(folder=folder, layout=Layout(Mesh(tensor=2, pipeline=2)), **trained)
     trainers.run("save_at_once", 4, checkpoint=tmp_path / "saved", **given)
     one = dict(folder=folder, layout=Layout(), target=tmp_path / "export")
     trainers.run("export", 1, weights=tmp_path / "saved", checkpoint=tmp_path / "saved", **one, **trained)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))
     assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    if kind in OF_HEADS:
+        kept = one | dict(target=tmp_path / "kept", multi_token="keep")
+        trainers.run("export", 1, weights=tmp_path / "saved", checkpoint=tmp_path / "saved", **kept, **trained)
+        files = [load_file(path) for path in (tmp_path / "kept").glob("*.safetensors")]
+        found = {key: tensor for file in files for key, tensor in file.items()}
+        assert found.keys() == before.keys() | HEAD.keys()
+        assert all(torch.equal(found[key], tensor) for key, tensor in (before | HEAD_TENSORS).items())
+        told = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("export", "kept")]
+        assert [one["text_config"]["mtp_num_hidden_layers"] for one in told] == [0, 1]
     with pytest.raises(AssertionError, match="has a vision tower that is trained, and policy.vision_tower says other"):
         trainers.run("export", 1, weights=tmp_path / "saved", **one)
 
@@ -170,6 +186,7 @@ ADAPTED = [
     *(("qwen2_5_vl", layout) for layout in ("dp1", "tp2-cp2", "pp2")),
     *(("qwen3_vl", layout) for layout in ("dp1", "tp2", "pp2", "cp2", "dp2", "tp2-pp2")),
     *(("qwen3_vl_moe", layout) for layout in ("dp1", "tp2-dp2-ep2")),
+    *(("qwen3_5", layout) for layout in ("dp1", "tp2", "pp2-cp2")),
 ]
 
 

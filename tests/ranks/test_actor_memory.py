@@ -7,17 +7,21 @@ from collections import defaultdict
 from dataclasses import replace
 
 import cover
+import image_models
 import numpy as np
 import pytest
 from muon_scenarios import MUON
 from scenarios import OPTIMIZER, Layout
+from shares import TrainSample
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 from test_actor_layouts import LAYOUTS
 
 from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.data.pictures import Pictures
 from megatron_rl.models import read_shape
 from megatron_rl.planning.activations import activations, recomputed_modules
 from megatron_rl.planning.parameters import rank_parameters
+from megatron_rl.planning.tower import tower_bytes
 from megatron_rl.types import Mesh, Tokens
 
 MODULE = "memory_scenarios"
@@ -259,3 +263,27 @@ def test_activations_of_a_mixture_on_several_ranks(trainers, folders, equal_samp
     layout = Layout(mesh)
     results = saved(trainers, 2, folder=folders["qwen3_moe"], samples=equal_samples, layout=layout)
     check_saved(results, folders["qwen3_moe"], layout)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_a_trained_tower_saves_what_the_plan_counts(trainers, tmp_path, kind, dtype, recompute):
+    """Two images of 160 tokens together, the second one twice, which is computed once. The text of a Qwen3.5 also runs
+    with images, and what a frozen tower leaves is the rest."""
+    image_models.write_model(folder := tmp_path / "model", kind)
+    pictures = Pictures(folder, folder / "images")
+    one, two = image_models.drawing(64, 80, 0), image_models.drawing(80, 64, 1)
+    rows = [image_models.row(pictures, [2, one, 3, two, 5], 0), image_models.row(pictures, [two, 5], 1)]
+    samples = [TrainSample(str(number), row, 1.0, 1.0) for number, row in enumerate(rows)]
+    layout = Layout(dtype=dtype, recompute=recompute)
+    given = dict(folder=folder, samples=samples, layout=layout)
+    (saved, _), (rest, _) = (
+        trainers.run(f"{MODULE}.saved_activations", 1, fresh=True, vision_tower=tower, **given)[0]
+        for tower in ("trained", "frozen")
+    )
+    shape = PolicyConfig(vision_tower="trained").adapted(read_shape(folder))
+    counted = {"width": 4 if dtype == "float32" else 2, "recompute": recompute == "full"}
+    expected = tower_bytes(shape, Mesh(), 0, sum(map(shape.vision.num_tokens, rows[0].pictures)), **counted)
+    assert expected.kept == pytest.approx(saved - rest, rel=0.1)

@@ -11,14 +11,16 @@ import json
 import re
 from pathlib import Path
 
+import image_models
 import pytest
 import transformers
 import warm
 from patience import deadline
 from safetensors import safe_open
 
+from megatron_rl.config.policy import PolicyConfig
 from megatron_rl.models import FAMILIES, check_parameters, megatron_shards, read_shape, scan, vllm_shards
-from megatron_rl.types import Mesh
+from megatron_rl.types import TOWER, Mesh
 
 COMMON = dict(
     hidden_size=32,
@@ -268,6 +270,25 @@ def test_class_names_extents_and_rectangles_are_those_of_vllm(folders, tmp_path)
             check_parameters(shards, parameters, f"{name}, rank {rank} of TP{tensor} PP{pipeline}")
             assert set(recording.shards) == set(shards), f"{name}, rank {rank} of TP{tensor} PP{pipeline}"
             assert len(recording.shards) == len(shards)
+
+
+@pytest.mark.deep
+def test_rectangles_of_a_tower_are_those_of_vllm(tmp_path):
+    """Every stage of an engine has the tower. The names of the text model differ, which the bridge records."""
+    kinds, ways = ("qwen2_5_vl", "qwen3_vl", "qwen3_5"), [(2, 1), (1, 2)]
+    for kind in kinds:
+        image_models.write_model(tmp_path / kind, kind)
+    asked = [(str(tmp_path / kind), *way, False) for kind in kinds for way in ways]
+    calls = [("vllm_models", "rank_parameters", f"file://{tmp_path}/meeting", rank, asked) for rank in range(2)]
+    ranks = warm.together(in_process, calls, deadline(240))
+    for i, (folder, tensor, pipeline, _) in enumerate(asked):
+        shape = PolicyConfig(vision_tower="trained").adapted(read_shape(Path(folder)))
+        for rank in range(2):
+            _, parameters, recording = ranks[rank][i]
+            shards = [one for one in vllm_shards(shape, tensor, rank, False, pipeline) if TOWER in one.hf_name]
+            check_parameters(shards, {name: one for name, one in parameters.items() if TOWER in name}, folder)
+            found = [one for one in recording.shards if TOWER in one.hf_name]
+            assert set(found) == set(shards) and len(found) == len(shards) > 30
 
 
 def test_a_class_that_computes_what_the_table_does_not_say_is_refused(folders, tmp_path):

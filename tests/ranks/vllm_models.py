@@ -23,7 +23,7 @@ from vllm.model_executor.models.utils import _model_to_pp_missing_layer_names as
 from vllm.v1.engine import llm_engine
 
 from megatron_rl.bridge.vllm_loaders import record_loading
-from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.policy import ModelConfig, PolicyConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording
 from megatron_rl.models import read_shape
@@ -61,7 +61,7 @@ def parameters(
             model = initialize_model(config)
         found = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         before = dict(model.named_parameters())
-        shape = read_shape(Path(folder))
+        shape = PolicyConfig(vision_tower="trained").adapted(read_shape(Path(folder)))
         form = shape.family if form == "plain_rates" else form
         recording = record_form(model, shape, form) if form else record_loading(model, shape, torch.float32)
         if not form:

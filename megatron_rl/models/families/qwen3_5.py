@@ -2,8 +2,8 @@
 heads, gates, strengths and decays. It is dense or a mixture.
 
 The published folders hold a composite: this model for text under `model.language_model.`, a vision tower, and layers
-for multi-token prediction. Text alone is trained; `composite` has the names of such folders. transformers writes models
-for text alone as `qwen3_5_text` and `qwen3_5_moe_text`. Source: transformers, modeling_qwen3_5.py and
+for multi-token prediction; `composite` has the names of such folders, and `vision` their towers. transformers writes
+models for text alone as `qwen3_5_text` and `qwen3_5_moe_text`. Source: transformers, modeling_qwen3_5.py and
 modeling_qwen3_5_moe.py.
 """
 

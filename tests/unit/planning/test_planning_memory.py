@@ -271,22 +271,34 @@ def test_the_phases_of_a_run_by_hand():
 
 
 def test_a_vision_tower_is_on_the_first_stages():
-    """704,573,696 parameters less (8192 - 5120) x 5121 of the tower of 72B, in two bytes. vLLM keeps tower outputs of
-    16,384 tokens, which a step computes; a Qwen3-VL has four rows of them for each."""
+    """704,573,696 parameters less (8192 - 5120) x 5121 of the tower of 72B, in two bytes. vLLM splits its linear layers
+    over the ranks of each stage, and not the 1280 x 1176 weights of patches, 65 norms and the biases of outputs. It
+    keeps tower outputs of 16,384 tokens, which a step computes; a Qwen3-VL has four rows of them for each."""
     shape = read_shape(CONFIGS / "Qwen2.5-VL-32B-Instruct.json")
-    number = 704_573_696 - 3072 * 5121
+    number, whole = 704_573_696 - 3072 * 5121, 1280 * (1176 + 65 + 2 * 32) + 5120
     memory, without = (run_memory(config(), one) for one in (shape, replace(shape, vision=None)))
     assert memory.trainer.name == "trainer, stage 0"
     part = memory.trainer.parts["vision tower and its outputs"]
     assert part == (2 * number + 2**30,) * 3
     assert sum(memory.trainer.totals) - sum(without.trainer.totals) == pytest.approx(sum(part))
     engines = [one.engine.gpu.parts for one in (memory, without)]
-    assert engines[0]["weights"][0] - engines[1]["weights"][0] == 2 * number / 4
+    assert engines[0]["weights"][0] - engines[1]["weights"][0] == 2 * ((number - whole) / 4 + whole)
     kept = "outputs of the vision tower"
     on_one = {"colocate": True, "world_size": 32}
     shared = [run_memory(config(cluster=on_one), one).engine.gpu for one in (shape, replace(shape, vision=None))]
     assert [one.host.get("lent to the trainers") for one in shared] == [engines[0]["weights"][0], None]
     trained = run_memory(config(), PolicyConfig(vision_tower="trained").adapted(shape))
+    assert trained.engine.gpu.parts["weights"] == engines[0]["weights"]
+    assert trained.engine.longest == memory.engine.longest
+    # Each of the tokens of four micro-batches may be four patches, of a layer 11 x 1280 + 4 x 3456 numbers and 8 x 1280
+    # bytes each, or its input; in front of the layers 1176 numbers, and behind them 4 x 1280 and as many bytes twice.
+    patches, ends = 4 * 4 * 16_384, 2 * 1176 + 12 * 1280
+    whole_layers = run_memory(config(model={"recompute": "none"}), PolicyConfig(vision_tower="trained").adapted(shape))
+    activations_of_tower = "activations of the vision tower"
+    assert whole_layers.trainer.parts[activations_of_tower] == (patches * (32 * 66_048 + ends), 0, 0)
+    assert trained.trainer.parts.pop(activations_of_tower) == (patches * (32 * 2560 + ends), 0, 0)
+    assert trained.trainer.parts.pop("the layer of the vision tower being computed")[0] == patches / 4 * 66_048
+    without.trainer.parts.pop("the layer being computed")
     more = {name: part[0] - without.trainer.parts[name][0] for name, part in trained.trainer.parts.items()}
     ways = config().policy.parallel.data
     assert more["weights"] == pytest.approx(2 * number, abs=2**12) and len(more) == len(without.trainer.parts)
