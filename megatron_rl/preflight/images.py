@@ -14,10 +14,7 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
     """
     if (vision := shape.vision) is None:
         return []
-    layers = "transformer_engine" if config.model.layers == "auto" and config.cluster.gpus_per_trainer else ""
     asked: dict[str, object] = {
-        "model.layers": "transformer_engine" in (config.model.layers, layers)
-        and "local layers turn tokens in time, height and width, and Transformer Engine's do not: set it to local",
         "policy.lora": config.policy.lora is not None
         and config.policy.vision_tower == "trained"
         and "adapters leave the tower frozen: leave policy.vision_tower out",

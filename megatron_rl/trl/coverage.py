@@ -59,7 +59,7 @@ the same: vLLM, kernels and other engines
     train_vllm train_vllm_importance_sampling_correction train_with_liger_grpo_kernel train_with_cast_lm_head_to_fp32
     liger_grpo_kernel_importance_sampling train_with_transformers_continuous_batching
 the same: functions as tools
-    train_with_tools train_with_tools_async train_with_malformed_tool_calls
+    train_with_tools train_with_tools_async train_with_malformed_tool_calls train_with_tools_multimodal_response
 the same: objects whose methods are tools: `environment_factory`
     train_with_multiple_environments train_with_unknown_environment_raises train_with_environment_factory
     train_with_environment_owned_reward environment_owned_reward_coexists_with_reward_funcs
@@ -72,8 +72,8 @@ the same: images, with a trained vision tower
     train_vlm_text_only train_vlm_mixed vlm_processor_vllm_colocate_mode
 the same: images, with adapters of the text model
     train_vlm_peft
-refused: images together with tools, or in four bits
-    train_with_tools_multimodal_response vlm_training
+refused: images in four bits
+    vlm_training
 the same: several passes over the same answers, `num_iterations`
     train_multiple_iterations train_sequence_importance_sampling prepare_input_called_with_correct_data
 refused: scripts that sample from a changed distribution: top_p, beams, a grammar

@@ -293,6 +293,12 @@ ENVIRONMENTS = [
         )
     ),
     _case(
+        "train_with_tools_multimodal_response",
+        {"max_completion_length": 64},
+        tools=[given.photograph],
+        **TOOLS | {"model": "qwen3vl"},
+    ),
+    _case(
         "train_with_multiple_environments",
         {"shuffle_dataset": False},
         environment_factory={"counter": given.Counter, "words": given.Words},

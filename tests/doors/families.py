@@ -66,6 +66,8 @@ TOOLS = '{% if tools %}{{ tools | tojson }} Answer <tool_call>{"name": ..., "arg
 def write(folder: Path) -> None:
     disable_progress_bar()
     image_models.write_model(folder / "qwen3vl")
+    template = folder / "qwen3vl" / "chat_template.jinja"
+    template.write_text(TOOLS + template.read_text())
     write_model(folder / "tiny")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tiny" / "model")
     ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id}

@@ -76,6 +76,15 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def photograph(number: int) -> list[dict[str, Any]]:
+    """Takes a photograph.
+
+    Args:
+        number: The number of the camera.
+    """
+    return [{"type": "image", "image": drawing(8, 8, number)}, {"type": "text", "text": f"camera {number}"}]
+
+
 class Counter:
     def reset(self, **row: Any) -> str:
         self.total, self.row = 0, sorted(row)

@@ -276,7 +276,8 @@ def test_a_vision_tower_is_on_the_first_stages():
     keeps tower outputs of 16,384 tokens, which a step computes; a Qwen3-VL has four rows of them for each."""
     shape = read_shape(CONFIGS / "Qwen2.5-VL-32B-Instruct.json")
     number, whole = 704_573_696 - 3072 * 5121, 1280 * (1176 + 65 + 2 * 32) + 5120
-    memory, without = (run_memory(config(), one) for one in (shape, replace(shape, vision=None)))
+    local = {"layers": "local"}
+    memory, without = (run_memory(config(model=local), one) for one in (shape, replace(shape, vision=None)))
     assert memory.trainer.name == "trainer, stage 0"
     part = memory.trainer.parts["vision tower and its outputs"]
     assert part == (2 * number + 2**30,) * 3
@@ -285,15 +286,19 @@ def test_a_vision_tower_is_on_the_first_stages():
     assert engines[0]["weights"][0] - engines[1]["weights"][0] == 2 * ((number - whole) / 4 + whole)
     kept = "outputs of the vision tower"
     on_one = {"colocate": True, "world_size": 32}
-    shared = [run_memory(config(cluster=on_one), one).engine.gpu for one in (shape, replace(shape, vision=None))]
+    shared = [
+        run_memory(config(cluster=on_one, model=local), one).engine.gpu for one in (shape, replace(shape, vision=None))
+    ]
     assert [one.host.get("lent to the trainers") for one in shared] == [engines[0]["weights"][0], None]
-    trained = run_memory(config(), PolicyConfig(vision_tower="trained").adapted(shape))
+    trained = run_memory(config(model=local), PolicyConfig(vision_tower="trained").adapted(shape))
     assert trained.engine.gpu.parts["weights"] == engines[0]["weights"]
     assert trained.engine.longest == memory.engine.longest
     # Each of the tokens of four micro-batches may be four patches, of a layer 11 x 1280 + 4 x 3456 numbers and 8 x 1280
     # bytes each, or its input; in front of the layers 1176 numbers, and behind them 4 x 1280 and as many bytes twice.
     patches, ends = 4 * 4 * 16_384, 2 * 1176 + 12 * 1280
-    whole_layers = run_memory(config(model={"recompute": "none"}), PolicyConfig(vision_tower="trained").adapted(shape))
+    whole_layers = run_memory(
+        config(model=local | {"recompute": "none"}), PolicyConfig(vision_tower="trained").adapted(shape)
+    )
     activations_of_tower = "activations of the vision tower"
     assert whole_layers.trainer.parts[activations_of_tower] == (patches * (32 * 66_048 + ends), 0, 0)
     assert trained.trainer.parts.pop(activations_of_tower) == (patches * (32 * 2560 + ends), 0, 0)

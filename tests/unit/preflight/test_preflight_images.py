@@ -10,7 +10,7 @@ from image_models import drawing, write_model
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.models import FAMILIES, read_shape
+from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, read_shape
 from megatron_rl.models.peft import config_of
 from megatron_rl.preflight.images import faults_of_images
 from megatron_rl.preflight.rows import faults_of_rows
@@ -57,6 +57,9 @@ def test_what_images_cannot_do_is_named_by_key(tmp_path):
     assert faults_of_images(run_of(tmp_path, policy__lora={}), shape) == []
     [told] = faults_of_images(run_of(tmp_path, policy__lora={}, policy__vision_tower="trained"), shape)
     assert told.startswith("policy.lora and a model that sees images (qwen3_vl)") and "policy.vision_tower" in told
+    [told] = faults_of_images(run_of(tmp_path, policy__multi_token="train"), shape)
+    assert told.startswith("policy.multi_token train and") and "set it to keep or drop" in told
+    assert "time, height and width" in (obstacle_to_fused_layers(shape, 1) or "")
     names = config_of(replace(shape, adapters=Adapters(4, 8.0)), "a")
     assert json.loads(names)["exclude_modules"] == ".*visual\\..*", "as PEFT matches whole names"
     with pytest.raises(ValueError, match="adds to the outputs of the first 2 layers, .* has 1; set"):
