@@ -61,9 +61,13 @@ MODELS = {
 """The beginning of the names of transformers' classes, and what only this text model has."""
 
 
-def write_model(folder: Path, kind: str = "qwen3_vl") -> transformers.PreTrainedModel:
+def write_model(folder: Path, kind: str = "qwen3_vl", **tower: int) -> transformers.PreTrainedModel:
     """A model of four layers, as it is published; its tower has three, and one of a Qwen3-VL adds to the outputs of
-    two."""
+    two.
+
+    Args:
+        tower: more keys of `vision_config`.
+    """
     name, own = MODELS[kind]
     text = (
         TEXT
@@ -77,7 +81,7 @@ def write_model(folder: Path, kind: str = "qwen3_vl") -> transformers.PreTrained
     )
     config = getattr(transformers, f"{name}Config")(
         text_config=text,
-        vision_config=TOWER | {"depth": 3} | TOWERS[kind],
+        vision_config=TOWER | {"depth": 3} | TOWERS[kind] | tower,
         tie_word_embeddings=text["tie_word_embeddings"],
         dtype="float32",
         image_token_id=IMAGE_TOKEN,

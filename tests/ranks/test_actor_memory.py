@@ -270,9 +270,10 @@ def test_activations_of_a_mixture_on_several_ranks(trainers, folders, equal_samp
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_a_trained_tower_saves_what_the_plan_counts(trainers, tmp_path, kind, dtype, recompute):
-    """Two images of 160 tokens together, the second one twice, which is computed once. The text of a Qwen3.5 also runs
-    with images, and what a frozen tower leaves is the rest."""
-    image_models.write_model(folder := tmp_path / "model", kind)
+    """There are two images, and the second one is there twice, which is computed once. What is kept with a frozen
+    tower is the text model's."""
+    folder, tower = tmp_path / "model", dict(depth=8, hidden_size=128, intermediate_size=192, num_heads=8)
+    image_models.write_model(folder, kind, **tower)
     pictures = Pictures(folder, folder / "images")
     one, two = image_models.drawing(64, 80, 0), image_models.drawing(80, 64, 1)
     rows = [image_models.row(pictures, [2, one, 3, two, 5], 0), image_models.row(pictures, [two, 5], 1)]

@@ -3,6 +3,7 @@ should. Pure slices, no process."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import cover
@@ -12,6 +13,7 @@ from numbered import SHAPES, Tensors, cut, join, numbered
 from small_models import changed
 
 from megatron_rl.models import FAMILIES, Shard, megatron_shards, vllm_shards
+from megatron_rl.models.vision import read_vision
 from megatron_rl.types import Mesh, ModelShape, SoftmaxAttention
 
 PIPELINES = (
@@ -124,6 +126,36 @@ def test_vllm_holds_every_element(name):
                 assert (count == max(1, tensor // shape.attention.num_kv_heads)).all(), hf_name
             if ("q_norm" in hf_name or "k_norm" in hf_name) and not splits_norms:
                 assert (count == tensor).all(), hf_name
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [
+        ("qwen2_5_vl", ["attn.proj.bias", "mlp.down_proj.bias", "norm1.weight", "norm2.weight"]),
+        (
+            "qwen3_5",
+            ["attn.proj.bias", "mlp.linear_fc2.bias", *(f"norm{n}.{e}" for n in (1, 2) for e in ("bias", "weight"))],
+        ),
+    ],
+)
+def test_vllm_holds_every_element_of_a_tower(kind, whole):
+    tower = dict(depth=2, hidden_size=8, intermediate_size=12, out_hidden_size=5, patch_size=2)
+    config = {
+        "model_type": kind,
+        "image_token_id": 3,
+        "vision_config": tower,
+        "rope_scaling": {"mrope_section": [1] * 3},
+    }
+    shape = replace(SHAPES["qwen3"], vision=replace(read_vision(config), trained=True))
+    times = round_trip(shape, [vllm_shards(shape, 4, rank) for rank in range(4)])
+    copies = {name: set(np.unique(times[name])) for name in shape.tower}
+    assert all(one in ({1}, {4}) for one in copies.values())
+    block = "visual.blocks.1."
+    assert sorted(n.removeprefix(block) for n, one in copies.items() if one == {4} and n.startswith(block)) == whole
+    ends = {
+        n for n, one in copies.items() if one == {4} and ".blocks." not in n and "norm" not in n and "ln_q" not in n
+    }
+    assert len(ends) == (2 if kind == "qwen2_5_vl" else 4), "weights and places of patches, and what the merger adds"
 
 
 def test_experts_that_do_not_divide_go_to_vllms_first_ranks():
