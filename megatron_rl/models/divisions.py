@@ -40,6 +40,8 @@ def check_engine(family: Family, shape: ModelShape, tensor: int, expert_parallel
     Raises:
         ValueError: vLLM cannot split the model so. The message says which `rollout.parallel.tensor` it can.
     """
+    if shape.vision is not None:  # vLLM splits a frozen tower, too
+        shape = replace(shape, vision=replace(shape.vision, trained=True))
 
     def fault(tensor: int) -> str | None:
         try:

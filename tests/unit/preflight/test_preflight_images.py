@@ -65,3 +65,7 @@ def test_what_images_cannot_do_is_named_by_key(tmp_path):
     with pytest.raises(ValueError, match="adds to the outputs of the first 2 layers, .* has 1; set"):
         FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=4))
     FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=2))
+    odd = replace(shape, vision=replace(shape.vision, tower=(("visual.blocks.0.mlp.linear_fc2.weight", (4, 6)),)))
+    with pytest.raises(ValueError, match="6 does not divide into 4 .*rollout.parallel.tensor=4.*: it may be 1 or 2"):
+        FAMILIES[shape.family].check_engine(odd, 4, False, 1)
+    FAMILIES[shape.family].check_engine(odd, 2, False, 1)
