@@ -193,7 +193,6 @@ def test_linear_attention_and_images_in_bf16(recipe, asked, kind, tower):
     said, exact, close, blind = map(np.concatenate, (said, exact, close, blind))
     off, rounding, unseen = (np.abs(one - exact).mean() for one in (said, close, blind))
     mismatch = max(record["mismatch/mean_abs"] for record in metrics[:-1])
-    print("OFF", off, rounding, unseen, mismatch)
     assert off < 1.5 * rounding and mismatch < 2 * rounding < unseen / 3
 
 
