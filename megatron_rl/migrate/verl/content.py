@@ -15,7 +15,7 @@ HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
 """First parts of paths that are folders and no owners on the hub."""
 IMAGES = "it reads images, and no model of its kind does here"
-SEES_IMAGES = re.compile(r"(?i)qwen(2[._-]?5|3)[-_.]?vl")
+SEES_IMAGES = re.compile(r"(?i)qwen(2[._-]?5|3)[-_.]?vl|qwen3[._]5(?!.*text)")
 """Names of models that train with images."""
 TEXT = "a model of text alone reads no images"
 MISSING = {
@@ -25,8 +25,8 @@ MISSING = {
     r"^hy-?\d": "its family is not here",
 }
 """Names of models of families that do not exist here, and why."""
-WITH_TOWER = re.compile(r"(?i)qwen3[._]5|kimi-k2\.[5-9]")
-"""Names of models whose published folders also have what reads images."""
+WITH_TOWER = re.compile(r"(?i)kimi-k2\.[5-9]")
+"""Names of models that are trained as their text model, and whose published folders also have what reads images."""
 TRACKERS = {"wandb": "project", "tensorboard": None, "mlflow": "experiment"}
 NEVER = "verl never evaluates with this test_freq"
 ALL_ROWS = 1_000_000
@@ -54,7 +54,7 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
         if settings["actor_rollout_ref.model.enable_gradient_checkpointing"] and not settings.is_megatron:
             to["critic.model.recompute"] = "full"
     if section == "model" and sees_images(settings):
-        told, to["model.layers"] = "", "local"
+        told = ""
         if f"{ACTOR}.freeze_vision_tower" not in settings and not adapters.has_adapters(settings, key):
             told, to["policy.vision_tower"] = "verl trains the vision tower, too, unless told otherwise", "trained"
         return mapped(to, "; ".join(filter(None, (command, told))))

@@ -304,6 +304,8 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     (("critic.optim.lr=1e-5",), "critic", "missing"),
     ((f"{MODEL}.path=a/Qwen3-VL-8B",), "policy.vision_tower", "trained"),
     ((f"{MODEL}.path=a/Qwen3-VL-8B", f"{MODEL}.lora_rank=8"), "policy.vision_tower", "missing"),
+    ((f"{MODEL}.path=a/Qwen3.5-27B",), "policy.vision_tower", "trained"),
+    ((f"{MODEL}.path=models/Qwen3.5-27B-text",), "policy.vision_tower", "missing"),
 ]
 
 
