@@ -32,6 +32,7 @@ from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.process_trace import TracedProcess
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.cluster import ALLOCATOR_VARIABLES, ClusterConfig
+from megatron_rl.config.machine import num_cores, start_in_turn
 from megatron_rl.loop.shares import with_columns
 from megatron_rl.ports import PolicyLost
 from megatron_rl.processes import starting
@@ -217,16 +218,16 @@ class RankGroup:
         colocation sets it."""
         self.before: Callable[[Phase], object] = _stay
         """Brings the run into a phase, if engines share the ranks' GPUs; the colocation sets it."""
-        self._begin()
+        self._begin(start_in_turn(cluster, self.mesh.world_size, num_cores()))
 
-    def _begin(self) -> None:
+    def _begin(self, in_turn: bool = False) -> None:
         remote = ray.remote(self.kind)
-        self.ranks = [
-            remote.options(**self._placement.rank_options(self.role, 0, rank)).remote(
-                self._spec, rank, str(self._logs), self.role
-            )
-            for rank in range(self.mesh.world_size)
-        ]
+        self.ranks: list[Any] = []
+        for rank in range(self.mesh.world_size):
+            if in_turn and rank:  # a process that fails is told by the next call
+                settle([self.ranks[-1].prepare.remote(None)], self._cluster.start_timeout_s)
+            options = self._placement.rank_options(self.role, 0, rank)
+            self.ranks.append(remote.options(**options).remote(self._spec, rank, str(self._logs), self.role))
         self.processes = [
             Process(f"{self.role} rank {rank}", self._logs / f"{self.role}_{rank}.log", actor)
             for rank, actor in enumerate(self.ranks)

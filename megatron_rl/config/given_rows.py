@@ -78,9 +78,15 @@ IMAGES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "
 """The first bytes of the files of images."""
 
 
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+"""Pillow's modes of images that a PNG file can hold."""
+
+
 def image_text(value: Any) -> str | None:
     """The bytes of an image, or an image of Pillow, as `data:image/png;base64,...`; None for everything else."""
     if hasattr(value, "save") and hasattr(value, "getbands"):
+        if value.mode not in PNG_MODES:
+            value = value.convert("RGB")
         value.save(data := BytesIO(), "png")
         value = data.getvalue()
     if not isinstance(value, bytes):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megatron_rl.config.data import name_on_hub
+from megatron_rl.data.row_images import require_no_places
 from megatron_rl.data.rows import BadRow, FilledRow, LongRow, OnBadRow, Row, plain_row
 
 T = TypeVar("T")
@@ -104,7 +105,9 @@ def load_rows(source: Path | str, make: Callable[[str, Row], T], on_bad_row: OnB
     bad = BadRows(on_bad_row)
     for read in read_rows(source):
         try:
-            items.append(make(read.uid, good_row(read)))
+            row = good_row(read)
+            require_no_places(row)
+            items.append(make(read.uid, row))
         except BadRow as error:
             bad.add(read, error)
     bad.require_good(len(items), source)

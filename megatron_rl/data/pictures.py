@@ -18,9 +18,13 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
+from PIL import ImageOps
 
 from megatron_rl.data.rows import BadRow
 from megatron_rl.types import Picture
+
+UNREADABLE = (OSError, ValueError, SyntaxError, RuntimeError, PIL.Image.DecompressionBombError)
+"""What Pillow's readers of formats raise for broken files."""
 
 
 class Pictures:
@@ -53,15 +57,15 @@ class Pictures:
         digest = hashlib.blake2b(data, digest_size=16, key=hashlib.sha256(settings).digest()).hexdigest()
         if not (path := self.path(digest)).exists():
             try:
-                image = np.asarray(PIL.Image.open(BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
-                resized = own.resize(image, own.size, own.resample, own.patch_size * own.merge_size)
-            except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+                resized = own.resize(_channels(data), own.size, own.resample, own.patch_size * own.merge_size)
+            except UNREADABLE as error:
                 raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}")
             PIL.Image.fromarray(np.ascontiguousarray(resized.transpose(1, 2, 0))).save(temporary, "png")
             temporary.replace(path)
-        width, height = PIL.Image.open(path).size
+        with PIL.Image.open(path) as kept:
+            width, height = kept.size
         return Picture(digest, height // own.patch_size, width // own.patch_size)
 
     def path(self, digest: str) -> Path:
@@ -77,6 +81,16 @@ class Pictures:
         return np.asarray(self.processor(images=image, do_resize=False, return_tensors="np")["pixel_values"])
 
 
+def _channels(data: bytes) -> np.ndarray:
+    """uint8 [3, height, width]: the first picture of a file, turned as its camera was held (EXIF), without its
+    transparency. Of numbers of 16 bits the upper 8 are taken."""
+    with PIL.Image.open(BytesIO(data)) as file:
+        image = ImageOps.exif_transpose(file)
+    if image.mode.startswith("I;16"):
+        image = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+
+
 def require_image(data: bytes) -> None:
     """
     Raises:
@@ -84,7 +98,7 @@ def require_image(data: bytes) -> None:
     """
     try:
         PIL.Image.open(BytesIO(data))
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
 
 

@@ -27,7 +27,7 @@ from megatron_rl.data.files import BadRows, ReadRow, good_row, read_rows
 from megatron_rl.data.forms import TEMPLATE_COLUMNS, Question, Reading, recognise
 from megatron_rl.data.pictures import Pictures, pictures_of, require_image
 from megatron_rl.data.prompt_table import PromptTable, Tally
-from megatron_rl.data.row_images import expanded, folder_of, take_images
+from megatron_rl.data.row_images import COLUMNS, MARK, VIDEOS, expanded, folder_of, require_no_places, take_images
 from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, turns_of, without_none
 from megatron_rl.data.stream import RowsDigest
 from megatron_rl.types import Picture, Prompt, Vision
@@ -89,6 +89,11 @@ def without_images(question: Question, rules: ImageRules | None, place: str) -> 
 
 def _taken(question: Question, folder: Path) -> tuple[Question, list[bytes]]:
     if isinstance(question.messages, str):
+        if named := [name for name in (*COLUMNS, *VIDEOS) if question.columns.get(name)]:
+            raise BadRow(
+                f"the prompt is a plain text, in which no image has a place, but the column `{named[0]}` is filled; "
+                f"write the prompt as chat turns, with {MARK} where an image is"
+            )
         return question, []
     turns, images, columns = take_images(question.messages, question.columns, folder)
     return replace(question, messages=turns, columns=columns), images
@@ -147,6 +152,9 @@ def load_prompts(
 
     if cache is not None and not isinstance(source, Path):
         tell(f"the prompts of {source} are not kept in {cache}, because a name of the hub may get other rows")
+    if cache is not None and rules.images is not None:
+        tell(f"the prompts of {source} are not kept in {cache}, because they depend on images, which may change")
+        cache = None
     if cache is None or not isinstance(source, Path):
         return PromptTable.of(read)
     return keep(cache, source, [asdict(rules), asdict(reading), tokenizer_digests(tokenizer)], read, tell)
@@ -193,7 +201,7 @@ def _prompts(
                 tally.num_duplicates += 1
                 continue
             uid = read.uid if reading.dataset is None else f"{reading.dataset}/{read.uid}"
-            digest.add(uid, ids, question.columns["pass_rate"] if reading.rated else None)
+            digest.add(uid, ids, question.columns["pass_rate"] if reading.rated else None, pictures)
             num_kept += 1
             yield Prompt(uid, tuple(ids), question.messages, question.columns, pictures=pictures)
     bad.require_good(num_kept, source)
@@ -261,6 +269,8 @@ def question_of(row: Mapping[str, Any], required_columns: Iterable[str], reading
     Raises:
         BadRow: the row is bad for a reason that `load_prompts` lists.
     """
+    if not reading.sees_images:
+        require_no_places(row)
     question = recognise(row, reading)
     missing = [name for name in required_columns if question.columns.get(name) is None]
     if missing:

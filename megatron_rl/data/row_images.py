@@ -4,7 +4,8 @@
 |---|---|
 | `<image>` in the text (verl's form) | the next one of the row's column `images` or `image` |
 | a part `{"type": "image"}` | the same |
-| a part `{"type": "image", "image": X}` or `{"type": "image_url", "image_url": {"url": X}}` | X |
+| a part `{"type": "image", "image": X}`, also with `path` or `url` in the place of the second `image` | X |
+| a part `{"type": "image_url", "image_url": {"url": X}}` | X |
 
 An image is the path of a file, absolute or beside the rows, or a text `data:image/png;base64,...`. Bytes, `datasets`'
 feature Image and images of Pillow have become such a text (rows.py).
@@ -24,6 +25,7 @@ from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.types import Picture, Vision
 
 COLUMNS = ("images", "image")
+VIDEOS = ("videos", "video")
 MARK = "<image>"
 SHOWN = {"type": "image"}
 """The part of a turn that a chat template writes a placeholder for."""
@@ -39,7 +41,11 @@ def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, lis
         BadRow: turns and images do not fit together, or an image cannot be read.
     """
     given: Sequence[Any] = ()
-    named = next((name for name in COLUMNS if columns.get(name)), "images")
+    if filled := [name for name in VIDEOS if columns.get(name)]:
+        raise BadRow(f"the column `{filled[0]}` has a video, and models read images alone here; leave the row out")
+    if len(filled := [name for name in COLUMNS if columns.get(name)]) > 1:
+        raise BadRow("both columns `images` and `image` have images; leave one of them out")
+    named = filled[0] if filled else "images"
     if value := columns.get(named):
         given = value if isinstance(value, list) else [value]
     found: list[Any] = []
@@ -55,6 +61,19 @@ def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, lis
     return turns, images, {name: value for name, value in columns.items() if name not in COLUMNS}
 
 
+def require_no_places(row: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        BadRow: a row has images, and places for them in its texts, but here texts alone are read.
+    """
+    named = next((name for name in COLUMNS if row.get(name)), None)
+    if named and MARK in str({name: value for name, value in row.items() if name != named}):
+        raise BadRow(
+            f"a text has {MARK}, and the column `{named}` is filled, but the model or the command reads texts alone "
+            "(docs/images.md); leave the row out"
+        )
+
+
 def _parts(content: str | list[dict[str, Any]], found: list[Any]) -> str | list[dict[str, Any]]:
     """The content of a turn, as text if it has no image. What its images are is appended to `found`, None for the next
     one of the column."""
@@ -65,11 +84,12 @@ def _parts(content: str | list[dict[str, Any]], found: list[Any]) -> str | list[
         content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in _between(texts)]
     parts, has_image = [], False
     for part in content:
-        if isinstance(part.get("text"), str):
+        if "image" not in str(part.get("type")):
             parts.append({"type": "text", "text": part["text"]})
             continue
         url = part.get("image_url")
-        found.append(part.get("image") or (url.get("url") if isinstance(url, Mapping) else url))
+        own = part.get("image") or part.get("path") or part.get("url")
+        found.append(own or (url.get("url") if isinstance(url, Mapping) else url))
         parts.append(SHOWN)
         has_image = True
     return parts if has_image else "".join(part["text"] for part in parts)
@@ -105,8 +125,9 @@ def bytes_of(image: Any, folder: Path) -> bytes:
         raise BadRow(f"the image {image[:100]} is an address, and none is fetched; download it and give its path")
     try:
         return (folder / image).read_bytes()
-    except OSError as error:
-        raise BadRow(f"the image {folder / image} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        what = getattr(error, "strerror", None) or error
+        raise BadRow(f"the image {str(folder / image)[:300]!a} cannot be read: {what}") from error
 
 
 def folder_of(place: str) -> Path:

@@ -17,6 +17,7 @@ import numpy as np
 
 from megatron_rl.data.mixture import turns_of
 from megatron_rl.data.rows import counted
+from megatron_rl.types import Picture
 
 T = TypeVar("T")
 ALL = "all"
@@ -37,14 +38,18 @@ class ItemSource(Generic[T]):
 
 
 class RowsDigest:
-    """The digest of rows, by their names and tokens, and by their pass rates if these decide the order."""
+    """The digest of rows, by their names, tokens and images, and by their pass rates if these decide the order."""
 
     def __init__(self) -> None:
         self._state = hashlib.blake2b(digest_size=16)
 
-    def add(self, uid: str, ids: Iterable[int], pass_rate: float | None = None) -> None:
+    def add(
+        self, uid: str, ids: Iterable[int], pass_rate: float | None = None, pictures: Iterable[Picture] = ()
+    ) -> None:
         name, tokens = uid.encode(errors="surrogateescape"), np.array(ids, np.int32).tobytes()
         self._state.update(b"%d %d " % (len(name), len(tokens)) + name + tokens)
+        for picture in pictures:
+            self._state.update(picture.digest.encode())
         if pass_rate is not None:
             self._state.update(repr(float(pass_rate)).encode())
 

@@ -178,7 +178,8 @@ def _run_data(run_folder: Path, metrics: Records, made_of: Mapping[str, Any] | N
     add_explained(samples, run_folder)
     config = (made_of or {}).get("config", {})
     rewards = config.get("rewards", [])
-    pictures = Path(config.get("data", {}).get("cache") or run_folder) / "images"
+    cache, replayed = config.get("data", {}).get("cache"), config.get("rollout", {}).get("replay")
+    pictures = Path(cache or (Path(replayed).parent if replayed else run_folder)) / "images"
     for sample in samples:
         if shown := sample.get("images"):
             files = [(turn, pictures / f"{digest}.png") for turn, digest in shown]

@@ -59,7 +59,7 @@ print(trainer.run.metrics[-1]["reward/mean"], trainer.run.report)
 | prompts | With `max_prompt_length` a longer prompt is refused and not cut. A prompt that ends with the assistant's turn is refused. |
 | rewards | Functions go to the verifiers' processes by value. One that raises on every answer ends the run after three steps. Reward models with one label score on a CPU. |
 | LoRA | `peft_config` becomes [`policy.lora`](lora.md). Dropout is left out with a warning; trained biases or other modules are refused. `trainer.run.model` is the merged model, `adapters` in it has PEFT's form. |
-| tools, `environment_factory` | The chat template must write `tools`, ask for calls in [a known format](environments.md#formats-of-calls). Objects live in the engines' processes, one for each answer ([environments](environments.md)). Images are refused. |
+| tools, `environment_factory` | The chat template must write `tools`, ask for calls in [a known format](environments.md#formats-of-calls). Objects live in the engines' processes, one for each answer ([environments](environments.md)). They may return [images](images.md#environments). |
 | callbacks | They see each step soon after it; `should_training_stop` stops with a checkpoint. Methods that need the model are refused. |
 | after `train` | `model`, `evaluate`, `save_model`, `push_to_hub` and the like work; other attributes say what replaces them. |
 | command lines | `TrlParser` and `HfArgumentParser` read `GRPOConfig`. |

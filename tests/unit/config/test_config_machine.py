@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.config import machine
 from megatron_rl.config.load import validate
-from megatron_rl.config.machine import count_gpus, threads_of_ranks
+from megatron_rl.config.machine import count_gpus, start_in_turn, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 
 SHARED = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}, "balance": {"max_tokens_per_microbatch": 16}}
@@ -38,6 +38,19 @@ def grpo(data: int = 1, engines: int = 1, max_lag: int = 0, cluster: dict | None
 )
 def test_ranks_that_compute_at_the_same_time_share_the_cores(config, cores, threads):
     assert threads_of_ranks(config, cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("cluster", "num_ranks", "cores", "in_turn"),
+    [
+        ({}, 2, 2, True),
+        ({}, 2, 4, False),  # with an engine and a verifier
+        ({"ray_address": "auto"}, 2, 2, False),  # they are on other machines
+        ({"gpus_per_trainer": 1, "gpus_per_engine_rank": 1}, 8, 2, False),
+    ],
+)
+def test_ranks_start_in_turn_if_cores_are_few(cluster, num_ranks, cores, in_turn):
+    assert start_in_turn(grpo(cluster=cluster).cluster, num_ranks, cores) is in_turn
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from image_models import IMAGE_TOKEN, MODELS, drawing, write_model
 from transformers import AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from megatron_rl.config.given_rows import GivenRows
-from megatron_rl.data.files import read_rows
+from megatron_rl.config.given_rows import GivenRows, image_text
+from megatron_rl.data.files import load_rows, read_rows
 from megatron_rl.data.journal import decode, encode
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.data.prompts import ImageRules, Rules, load_prompts
@@ -100,6 +100,8 @@ def test_the_forms_of_images(tmp_path):
     made = plain_row({"images": [two, drawing(9, 9, 0)], "image": {"bytes": two, "path": None}})
     assert made == {"images": [url, url], "image": {"bytes": url, "path": None}}
     assert take_images(texts[:1], {"images": made["images"]}, tmp_path)[1] == [two, two]
+    parts = [{"type": "image", "image": url, "text": ""}, {"type": "image", "path": "a.png"}]
+    assert take_images(({"role": "user", "content": parts},), {}, tmp_path)[1] == [two, one]
     turns, images, _ = take_images(({"role": "user", "content": "none"},), {}, tmp_path)
     assert (turns[0]["content"], images) == ("none", [])
 
@@ -110,9 +112,12 @@ def test_the_forms_of_images(tmp_path):
         ("no place", {"images": ["a.png"]}, "the turns have 0 places for images .* the column `images` has 1 images"),
         ("<image>", {}, "the turns have 1 places for images .* the column `images` has 0 images"),
         ("<image>", {"image": "https://somewhere/a.png"}, "is an address, and none is fetched; download it"),
-        ("<image>", {"image": "missing.png"}, "missing.png cannot be read: No such file"),
+        ("<image>", {"image": "missing.png"}, "missing.png. cannot be read: No such file"),
         ("<image>", {"image": "data:image/png;base64,$"}, "an image is no base64"),
         ("<image>", {"image": 3}, "an image is '3'; give a path"),
+        ("<image>", {"image": "a\0b"}, "cannot be read: embedded null byte"),
+        ("<image>", {"image": "a.png", "images": ["b.png"]}, "both columns `images` and `image` have images"),
+        ("<video>", {"videos": ["a.mp4"]}, "the column `videos` has a video"),
     ],
 )
 def test_bad_images_of_a_row(tmp_path, content, columns, message):
@@ -159,6 +164,49 @@ def test_bad_images_are_told_with_their_row(model, tmp_path, content, data, mess
     write_rows(tmp_path, {"messages": [{"role": "user", "content": content}], "images": ["a.png"]})
     with pytest.raises(ValueError, match=message):
         load(tmp_path, model[0])
+
+
+def saved(image, **options) -> bytes:
+    image.save(file := BytesIO(), **options)
+    return file.getvalue()
+
+
+def test_images_as_cameras_and_scanners_write_them(model, tmp_path):
+    pictures, (wide, grey) = Pictures(model[0], tmp_path), (drawing(24, 40, 0), drawing(32, 32, 0).convert("L"))
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright
+    turned = pictures.add(saved(wide, format="png", exif=exif))
+    upright = pictures.add(saved(wide.rotate(270, expand=True), format="png"))
+    assert (pictures.patches(turned) == pictures.patches(upright)).all()
+    deep = PIL.Image.fromarray(np.asarray(grey).astype(np.uint16) << 8)
+    of_16_bits, of_8_bits = (pictures.add(saved(image, format="png")) for image in (deep, grey))
+    assert (pictures.patches(of_16_bits) == pictures.patches(of_8_bits)).all()
+    assert image_text(wide.convert("CMYK")).startswith("data:image/png;base64,")
+
+
+def test_rows_whose_images_nobody_would_see_are_refused(model, tmp_path):
+    (tmp_path / "a.png").write_bytes(png(8, 8))
+    write_rows(tmp_path, {"prompt": "how many?", "images": ["a.png"]})
+    with pytest.raises(ValueError, match="the prompt is a plain text, in which no image has a place"):
+        load(tmp_path, model[0])
+    write_rows(tmp_path, {"messages": [{"role": "user", "content": "<image>how?"}], "images": ["a.png"]})
+    rows, tokenizer = tmp_path / "rows.jsonl", AutoTokenizer.from_pretrained(model[0])
+    with pytest.raises(ValueError, match="a text has <image>, and the column `images` is filled"):
+        load_prompts(rows, tokenizer, Rules(64))
+    with pytest.raises(ValueError, match="a text has <image>, and the column `images` is filled"):
+        load_rows(rows, lambda uid, row: row, "fail")
+
+
+def test_rows_with_other_pixels_are_other_rows_and_are_never_cached(model, tmp_path):
+    told, digests = [], set()
+    write_rows(tmp_path, {"messages": [{"role": "user", "content": "<image>how?"}], "images": ["a.png"]})
+    images = ImageRules(read_shape(model[0]).vision, model[0], tmp_path / "images")
+    for seed in (0, 1):
+        (tmp_path / "a.png").write_bytes(png(8, 8, seed))
+        tokenizer = AutoTokenizer.from_pretrained(model[0])
+        given = tmp_path / "rows.jsonl", tokenizer, Rules(64, images=images)
+        digests.add(load_prompts(*given, cache=tmp_path / "cache", tell=told.append).tally.digest)
+    assert len(digests) == 2 and "are not kept in" in told[0]
 
 
 def test_a_journal_keeps_the_names_of_images():
