@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from itertools import islice
+from itertools import compress, islice
 from typing import TypeVar
 
 from megatron_rl.cluster.waiting import TICK_S, tick
@@ -57,13 +57,14 @@ def added_up(
         logged.
     """
     prompts = [group.prompt for group in groups for _ in group.rollouts]
+    begins = [rollout.begins_answer for group in groups for rollout in group.rollouts]
     metrics: Metrics = {}
     for i, reward in enumerate(rewards):
         verdicts = given[i].verdicts
         failures.write(groups[0].version, reward.label, prompts, verdicts)
         metrics |= given[i].metrics
         metrics[f"reward/{reward.label}/seconds"] = given[i].seconds
-        metrics[f"reward/{reward.label}/failed"] = sum(v.failed for v in verdicts) / len(verdicts)
+        metrics[f"reward/{reward.label}/failed"] = sum(v.failed for v in compress(verdicts, begins)) / sum(begins)
     weights, columns = [reward.weight for reward in rewards], [given[i].verdicts for i in range(len(rewards))]
     flat = iter([weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)])
     return [[next(flat) for _ in group.rollouts] for group in groups], metrics

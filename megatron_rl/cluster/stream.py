@@ -201,7 +201,7 @@ class RayStream:
             if verified:
                 self._engines.answered()
                 self._ready |= verified
-                self._scored.append((event, sum(len(group.rollouts) for group in verified.values())))
+                self._scored.append((event, sum(group.num_answers for group in verified.values())))
 
     def _can_hand_out(self) -> bool:
         return bool(self._ready)

@@ -23,7 +23,7 @@ class GenerationMetrics:
 
     def count(self, collected: Collected) -> None:
         rollouts = [rollout for group in collected.groups.values() for rollout in group.rollouts]
-        self._scorings.append((collected.metrics, len(rollouts)))
+        self._scorings.append((collected.metrics, sum(group.num_answers for group in collected.groups.values())))
         self._num_tokens += sum(rollout.num_new_tokens for rollout in rollouts)
 
     def forget(self) -> None:

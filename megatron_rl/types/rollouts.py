@@ -292,6 +292,10 @@ class Group:
     """The index of the engine that ended each rollout; empty if nobody has recorded it, as in older files."""
 
     @property
+    def num_answers(self) -> int:
+        return sum(rollout.begins_answer for rollout in self.rollouts)
+
+    @property
     def answers(self) -> list[Rollout]:
         """One rollout for each answer, for statistics. Of an answer with several conversations it is the first one with
         the sampled tokens and the turns of all, and the finish of the last one."""

@@ -94,10 +94,11 @@ def test_an_agent_of_somebody_else_is_trained(recipe, rows):
     for record in records:
         failed = record["environment/failed"]
         assert 0 < failed < 1 and failed == record["reward/environment/failed"]
-        # An answer that failed has one sample, without a token; the others have two, of two turns each.
-        num_failed = record["rollout/num_samples"] * failed
-        assert (record["rollout/num_samples"] - num_failed) / 2 + num_failed == pytest.approx(32)
-        assert record["environment/turns_max"] == 2
+        # An answer that failed has one conversation, without a token; the others have two, which share the first of
+        # their two turns.
+        assert record["rollout/num_samples"] == 32
+        assert record["environment/conversations"] == pytest.approx(2 - failed)
+        assert record["environment/turns_max"] == 3
         # The same weights, and tokens that nobody has tokenised twice: both sides compute in fp32.
         assert record["mismatch/mean_abs"] < 1e-5 and record["grad_norm"] > 0
     assert "asks_twice raised OSError: the disk is gone" in (folder / "logs" / "rewards.log").read_text()
