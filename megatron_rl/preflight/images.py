@@ -38,8 +38,8 @@ def faults_of_images(config: BaseConfig, shape: ModelShape) -> list[str]:
             "rollout.quantization": rollout.quantization is not None and "",
             "rollout.speculative": rollout.speculative is not None and "",
         }
-    found = [fault] if (fault := _fault_of_processor(config.model.path, vision)) else []
-    return found + [
+    found = _fault_of_processor(config.model.path, vision) if isinstance(config, GrpoRunConfig) else None
+    return ([found] if found else []) + [
         f"{key} and a model that sees images ({vision.model_type}) do not go together yet{f': {why}' if why else ''}; "
         "or train its text alone, taken out by `megatron-rl convert to-megatron`"
         for key, why in asked.items()

@@ -9,7 +9,7 @@ import pytest
 from image_models import drawing, write_model
 
 from megatron_rl.config.load import validate
-from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, read_shape
 from megatron_rl.models.peft import config_of
 from megatron_rl.preflight.images import faults_of_images
@@ -46,6 +46,30 @@ def test_images_are_beside_the_files_of_a_folder_and_nothing_is_kept(tmp_path):
     (part / "a.png").unlink()
     [told] = faults_of_rows(run_of(tmp_path), files, lambda note: None)
     assert "part/rows.jsonl:1: the image" in told and "cannot be read: No such file" in told
+
+
+def test_the_file_that_says_how_images_are_cut_fits_the_tower(tmp_path):
+    write_model(tmp_path / "model")
+    shape, path = read_shape(tmp_path / "model"), tmp_path / "model" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": 99}))
+    [told] = faults_of_images(run_of(tmp_path), shape)
+    assert f"{path}: patch_size is 99, and the model's tower has patches of" in told
+    path.unlink()
+    [told] = faults_of_images(run_of(tmp_path), shape)
+    assert f"{path} is missing" in told
+
+
+def test_a_tower_is_not_trained_by_rows_without_images(tmp_path):
+    write_model(tmp_path / "model")
+    given = {
+        "run": {"name": "x", "steps": 1},
+        "model": {"path": tmp_path / "model", "dtype": "float32"},
+        "policy": {"vision_tower": "trained"},
+        "sft": {"rows": "rows"},
+        "cluster": {"device": "cpu"},
+    }
+    [told] = faults_of_images(validate(SftRunConfig, given), read_shape(tmp_path / "model"))
+    assert told.startswith("policy.vision_tower trained and a model that sees images")
 
 
 def test_what_images_cannot_do_is_named_by_key(tmp_path):
