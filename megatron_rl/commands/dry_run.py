@@ -58,6 +58,10 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     if shape.adapters:
         table.add_row("trained, in adapters", f"{count.trained:,}, of rank {shape.adapters.rank}")
         table.add_row("frozen", f"{count.frozen:,}")
+    if shape.vision is not None:
+        tower = shape.vision.num_parameters
+        how = "trained, counted below" if shape.tower else f"frozen, another {gigabytes(tower * BYTES[dtype])}"
+        table.add_row("vision tower", f"{tower:,} parameters on each rank of the first stage, {how}")
     if not config.cluster.gpus_per_trainer:
         table.add_row("threads of each rank", _threads(config))
     frozen = f", {largest.frozen:,} of them frozen" if largest.frozen else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -74,8 +75,12 @@ def _has_transform(given: Any) -> bool:
     return isinstance(form, Mapping) and form.get("type") == "custom"
 
 
-IMAGES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
-"""The first bytes of the files of images."""
+IMAGES = re.compile(
+    rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<webp>RIFF.{4}WEBP)|(?P<bmp>BM)|(?P<tiff>II\*\0|MM\0\*)|"
+    rb"(?P<jp2>\0\0\0\x0cjP  |\xff\x4f\xff\x51)|(?P<avif>.{4}ftypavi[fs])",
+    re.DOTALL,
+)
+"""The first bytes of the files of images, named by their formats."""
 
 
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
@@ -91,8 +96,8 @@ def image_text(value: Any) -> str | None:
         value = data.getvalue()
     if not isinstance(value, bytes):
         return None
-    kind = next((kind for head, kind in IMAGES.items() if value.startswith(head)), None)
-    return kind and f"data:image/{kind};base64,{base64.b64encode(value).decode()}"
+    head = IMAGES.match(value)
+    return head and f"data:image/{head.lastgroup};base64,{base64.b64encode(value).decode()}"
 
 
 def _plain(value: Any) -> Any:

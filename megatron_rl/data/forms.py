@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_rl.data.row_images import COLUMNS as IMAGES
 from megatron_rl.data.rows import (
     BadRow,
     FilledRow,
@@ -120,7 +121,8 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
         return Question(supervised, text_of(renamed, "text"), renamed, {})
     question = _question_column(renamed, reading)
     value = renamed[question]
-    rest = {name: one for name, one in renamed.items() if name not in (question, columns.get(question))}
+    taken = {question, *(columns[name] for name in (question, *IMAGES) if name in columns)}
+    rest = {name: one for name, one in renamed.items() if name not in taken}
     if question == "prompt" and not _are_turns(value):
         text = text_of(renamed, "prompt")
         if WRITTEN_TURNS.match(text):

@@ -10,6 +10,8 @@ Shape letters: P patches, D numbers of a patch.
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 from functools import cache, cached_property
 from io import BytesIO
@@ -25,6 +27,33 @@ from megatron_rl.types import Picture
 
 UNREADABLE = (OSError, ValueError, SyntaxError, RuntimeError, PIL.Image.DecompressionBombError)
 """What Pillow's readers of formats raise for broken files."""
+
+
+MOST_UNEQUAL = 200
+"""No side of an image may be this many times as long as the other, as in the processor of Qwen's models."""
+
+
+def resized(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """The height and width to which the processor of Qwen's models resizes an image: multiples of `unit` that have
+    about its ratio, and `least` to `most` pixels.
+
+    Example: 100 x 200 pixels with the unit 28 become 112 x 196.
+
+    Raises:
+        ValueError: one side is too long for the other.
+    """
+    if (ratio := max(height, width) / min(height, width)) > MOST_UNEQUAL:
+        raise ValueError(
+            f"one side is {ratio:.0f} times as long as the other, and at most {MOST_UNEQUAL} times are read"
+        )
+    sides = [round(side / unit) * unit for side in (height, width)]
+    if sides[0] * sides[1] > most:
+        scale = math.sqrt(height * width / most)
+        sides = [max(unit, math.floor(side / scale / unit) * unit) for side in (height, width)]
+    elif sides[0] * sides[1] < least:
+        scale = math.sqrt(least / (height * width))
+        sides = [math.ceil(side * scale / unit) * unit for side in (height, width)]
+    return sides[0], sides[1]
 
 
 class Pictures:
@@ -59,7 +88,7 @@ class Pictures:
             try:
                 resized = own.resize(_channels(data), own.size, own.resample, own.patch_size * own.merge_size)
             except UNREADABLE as error:
-                raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
+                raise _unreadable(data, error) from error
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(f".{os.getpid()}")
             PIL.Image.fromarray(np.ascontiguousarray(resized.transpose(1, 2, 0))).save(temporary, "png")
@@ -67,6 +96,25 @@ class Pictures:
         with PIL.Image.open(path) as kept:
             width, height = kept.size
         return Picture(digest, height // own.patch_size, width // own.patch_size)
+
+    def extents(self, data: bytes) -> Picture:
+        """What `add` gives, without a digest. Nothing is kept, and transformers is not imported.
+
+        Raises:
+            BadRow: see `add`.
+        """
+        path = self._model / "preprocessor_config.json"
+        given = json.loads(path.read_text()) if path.exists() else {}  # `preflight.images` tells that it is missing
+        sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | (given.get("size") or {})
+        least = given.get("min_pixels") or sizes["shortest_edge"]
+        most = given.get("max_pixels") or sizes["longest_edge"]
+        patch, merge = given.get("patch_size", 14), given.get("merge_size", 2)
+        try:
+            _, height, width = _channels(data).shape
+            height, width = resized(height, width, patch * merge, least, most)
+        except UNREADABLE as error:
+            raise _unreadable(data, error) from error
+        return Picture("", height // patch, width // patch)
 
     def path(self, digest: str) -> Path:
         return self._folder / f"{digest}.png"
@@ -91,15 +139,8 @@ def _channels(data: bytes) -> np.ndarray:
     return np.asarray(image.convert("RGB")).transpose(2, 0, 1)
 
 
-def require_image(data: bytes) -> None:
-    """
-    Raises:
-        BadRow: these bytes do not begin as an image does.
-    """
-    try:
-        PIL.Image.open(BytesIO(data))
-    except UNREADABLE as error:
-        raise BadRow(f"an image of {len(data):,} bytes cannot be read: {error}") from error
+def _unreadable(data: bytes, error: Exception) -> BadRow:
+    return BadRow(f"an image of {len(data):,} bytes cannot be read: {error}")
 
 
 @cache

@@ -25,9 +25,9 @@ from megatron_rl.data.cache import Tell, keep, tokenizer_digests
 from megatron_rl.data.encode import batch_ids, chat_text, encodable
 from megatron_rl.data.files import BadRows, ReadRow, good_row, read_rows
 from megatron_rl.data.forms import TEMPLATE_COLUMNS, Question, Reading, recognise
-from megatron_rl.data.pictures import Pictures, pictures_of, require_image
+from megatron_rl.data.pictures import Pictures, pictures_of
 from megatron_rl.data.prompt_table import PromptTable, Tally
-from megatron_rl.data.row_images import COLUMNS, MARK, VIDEOS, expanded, folder_of, require_no_places, take_images
+from megatron_rl.data.row_images import COLUMNS, MARK, VIDEOS, each, expanded, folder_of, require_no_places, take_images
 from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, turns_of, without_none
 from megatron_rl.data.stream import RowsDigest
 from megatron_rl.types import Picture, Prompt, Vision
@@ -50,14 +50,17 @@ class ImageRules:
     folder: Path
     """Keeps the images (`pictures.py`)."""
 
-    def take(self, question: Question, place: str) -> tuple[Question, tuple[Picture, ...]]:
+    def take(self, question: Question, place: str, keep: bool = True) -> tuple[Question, tuple[Picture, ...]]:
         """The question of a row without the bytes of its images, and these, resized and kept.
+
+        Args:
+            keep: False: the images are read, and nothing is kept of them but their extents.
 
         Raises:
             BadRow: see `take_images`; or an image is broken, or has extents that the model's processor refuses.
         """
         question, images = _taken(question, folder_of(place))
-        return question, tuple(self.pictures.add(image) for image in images)
+        return question, tuple(each(self.pictures.add if keep else self.pictures.extents, images))
 
     def observed(self, message: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
         """The same of a turn that an environment gives. A path is absolute, or beside the process's working folder.
@@ -66,25 +69,11 @@ class ImageRules:
             BadRow: see `take`; or a part is neither text nor an image.
         """
         [turn], images, _ = take_images(turns_of({"messages": [message]}, sees_images=True), {}, Path())
-        return turn, tuple(self.pictures.add(image) for image in images)
+        return turn, tuple(each(self.pictures.add, images))
 
     @property
     def pictures(self) -> Pictures:
         return pictures_of(self.model, self.folder)
-
-
-def without_images(question: Question, rules: ImageRules | None, place: str) -> Question:
-    """The same question as `ImageRules.take` has, without keeping anything. Of the images only the heads are read.
-
-    Raises:
-        BadRow: see `ImageRules.take`.
-    """
-    if rules is None:
-        return question
-    question, images = _taken(question, folder_of(place))
-    for image in images:
-        require_image(image)
-    return question
 
 
 def _taken(question: Question, folder: Path) -> tuple[Question, list[bytes]]:

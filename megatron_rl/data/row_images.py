@@ -4,7 +4,7 @@
 |---|---|
 | `<image>` in the text (verl's form) | the next one of the row's column `images` or `image` |
 | a part `{"type": "image"}` | the same |
-| a part `{"type": "image", "image": X}`, also with `path` or `url` in the place of the second `image` | X |
+| a part `{"type": "image", "image": X}`, also with `path`, `url` or `base64` in the place of the second `image` | X |
 | a part `{"type": "image_url", "image_url": {"url": X}}` | X |
 
 An image is the path of a file, absolute or beside the rows, or a text `data:image/png;base64,...`. Bytes, `datasets`'
@@ -17,16 +17,21 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.types import Picture, Vision
 
+T = TypeVar("T")
 COLUMNS = ("images", "image")
 VIDEOS = ("videos", "video")
 MARK = "<image>"
+PART = ("type", "detail", "image", "path", "url", "base64", "image_url")
+"""The keys of a part with an image."""
+LONGEST_PATH = 4096
+"""In characters, on Linux."""
 SHOWN = {"type": "image"}
 """The part of a turn that a chat template writes a placeholder for."""
 
@@ -57,8 +62,19 @@ def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, lis
             f"has {len(given)} images; the two numbers must be equal"
         )
     remaining = iter(given)
-    images = [bytes_of(next(remaining) if one is None else one, folder) for one in found]
+    images = each(lambda one: bytes_of(next(remaining) if one is None else one, folder), found)
     return turns, images, {name: value for name, value in columns.items() if name not in COLUMNS}
+
+
+def each(read: Callable[[Any], T], images: Sequence[Any]) -> list[T]:
+    """What `read` makes of each image. Its error says which of several images it is."""
+    made: list[T] = []
+    for number, image in enumerate(images, start=1):
+        try:
+            made.append(read(image))
+        except BadRow as error:
+            raise BadRow(f"image {number} of {len(images)}: {error}" if len(images) > 1 else str(error)) from error
+    return made
 
 
 def require_no_places(row: Mapping[str, Any]) -> None:
@@ -87,12 +103,32 @@ def _parts(content: str | list[dict[str, Any]], found: list[Any]) -> str | list[
         if "image" not in str(part.get("type")):
             parts.append({"type": "text", "text": part["text"]})
             continue
-        url = part.get("image_url")
-        own = part.get("image") or part.get("path") or part.get("url")
-        found.append(own or (url.get("url") if isinstance(url, Mapping) else url))
+        found.append(_own_image(part))
         parts.append(SHOWN)
         has_image = True
     return parts if has_image else "".join(part["text"] for part in parts)
+
+
+def _own_image(part: Mapping[str, Any]) -> Any:
+    """The image that a part has itself, or None.
+
+    Raises:
+        BadRow: the part has a key that is not read.
+    """
+    if others := [name for name, value in part.items() if value and name not in PART]:
+        raise BadRow(
+            f"the key `{others[0]}` of a part of the type {part['type']} is not read; {', '.join(PART[2:])} may have "
+            "the image, and a text is a part of its own"
+        )
+    url = part.get("image_url")
+    coded = part.get("base64") and f"data:;base64,{part['base64']}"
+    return (
+        part.get("image")
+        or part.get("path")
+        or part.get("url")
+        or coded
+        or (url.get("url") if isinstance(url, Mapping) else url)
+    )
 
 
 def _between(texts: Sequence[str]) -> list[str | None]:
@@ -126,6 +162,11 @@ def bytes_of(image: Any, folder: Path) -> bytes:
     try:
         return (folder / image).read_bytes()
     except (OSError, ValueError) as error:
+        if len(image) > LONGEST_PATH:
+            raise BadRow(
+                f"an image is a text of {len(image):,} characters, and no file has such a name; before base64 write "
+                "data:image/png;base64,"
+            ) from error
         what = getattr(error, "strerror", None) or error
         raise BadRow(f"the image {str(folder / image)[:300]!a} cannot be read: {what}") from error
 
@@ -143,8 +184,10 @@ def expanded(ids: Sequence[int], pictures: Sequence[Picture], vision: Vision) ->
     """The prompt's tokens with as many image tokens for each image as the model reads.
 
     Raises:
-        BadRow: the number of placeholders is not the number of images.
+        BadRow: the number of placeholders is not the number of images, or there is one of a video.
     """
+    if vision.video_token in ids:
+        raise BadRow("a text contains the model's own video token, and models read images alone here; take it out")
     count = sum(token == vision.image_token for token in ids)
     if count != len(pictures):
         raise BadRow(

@@ -65,10 +65,10 @@ def _plain(value: Any, column: str) -> Any:
         return value.isoformat()
     if isinstance(value, Decimal):
         return str(value)
-    raise BadRow(
-        f"column `{column}` holds a value of the type {type(value).__name__}, which has no form in JSON; write it as "
-        f"text or numbers, or remove the column"
-    )
+    kind = f"a value of the type {type(value).__name__}, which has no form in JSON"
+    if isinstance(value, bytes):
+        kind = f"{len(value):,} bytes, which do not begin as an image's"
+    raise BadRow(f"column `{column}` holds {kind}; write it as text or numbers, or remove the column")
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
@@ -128,7 +128,8 @@ def _turn(turn: Any, place: str, is_filled: bool, sees_images: bool) -> dict[str
                 raise BadRow(f"{place} has parts that are neither text nor images: {str(content)[:200]}")
         elif isinstance(content, list):
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-                raise BadRow(f"{place} has parts that are no text: {content!r}; only models of text are trained")
+                why = "parts are texts or images here" if sees_images else "the model is trained as one of text"
+                raise BadRow(f"{place} has parts that are no text: {str(content)[:200]}; {why}")
             turn = turn | {"content": "".join(part["text"] for part in content)}
     whole = turn | {"content": ""} if isinstance(turn, dict) and isinstance(turn.get("content"), list) else turn
     if not isinstance(whole, dict) or not all(isinstance(whole.get(k), str) for k in ("role", "content")):

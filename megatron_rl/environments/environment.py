@@ -234,9 +234,12 @@ class ClassSession:
 
 def parts_of(result: Any) -> list[dict[str, Any]] | None:
     """The content parts of an observation with images, whose bytes and images of Pillow are texts; None if it is none.
+    A single image is the only part.
 
     Example: `[{"type": "text", "text": "The page:"}, {"type": "image", "image": PIL.Image.open("page.png")}]`.
     """
+    if alone := image_text(result):
+        return [{"type": "image", "image": alone}]
     if not isinstance(result, list) or not all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in result):
         return None
     plain = [{key: image_text(value) or value for key, value in part.items()} for part in result]

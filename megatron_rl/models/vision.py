@@ -48,9 +48,11 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
             f"mrope_section of text_config is {sections}; it must be three numbers, of time, height and width"
         )
     first, second, third = sections
+    video = config.get("video_token_id")
     return Vision(
         model_type=config["model_type"],
         image_token=size(config, "image_token_id"),
+        video_token=video if isinstance(video, int) and video < text.get("vocab_size", 0) else None,
         merge=size(tower, "spatial_merge_size", 2),
         num_deep=len(tower.get("deepstack_visual_indexes", ())),
         sections=(first, second, third),

@@ -23,7 +23,8 @@ from megatron_rl.data.demonstrations import Template, TrainedTurns, demonstratio
 from megatron_rl.data.files import check_hub, read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.preferences import answers_of, margin_of
-from megatron_rl.data.prompts import check_columns, check_length, question_of, without_images
+from megatron_rl.data.prompts import ImageRules, check_columns, check_length, question_of
+from megatron_rl.data.row_images import expanded
 from megatron_rl.data.rows import BadRow, Row, counted
 from megatron_rl.data.scored_texts import scored_text
 from megatron_rl.data.supervised import check_length as check_demonstration
@@ -34,6 +35,7 @@ from megatron_rl.loop.checkpoints import Resume, find_checkpoints, read_extra
 from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.preflight.row_sources import RowSource, heldout_source, prompt_rules, training_sources
 from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
+from megatron_rl.types import Picture
 from megatron_rl.verifiers.columns import fault_of_row, required_columns
 from megatron_rl.verifiers.sandbox.code import idle
 from megatron_rl.verifiers.sandbox.process import SandboxError, isolation
@@ -79,8 +81,14 @@ class _Lengths:
             except ValueError as error:
                 self.fault = f"model.path: {error}"
 
-    def of_prompt(self, question: Question, bound: int) -> int | None:
-        """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound."""
+    def of_prompt(
+        self, question: Question, bound: int, pictures: Sequence[Picture] = (), images: ImageRules | None = None
+    ) -> int | None:
+        """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound.
+
+        Raises:
+            BadRow: the text has other placeholders than the ones of its images.
+        """
         if isinstance(question.messages, str):
             text = question.messages
         else:
@@ -90,9 +98,10 @@ class _Lengths:
                 return None
             of_text = [turn for turn in question.messages if isinstance(turn["content"], str)]
             require_turns(of_text, text, lambda turns: self._render(turns, True, question.template))
-        if self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
+        if self._tokenizer is None or images is None and len(text.encode()) <= bound:  # a token has one byte at least
             return None
-        return len(self._tokenizer.ids(text))
+        ids = self._tokenizer.ids(text)
+        return len(expanded(ids, pictures, images.vision) if images else ids)
 
     def of_demonstration(self, row: Row, turns: TrainedTurns, bound: int, is_divisible: bool) -> int | None:
         """The number of tokens of a supervised row's longest text; None if it is not known, or if it is certainly
@@ -164,8 +173,7 @@ def _sources(config: BaseConfig) -> dict[str, Path | str | None]:
 
 def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:
     """Check every file of rows, and the reward functions, which receive the columns of the rows. Returns the faults."""
-    lengths = _Lengths(tokenizer)
-    faults: list[str] = []
+    lengths, faults = _Lengths(tokenizer), list[str]()
     if isinstance(config, OfflineRunConfig):
         faults += _faults_of_offline_rows(config, lengths, tell)
     elif isinstance(config, GrpoRunConfig):
@@ -184,7 +192,9 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         tests: list[Any] = []
 
         def check_prompt(row: Row, place: str, reading: Reading) -> None:
-            question = without_images(question_of(row, required, reading), images, place)
+            question, pictures = question_of(row, required, reading), tuple[Picture, ...]()
+            if images is not None:
+                question, pictures = images.take(question, place, keep=False)
             given = question.columns
             check_columns(given, config.rollout.thought_column, config.rollout.prefix_values, objects)
             forms[question.form] += 1
@@ -204,8 +214,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
                 if reward.on_error == "stop":
                     raise ValueError(fault)
                 unscored.append(fault)
-            length = lengths.of_prompt(question, longest)
-            if length is not None:
+            if (length := lengths.of_prompt(question, longest, pictures, images)) is not None:
                 check_length(length, longest)
 
         def check_source(source: RowSource) -> list[str]:

@@ -108,9 +108,10 @@ def forbidden_ids(folder: Path, vocab_size: int, rollout: RolloutConfig) -> tupl
 
 
 def image_tokens(folder: Path) -> tuple[int, ...]:
-    """The token that stands for images, if the model sees any."""
+    """The tokens that stand for images and videos, if the model sees any."""
     vision = vision_of(folder)
-    return () if vision is None else (vision.image_token,)
+    known = () if vision is None else (vision.image_token, vision.video_token)
+    return tuple(token for token in known if token is not None)
 
 
 WORDS, SIGNS = ("x", "7"), (".", " ", "\n")

@@ -41,6 +41,8 @@ class Vision:
     """The `model_type` of the whole model in config.json."""
     image_token: int
     """The token that stands in a prompt for each token of an image. It is never sampled."""
+    video_token: int | None = field(default=None, kw_only=True)
+    """The same of a video. No prompt has it."""
     merge: int
     """A token of an image has merge x merge patches."""
     num_deep: int

@@ -23,6 +23,8 @@ from megatron_rl.recipes.tiny.model import chat_tokenizer, write_task_of
 
 SIZE, LARGEST = 48, 9
 NUM_TRAIN, NUM_EVAL = 2000, 200
+MOST_TRIES = 10_000
+"""The places that are tried for a disc. Then the drawing begins again."""
 WRONG = 0.6
 """The share of wrong answers in the second part of the warm start; they differ from the right one by 1 or 2."""
 RIGHT_STEPS, WRONG_STEPS, BATCH = 450, 120, 64
@@ -47,13 +49,16 @@ PROCESSOR = {
 
 def drawing(count: int, source: random.Random) -> PIL.Image.Image:
     """Discs of random colours that do not touch, on a grey ground."""
-    pixels = np.full((SIZE, SIZE, 3), source.randrange(90, 140), np.uint8)
+    ground = np.full((SIZE, SIZE, 3), source.randrange(90, 140), np.uint8)
     rows, columns = np.mgrid[:SIZE, :SIZE]
-    centres: list[tuple[float, float]] = []
+    pixels, centres, num_tries = ground.copy(), list[tuple[float, float]](), 0
     while len(centres) < count:
+        if (num_tries := num_tries + 1) > MOST_TRIES:  # these discs leave no place for another one
+            pixels, centres, num_tries = ground.copy(), [], 0
         row, column = (source.uniform(5, SIZE - 6) for _ in range(2))
         if all((row - r) ** 2 + (column - c) ** 2 > 11**2 for r, c in centres):
             centres.append((row, column))
+            num_tries = 0
             colour = [source.choice((source.randrange(0, 50), source.randrange(190, 256))) for _ in range(3)]
             pixels[(rows - row) ** 2 + (columns - column) ** 2 <= 4**2] = colour
     return PIL.Image.fromarray(pixels)

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_rl.migrate.verl import adapters
 from megatron_rl.migrate.verl.machine import num_steps
 from megatron_rl.migrate.verl.settings import ACTOR, ROLLOUT, Meaning, Settings, implied, mapped, refused, used
+from megatron_rl.models.vision import vision_of
 
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
@@ -27,6 +28,8 @@ MISSING = {
 """Names of models of families that do not exist here, and why."""
 WITH_TOWER = re.compile(r"(?i)kimi-k2\.[5-9]")
 """Names of models that are trained as their text model, and whose published folders also have what reads images."""
+SEES_MORE = re.compile(r"(?i)gemma-?3-(4|12|27)b|omni|kimi-k2\.[5-9]|[-_]vl\b|llama-4|mistral-small-3\.[1-9]")
+"""Names of models that read images elsewhere."""
 TRACKERS = {"wandb": "project", "tensorboard": None, "mlflow": "experiment"}
 NEVER = "verl never evaluates with this test_freq"
 ALL_ROWS = 1_000_000
@@ -69,10 +72,12 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
 
 def image_key(settings: Settings, key: str, value: Any) -> Meaning:
     if not sees_images(settings):
+        if SEES_MORE.search(PurePosixPath(str(settings["actor_rollout_ref.model.path"])).name):
+            return Meaning("left out", {}, "this model is trained as its model of text, and rows with images are bad")
         return implied(TEXT)
     if value in ("images", "image"):
         return implied("the column is found by its name")
-    return refused(f"images are in the column images or image here; rename the column {value}")
+    return used({"data.columns.images": value})
 
 
 def image_processor(settings: Settings, key: str, value: Any) -> Meaning:
@@ -88,7 +93,11 @@ def frozen_tower(settings: Settings, key: str, value: Any) -> Meaning:
 
 
 def sees_images(settings: Settings) -> bool:
-    return bool(SEES_IMAGES.search(PurePosixPath(str(settings["actor_rollout_ref.model.path"])).name))
+    """Whether the model trains with images: its folder says so, or, if there is none, its name."""
+    folder, _ = local_model(path := str(settings["actor_rollout_ref.model.path"]))
+    if (folder / "config.json").exists():
+        return vision_of(folder) is not None
+    return bool(SEES_IMAGES.search(PurePosixPath(path).name))
 
 
 def granularity(settings: Settings, key: str, value: Any) -> Meaning:

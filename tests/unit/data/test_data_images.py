@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from megatron_rl.config.given_rows import GivenRows, image_text
 from megatron_rl.data.files import load_rows, read_rows
+from megatron_rl.data.forms import Reading
 from megatron_rl.data.journal import decode, encode
 from megatron_rl.data.pictures import Pictures
 from megatron_rl.data.prompts import ImageRules, Rules, load_prompts
@@ -86,6 +88,21 @@ def test_the_patches_of_a_kept_image_are_the_processors_of_the_whole_one(model, 
     assert pictures.add(png(height, width, 1)).digest != picture.digest
 
 
+def test_the_extents_of_an_image_are_known_without_the_processor(model, tmp_path):
+    rng = np.random.default_rng(0)
+    config = json.loads((model[0] / "preprocessor_config.json").read_text())
+    own = {name: value for name, value in config.items() if name != "size"}
+    for given in (config, own | {"min_pixels": 900, "max_pixels": 2000}, own):
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+        pictures = Pictures(tmp_path, tmp_path)
+        for height, width in [(1, 200), (9, 9), *rng.integers(4, 90, (20, 2)).tolist()]:
+            kept = pictures.add(data := png(height, width))
+            assert replace(kept, digest="") == Pictures(tmp_path, tmp_path / "none").extents(data)
+    for data, told in ((png(1, 201), "one side is 201 times as long"), (png(9, 9)[:-150], "cannot be read")):
+        with pytest.raises(BadRow, match=told):
+            Pictures(tmp_path, tmp_path).extents(data)
+
+
 def test_the_forms_of_images(tmp_path):
     (tmp_path / "a.png").write_bytes(one := png(8, 8))
     two = png(9, 9)
@@ -100,10 +117,14 @@ def test_the_forms_of_images(tmp_path):
     made = plain_row({"images": [two, drawing(9, 9, 0)], "image": {"bytes": two, "path": None}})
     assert made == {"images": [url, url], "image": {"bytes": url, "path": None}}
     assert take_images(texts[:1], {"images": made["images"]}, tmp_path)[1] == [two, two]
-    parts = [{"type": "image", "image": url, "text": ""}, {"type": "image", "path": "a.png"}]
-    assert take_images(({"role": "user", "content": parts},), {}, tmp_path)[1] == [two, one]
+    coded = {"type": "image", "base64": url.partition(",")[2], "image": None}
+    parts = [{"type": "image", "image": url, "text": ""}, {"type": "image", "path": "a.png"}, coded]
+    assert take_images(({"role": "user", "content": parts},), {}, tmp_path)[1] == [two, one, two]
     turns, images, _ = take_images(({"role": "user", "content": "none"},), {}, tmp_path)
     assert (turns[0]["content"], images) == ("none", [])
+
+
+AT_HAND = "data:image/png;base64,iVBORw0KGgo="
 
 
 @pytest.mark.parametrize(
@@ -118,6 +139,18 @@ def test_the_forms_of_images(tmp_path):
         ("<image>", {"image": "a\0b"}, "cannot be read: embedded null byte"),
         ("<image>", {"image": "a.png", "images": ["b.png"]}, "both columns `images` and `image` have images"),
         ("<video>", {"videos": ["a.mp4"]}, "the column `videos` has a video"),
+        ("<image><image>", {"images": [AT_HAND, "missing.png"]}, "^image 2 of 2: the image .* cannot be read"),
+        (
+            "<image>",
+            {"image": "iVBORw0KGgo" * 500},
+            "is a text of 5,500 characters, and no file has such a name; before",
+        ),
+        (
+            [{"type": "image", "source": {"data": "iVB"}}],
+            {},
+            "the key `source` of a part of the type image is not read",
+        ),
+        ([{"type": "image", "image": "a.png", "max_pixels": 9}], {}, "the key `max_pixels` of a part"),
     ],
 )
 def test_bad_images_of_a_row(tmp_path, content, columns, message):
@@ -146,6 +179,11 @@ def test_prompts_have_all_tokens_of_their_images(model, tmp_path):
     assert (picture.num_rows, picture.num_columns) == (4, 8) and first.token_ids.count(IMAGE_TOKEN) == 8
     assert first.columns == {"ground_truth": "1"} and list(first.messages[0]["content"])[0] == SHOWN
     assert second.pictures == () and IMAGE_TOKEN not in second.token_ids
+    write_rows(tmp_path, {"messages": row["messages"], "pics": ["a.png"], "ground_truth": "1"})
+    images = ImageRules(read_shape(folder).vision, folder, tmp_path / "images")
+    given = tmp_path / "rows.jsonl", AutoTokenizer.from_pretrained(folder), Rules(64, images=images)
+    [renamed] = load_prompts(*given, Reading(columns={"images": "pics"}))
+    assert (renamed.pictures, renamed.columns) == (first.pictures, first.columns), "no reward gets the image's text"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +193,8 @@ def test_prompts_have_all_tokens_of_their_images(model, tmp_path):
         ("<image>", png(8, 8)[:-150], r"rows.jsonl:1: an image of \d+ bytes cannot be read"),
         ("<image>", png(1, 500), r"rows.jsonl:1: an image of .* absolute aspect ratio must be smaller than 200"),
         ("<image> and <|image_pad|>", png(8, 8), "wrote 2 image tokens for 1 images; does a text contain"),
-        ([{"type": "video", "video": "a.mp4"}], png(8, 8), "messages.0..* has parts that are no text"),
+        ("<image> and <|video_pad|>", png(8, 8), "a text contains the model's own video token"),
+        ([{"type": "video", "video": "a.mp4"}], png(8, 8), "messages.0..* are no text: .* parts are texts or images"),
         ([{"type": "image"}, "text"], png(8, 8), "messages.0..* has parts that are neither text nor images"),
     ],
 )
@@ -182,6 +221,8 @@ def test_images_as_cameras_and_scanners_write_them(model, tmp_path):
     of_16_bits, of_8_bits = (pictures.add(saved(image, format="png")) for image in (deep, grey))
     assert (pictures.patches(of_16_bits) == pictures.patches(of_8_bits)).all()
     assert image_text(wide.convert("CMYK")).startswith("data:image/png;base64,")
+    for kind in ("tiff", "webp", "jpeg2000", "bmp", "gif"):
+        assert Pictures(model[0], tmp_path).add(bytes_of(image_text(saved(wide, format=kind)), tmp_path)).num_rows == 6
 
 
 def test_rows_whose_images_nobody_would_see_are_refused(model, tmp_path):

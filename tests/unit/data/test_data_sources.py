@@ -180,7 +180,7 @@ def test_values_of_parquet_become_plain_or_are_refused_by_name(tmp_path):
     assert row.row == {"prompt": "1", "day": "2026-01-02", "at": "2026-01-02T03:04:05", "price": ["1.50"]}
     [row] = read_rows(write(tmp_path / "bytes.parquet", [{"prompt": "1", "images": [{"bytes": b"\x00\x01"}]}]))
     assert isinstance(row.row, BadRow)
-    assert "column `images` holds a value of the type bytes" in str(row.row)
+    assert "column `images` holds 2 bytes, which do not begin as an image" in str(row.row)
 
 
 @pytest.mark.parametrize("name", ["hf://gsm8k", "hf://a/b/c/d", "hf://a/b:"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from io import BytesIO
 
 import pytest
 from image_models import drawing, write_model
@@ -46,6 +47,28 @@ def test_images_are_beside_the_files_of_a_folder_and_nothing_is_kept(tmp_path):
     (part / "a.png").unlink()
     [told] = faults_of_rows(run_of(tmp_path), files, lambda note: None)
     assert "part/rows.jsonl:1: the image" in told and "cannot be read: No such file" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "told"),
+    [
+        ("<image>?", (64, 64), "the prompt has 37 tokens, rollout.max_prompt_tokens is 36"),
+        ("<image>?<|image_pad|>", (8, 8), "wrote 2 image tokens for 1 images"),
+        ("<image>?", (1, 400), "one side is 400 times as long as the other"),
+        ("<image>?", None, "an image of 100 bytes cannot be read"),
+    ],
+)
+def test_prompts_are_measured_with_their_images(tmp_path, text, size, told):
+    write_model(tmp_path / "model")
+    data = BytesIO()
+    drawing(*(size or (20, 20)), 0).save(data, "png")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.png").write_bytes(data.getvalue() if size else data.getvalue()[:100])
+    row = {"messages": [{"role": "user", "content": text}], "images": ["a.png"], "ground_truth": "1"}
+    (tmp_path / "rows" / "rows.jsonl").write_text(json.dumps(row))
+    run = run_of(tmp_path, rollout__max_prompt_tokens=36)
+    [found] = faults_of_rows(run, TokenizerFiles(tmp_path / "model"), lambda note: None)
+    assert told in found
 
 
 def test_the_file_that_says_how_images_are_cut_fits_the_tower(tmp_path):

@@ -18,7 +18,7 @@ from megatron_rl.data.row_images import expanded
 from megatron_rl.models.vision import positions, vision_of
 from megatron_rl.types import Prompt
 
-TOOLS = {"kind": "tools", "paths": [f"{__file__}:look"]}
+TOOLS = {"kind": "tools", "paths": [f"{__file__}:look", f"{__file__}:glance"]}
 KEEPS = HEAD + TEMPLATE
 DROPS_THOUGHTS = KEEPS.replace(
     "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else m.content.split('</think>')[-1] }}"
@@ -42,6 +42,18 @@ def look(at: int) -> list:
 def compare() -> list:
     """Look at two pages."""
     return [{"type": "text", "text": "abc"}, *look(1)[1:], {"type": "text", "text": "defg"}, *look(2)[1:]]
+
+
+def glance(format: str):
+    """Look once.
+
+    Args:
+        format: of the file, if it is one.
+    """
+    if not format:
+        return drawing(8, 24, 1)
+    drawing(8, 24, 1).save(data := BytesIO(), format)
+    return data.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +97,12 @@ def test_each_call_has_the_images_of_all_turns_before(folder):
     assert int((tokens.ids == IMAGE_TOKEN).sum()) == 4 + 3 + 6
     content = tokens.conversation.turns[1]["content"]
     assert content == [{"type": "text", "text": "< |image_pad|>1"}, {"type": "image"}], "a text is no image"
+
+
+@pytest.mark.parametrize("format", ["", "tiff", "png"])
+def test_an_image_alone_is_the_observation(folder, format):
+    [(_, tokens)], _ = played(folder, call("glance", format=format), "done", template=KEEPS)
+    assert sizes(tokens.pictures) == [(4, 4), (2, 6)] and tokens.conversation.turns[1]["content"] == [{"type": "image"}]
 
 
 def test_a_history_without_thoughts_has_all_images_again(folder):
