@@ -47,8 +47,8 @@ ANSWERS, RESULT = "answers.jsonl", "result.json"
 
 
 def record_of(config: GrpoRunConfig, group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A line of answers.jsonl: the prompt and its answers, each with its text and its verdict. `is_right` is null if no
-    deciding reward scored the answer."""
+    """A line of answers.jsonl: the prompt with the files of its images, and its answers, each with its text and its
+    verdict. `is_right` is null if no deciding reward scored the answer."""
     answers = []
     for rollout, tokens in zip(group.rollouts, group.payload, strict=True):
         decided = decide(config, [rollout.verdict])
@@ -64,7 +64,9 @@ def record_of(config: GrpoRunConfig, group: Group, tokenizer: Tokenizer) -> dict
                 "text": tokenizer.decode(tokens.ids[rollout.num_prompt_tokens :].tolist(), skip_special_tokens=False),
             }
         )
-    return {"uid": group.prompt.uid, "prompt": group.prompt.messages, "answers": answers}
+    images = [str(config.pictures_folder / f"{picture.digest}.png") for picture in group.prompt.pictures]
+    shown = {"images": images} if images else {}
+    return {"uid": group.prompt.uid, "prompt": group.prompt.messages, **shown, "answers": answers}
 
 
 def result_of(records: Sequence[dict[str, Any]], sizes: Sequence[int]) -> Metrics:

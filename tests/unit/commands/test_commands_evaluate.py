@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from megatron_rl.commands.engines_alone import config_without_trainers
 from megatron_rl.commands.evaluate import ANSWERS, main, name_of, record_of, result_of, show
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.types import Group, Prompt, Rollout, Tokens, Verdict
+from megatron_rl.types import Group, Picture, Prompt, Rollout, Tokens, Verdict
 
 CONFIG = validate(
     GrpoRunConfig,
@@ -45,7 +46,9 @@ def test_a_record_has_the_response_and_the_verdict_of_each_answer():
     ]
     group = Group(Prompt("rows.jsonl:3", (1, 2, 3), "q", {}), rollouts, [tokens(1, 2, 3, 8, 9), tokens(1, 2, 3, 6)], 0)
     record = record_of(CONFIG, group, Numbers())
-    assert (record["uid"], record["prompt"]) == ("rows.jsonl:3", "q")
+    assert (record["uid"], record["prompt"], "images" in record) == ("rows.jsonl:3", "q", False)
+    shown = replace(group, prompt=replace(group.prompt, pictures=(Picture("5f3a", 2, 2),)))
+    assert record_of(CONFIG, shown, Numbers())["images"] == [str(CONFIG.pictures_folder / "5f3a.png")]
     first, second = record["answers"]
     assert first == {
         "is_right": True,
