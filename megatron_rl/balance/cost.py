@@ -17,11 +17,21 @@ from megatron_rl.config.balance import CostConfig, FlopsCost, MeasuredCost
 from megatron_rl.types import ModelShape
 
 
-def sample_costs(lengths_S: np.ndarray, cost: CostConfig, shape: ModelShape, recompute: str = "none") -> np.ndarray:
-    """The cost of each sample, float64 [S]: the FLOPs of its training step, its tokens, or predicted seconds."""
+def sample_costs(
+    lengths_S: np.ndarray,
+    cost: CostConfig,
+    shape: ModelShape,
+    recompute: str = "none",
+    of_images_S: np.ndarray | float = 0.0,
+) -> np.ndarray:
+    """The cost of each sample, float64 [S]: the FLOPs of its training step, its tokens, or predicted seconds.
+
+    Args:
+        of_images_S: float64 [S], FLOPs that are added to its tokens'.
+    """
     lengths_S = np.asarray(lengths_S, np.float64)
     if isinstance(cost, FlopsCost):
-        return training_flops(lengths_S, shape, recompute)
+        return training_flops(lengths_S, shape, recompute) + of_images_S
     if isinstance(cost, MeasuredCost):
         return cost.seconds_per_token * lengths_S + cost.seconds_per_squared_token * lengths_S**2
     return lengths_S

@@ -12,11 +12,13 @@ Shape letters: S samples.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.types import Layer, ModelShape
+from megatron_rl.types import TOWER, Layer, ModelShape
 
 
 def forward_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
@@ -41,6 +43,29 @@ def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "n
     if shape.adapters:
         flops_S -= _weights(lengths_S, shape) + _output(lengths_S, shape)
     return flops_S
+
+
+def tower_flops(patches: Sequence[Sequence[int]], shape: ModelShape, recompute: str = "none") -> NDArray[np.float64]:
+    """The FLOPs of forward and backward pass of a trained vision tower, float64 [S]; zeros if there is none. A frozen
+    one computes an image once for many steps.
+
+    A patch is multiplied with the matrices of the embedding and of all layers, and merge x merge patches together with
+    those of the mergers. In a layer two products of h numbers are computed for each pair of patches that see each
+    other, in its image or in its window.
+
+    Args:
+        patches: [S], the number of patches of each image of a sample.
+    """
+    vision, tower = shape.vision, shape.tower
+    if vision is None or not tower:
+        return np.zeros(len(patches))
+    matrices = {name: prod(extents) for name, extents in tower.items() if len(extents) > 1 and "pos_embed" not in name}
+    of_patch = sum(size / vision.merge ** (2 * ("merger" in name)) for name, size in matrices.items())
+    hidden = tower[f"{TOWER}patch_embed.proj.weight"][0]
+    num_layers = sum(name.endswith(".norm1.weight") for name in tower)
+    whole, windowed = 2 * hidden * vision.num_whole, 2 * hidden * (num_layers - vision.num_whole) * vision.window
+    passes = {"none": 3, "full": 4}[recompute]
+    return np.array([2.0 * passes * sum(p * (of_patch + whole * p + windowed) for p in own) for own in patches])
 
 
 def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:

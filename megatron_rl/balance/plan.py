@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_rl.balance.assign import AssignmentLimits, assign
 from megatron_rl.balance.cost import sample_costs
-from megatron_rl.balance.flops import training_flops
+from megatron_rl.balance.flops import tower_flops, training_flops
 from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_floor
 from megatron_rl.balance.packing import padded
 from megatron_rl.config.balance import BalanceConfig
@@ -75,8 +75,13 @@ def plan_microbatches(
     sizes_S = padded(batch.lengths, parallel.alignment)
     _check_numbers(cap, parallel.alignment, minibatches.number)
     _check_samples(batch, active, sizes_S, parallel.alignment, balance)
-    costs_S = sample_costs(batch.lengths, balance.cost, shape, recompute)
-    flops_S = training_flops(batch.lengths, shape, recompute)
+    patches = batch.patches or [()] * len(batch.lengths)
+    tower_S = tower_flops(patches, shape, recompute)
+    # The ranks of a model divide the layers' work, but each rank of the first stage computes the whole tower.
+    of_images_S = mesh.tensor * mesh.context * mesh.pipeline * tower_S
+    costs_S = sample_costs(batch.lengths, balance.cost, shape, recompute, of_images_S)
+    flops_S = training_flops(batch.lengths, shape, recompute) + tower_S
+    needed_S = training_flops(batch.lengths, shape) + tower_flops(patches, shape)
     limits = AssignmentLimits(cap, mesh.data, parallel.microbatch_multiple)
     plan = _Writer(sizes_S, costs_S, flops_S, limits, mesh)
     for samples in _deal_groups(batch.group_of, active, minibatches):
@@ -92,7 +97,7 @@ def plan_microbatches(
         max_tokens=cap,
         alignment=parallel.alignment,
         metrics=plan.metrics(int(batch.lengths[active].sum()), int((sizes_S[active] > cap).sum()))
-        | {"balance/model_flops": float(training_flops(batch.lengths[active], shape).sum())},
+        | {"balance/model_flops": float(needed_S[active].sum())},
     )
 
 

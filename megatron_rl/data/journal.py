@@ -205,8 +205,10 @@ def _conversation(values: dict[str, Any] | None) -> Conversation | None:
 def _rollout(values: dict[str, Any]) -> Rollout:
     verdict, rewards, episode = (values.pop(name) for name in ("verdict", "token_rewards", "episode"))
     values.pop("is_probe", None)  # older files have it
+    patches = tuple(values.pop("patches", ()))  # older files have none
     return Rollout(
         **values,
+        patches=patches,
         token_rewards=tuple(TokenReward(*reward) for reward in rewards),
         episode=Episode(**{**episode, **{key: tuple(episode[key]) for key in ("tool_errors", "thoughts")}})
         if episode

@@ -42,6 +42,7 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
         return None
     text, tower = config.get("text_config", config), config["vision_config"]
     is_first = config["model_type"] == "qwen2_5_vl"
+    side, depth = size(tower, "patch_size"), size(tower, "depth")
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if len(sections := whole_numbers(rope, "mrope_section", least=0)) != 3:
         raise ValueError(
@@ -57,6 +58,8 @@ def read_vision(config: Mapping[str, Any]) -> Vision | None:
         num_deep=len(tower.get("deepstack_visual_indexes", ())),
         sections=(first, second, third),
         interleaved=flag(rope, "mrope_interleaved", absent=not is_first),
+        window=(size(tower, "window_size", 112) // side) ** 2 if is_first else 0,
+        num_whole=len(tower.get("fullatt_block_indexes", (7, 15, 23, 31))) if is_first else depth,
         tower=_tower(tower, is_first),
     )
 

@@ -252,6 +252,8 @@ class Rollout:
     rollouts of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
     num_item_tokens: int = 0
     """The number of its last tokens that form an item found by beam search; 0 means that it has no item."""
+    patches: tuple[int, ...] = ()
+    """The number of patches of each image in prompt and response."""
     digest: int = 0
     """The CRC-32 of its response's tokens, by which equal answers are found; 0 if nobody has computed it."""
     branch: Branch | None = None

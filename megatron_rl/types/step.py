@@ -134,6 +134,8 @@ class StepBatch:
     """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
+    patches: Sequence[tuple[int, ...]] = ()
+    """[S]: see `Rollout.patches`; empty if the model sees no images."""
 
     @property
     def index_in_group(self) -> np.ndarray:
@@ -173,6 +175,7 @@ class StepBatch:
             answer_of=np.cumsum([one.begins_answer for one in rollouts]) - 1,
             thought_of=np.cumsum([one.beam == 0 for one in rollouts]) - 1,
             num_item_tokens=np.array([one.num_item_tokens for one in rollouts], np.int64),
+            patches=[one.patches for one in rollouts] if any(one.patches for one in rollouts) else (),
         )
 
     @classmethod

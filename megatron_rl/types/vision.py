@@ -27,6 +27,10 @@ class Picture:
     """The number of patches from top to bottom."""
     num_columns: int
 
+    @property
+    def num_patches(self) -> int:
+        return self.num_rows * self.num_columns
+
 
 @dataclass(frozen=True, slots=True)
 class Vision:
@@ -54,6 +58,10 @@ class Vision:
     blocks."""
     tower: tuple[tuple[str, tuple[int, ...]], ...] = field(default=(), repr=False)
     """The name, which begins with TOWER, and the extents of each tensor of the tower."""
+    window: int = field(default=0, kw_only=True)
+    """The number of patches that a patch sees in most of the tower's layers; 0 if it sees its whole image in all."""
+    num_whole: int = field(default=0, kw_only=True)
+    """The number of layers in which it sees its whole image."""
     trained: bool = False
     """Whether the tower is trained as a part of the model."""
 
@@ -74,7 +82,7 @@ class Vision:
         return tuple(pair % 3 if pair < turns[pair % 3] else 0 for pair in range(sum(self.sections)))
 
     def num_tokens(self, picture: Picture) -> int:
-        return picture.num_rows * picture.num_columns // self.merge**2
+        return picture.num_patches // self.merge**2
 
 
 def text_of_turn(turn: Mapping[str, Any]) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import cover
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from small_models import model
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import Minibatches, StepBatch
+from megatron_rl.types import Minibatches, StepBatch, Vision
 
 SHAPE = model("qwen3", 2, 128, 4, 2, 32, 256, 64, 512)
 
@@ -47,6 +49,33 @@ def plan_of(
         Minibatches(updates, seed),
         recompute=recompute,
     )
+
+
+def test_the_images_of_a_trained_tower_are_balanced():
+    """Two of four equally long samples have an image. Each rank gets one of them."""
+    tower = (("visual.patch_embed.proj.weight", (8, 3, 1, 2, 2)), ("visual.blocks.0.norm1.weight", (8,)))
+    seen = Vision("x", 9, 2, 0, (4, 2, 2), True, tower, num_whole=1, trained=True)
+    batch = replace(batch_of([30] * 4), patches=[(16, 8), (64,), (), ()])
+    plans = {
+        is_trained: plan_microbatches(
+            batch,
+            np.ones(4, bool),
+            replace(SHAPE, vision=replace(seen, trained=is_trained)),
+            ParallelConfig(data=2, tensor=4),
+            BalanceConfig(max_tokens_per_microbatch=64),
+        )
+        for is_trained in (False, True)
+    }
+    held = [set(micro) for [micro] in plans[True].minibatches[0]]
+    assert all(len(own & {0, 1}) == 1 for own in held)
+    # A patch: 8 x 12 with the embedding. Each pair of patches of an image: 2 x 8 in the only layer.
+    [first, second] = [6 * (96 * 24 + 16 * (16**2 + 8**2)), 6 * (96 * 64 + 16 * 64**2)]
+    of_text = training_flops(np.array([30]), SHAPE)[0]
+    assert plans[True].metrics["balance/model_flops"] == 4 * of_text + first + second
+    assert plans[False].metrics["balance/model_flops"] == 4 * of_text
+    # Each of the four ranks of a model computes the whole tower, and a quarter of the layers.
+    mean = 2 * of_text + 4 * (first + second) / 2
+    assert plans[True].metrics["balance/imbalance"] == pytest.approx((2 * of_text + 4 * second) / mean - 1)
 
 
 def test_golden():

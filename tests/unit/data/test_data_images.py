@@ -254,9 +254,14 @@ def test_a_journal_keeps_the_names_of_images():
     ids = np.array([7, 9, 9, 9, 9, 8], np.int32)
     picture = Picture("abc", 4, 4)
     tokens = Tokens(ids, ids == 8, np.zeros(6, np.float32), np.full(6, -1, np.int32), pictures=(picture,))
-    group = Group(Prompt("uid", tuple(ids[:5]), "", pictures=(picture,)), [Rollout(6, 5, 1, 0, "stop")], [tokens], 0)
+    group = Group(
+        Prompt("uid", tuple(ids[:5]), "", pictures=(picture,)),
+        [Rollout(6, 5, 1, 0, "stop", patches=(16,))],
+        [tokens],
+        0,
+    )
     found = decode(encode(3, group))[1]
-    assert found.payload[0].pictures == found.prompt.pictures == (picture,)
+    assert found.payload[0].pictures == found.prompt.pictures == (picture,) and found.rollouts == group.rollouts
 
 
 def test_images_in_a_list_of_rows_arrive_in_the_runs_file(tmp_path):
