@@ -21,7 +21,7 @@ from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_fl
 from megatron_rl.balance.packing import padded
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import Denominators, Mesh, MicrobatchPlan, Minibatches, ModelShape, StepBatch
+from megatron_rl.types import AnnotatedBatch, Denominators, Mesh, MicrobatchPlan, Minibatches, ModelShape, StepBatch
 
 WHOLE = Minibatches()
 
@@ -75,7 +75,7 @@ def plan_microbatches(
     sizes_S = padded(batch.lengths, parallel.alignment)
     _check_numbers(cap, parallel.alignment, minibatches.number)
     _check_samples(batch, active, sizes_S, parallel.alignment, balance)
-    patches = batch.patches or [()] * len(batch.lengths)
+    patches = batch.patches if isinstance(batch, AnnotatedBatch) and batch.patches else [()] * len(batch.lengths)
     tower_S = tower_flops(patches, shape, recompute)
     # The ranks of a model divide the layers' work, but each rank of the first stage computes the whole tower.
     of_images_S = mesh.tensor * mesh.context * mesh.pipeline * tower_S

@@ -202,16 +202,16 @@ def _conversation(values: dict[str, Any] | None) -> Conversation | None:
     return None if values is None else Conversation(**values | {"turns": tuple(values["turns"])})
 
 
+LISTED = ("tool_errors", "thoughts", "patches")
+"""The lists of an episode. Older files have no patches."""
+
+
 def _rollout(values: dict[str, Any]) -> Rollout:
     verdict, rewards, episode = (values.pop(name) for name in ("verdict", "token_rewards", "episode"))
     values.pop("is_probe", None)  # older files have it
-    patches = tuple(values.pop("patches", ()))  # older files have none
     return Rollout(
         **values,
-        patches=patches,
         token_rewards=tuple(TokenReward(*reward) for reward in rewards),
-        episode=Episode(**{**episode, **{key: tuple(episode[key]) for key in ("tool_errors", "thoughts")}})
-        if episode
-        else None,
+        episode=Episode(**{**episode, **{key: tuple(episode.get(key, ())) for key in LISTED}}) if episode else None,
         verdict=Verdict(**verdict | {"parts": tuple(verdict["parts"])}),
     )

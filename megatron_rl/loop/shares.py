@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -84,14 +85,22 @@ def batch_of(config: GrpoRunConfig, rollouts: Rollouts, version: int) -> StepBat
     """The batch of a step."""
     weights = np.array([reward.weight for reward in config.rewards])
     batch = StepBatch.of_groups(rollouts.groups, version, weights, rollouts.greedy_rewards)
+    columns: dict[str, Any] = {}
     if config.teachers:
         teachers = [teacher_of(config.teachers, group.prompt.columns) for group in rollouts.groups]
         of_groups = np.array([0.0 if number is None else config.teachers[number].weight for number in teachers])
-        return AnnotatedBatch.of(batch, teacher_weights=of_groups[batch.group_of])
-    if "pass_rate" not in config.algorithm.adv_estimator.needs:
-        return batch
-    rates = numbers(group.prompt.columns.get("pass_rate") for group in rollouts.groups)
-    return AnnotatedBatch.of(batch, pass_rates=rates[batch.group_of])
+        columns["teacher_weights"] = of_groups[batch.group_of]
+    if "pass_rate" in config.algorithm.adv_estimator.needs:
+        rates = numbers(group.prompt.columns.get("pass_rate") for group in rollouts.groups)
+        columns["pass_rates"] = rates[batch.group_of]
+    patches = [
+        one.episode.patches if one.episode else tuple(picture.num_patches for picture in group.prompt.pictures)
+        for group in rollouts.groups
+        for one in group.rollouts
+    ]
+    if any(patches):
+        columns["patches"] = patches
+    return AnnotatedBatch.of(batch, **columns) if columns else batch
 
 
 def with_columns(shares: Sequence[Share], columns: Mapping[Column, TokenNumbers]) -> list[Share]:

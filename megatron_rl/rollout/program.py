@@ -286,7 +286,6 @@ def as_rollout(
         thought_cut=has_budget and not (transcript.stopped if closed is None else all(closed)),
         thought_budget=thought_budget,
         oldest_version=min((v for v in transcript.version if v >= 0), default=-1),
-        patches=tuple(picture.num_patches for picture in pictures),
         digest=zlib.crc32(np.array(transcript.ids, np.int32).tobytes()),
     )
     return sample, Tokens(

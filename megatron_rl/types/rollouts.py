@@ -216,6 +216,8 @@ class Episode:
     num_retried: int = 0
     """The number of an agent's calls that it asked once more and went on from the later answer; the earlier ones are
     left out."""
+    patches: tuple[int, ...] = ()
+    """The number of patches of each image of the conversation, the prompt's first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +254,6 @@ class Rollout:
     rollouts of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
     num_item_tokens: int = 0
     """The number of its last tokens that form an item found by beam search; 0 means that it has no item."""
-    patches: tuple[int, ...] = ()
-    """The number of patches of each image in prompt and response."""
     digest: int = 0
     """The CRC-32 of its response's tokens, by which equal answers are found; 0 if nobody has computed it."""
     branch: Branch | None = None

@@ -134,8 +134,6 @@ class StepBatch:
     """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
     num_item_tokens: np.ndarray | None = None
     """int64 [S]: see `Rollout.num_item_tokens`."""
-    patches: Sequence[tuple[int, ...]] = ()
-    """[S]: see `Rollout.patches`; empty if the model sees no images."""
 
     @property
     def index_in_group(self) -> np.ndarray:
@@ -175,7 +173,6 @@ class StepBatch:
             answer_of=np.cumsum([one.begins_answer for one in rollouts]) - 1,
             thought_of=np.cumsum([one.beam == 0 for one in rollouts]) - 1,
             num_item_tokens=np.array([one.num_item_tokens for one in rollouts], np.int64),
-            patches=[one.patches for one in rollouts] if any(one.patches for one in rollouts) else (),
         )
 
     @classmethod
@@ -197,15 +194,17 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedBatch(StepBatch):
-    """A batch with what teachers, or an estimator, take from the rows."""
+    """A batch with what teachers, an estimator, or a vision tower take from the rows."""
 
     teacher_weights: np.ndarray | None = None
     """float64 [S]: the weight of the sample's teacher, 0 if it has none; None without teachers."""
     pass_rates: np.ndarray | None = None
     """float64 [S]: the column `pass_rate` of the sample's row, NaN if it has none; None if no estimator needs it."""
+    patches: Sequence[tuple[int, ...]] = ()
+    """[S]: the number of patches of each image of the sample; empty without images."""
 
     @classmethod
-    def of(cls, batch: StepBatch, **columns: np.ndarray) -> AnnotatedBatch:
+    def of(cls, batch: StepBatch, **columns: Any) -> AnnotatedBatch:
         return cls(**{one.name: getattr(batch, one.name) for one in fields(batch)} | columns)
 
 

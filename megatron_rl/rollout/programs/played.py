@@ -124,6 +124,7 @@ class Played:
                 conversation=number,
                 continues=not is_last,
                 thoughts=tuple(uncut) if budgets else (),
+                patches=tuple(picture.num_patches for picture in talk.pictures),
             )
             if is_last:
                 errors, num_calls = tuple(self.errors), self.num_calls

@@ -13,7 +13,7 @@ from small_models import model
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import Minibatches, StepBatch, Vision
+from megatron_rl.types import AnnotatedBatch, Minibatches, StepBatch, Vision
 
 SHAPE = model("qwen3", 2, 128, 4, 2, 32, 256, 64, 512)
 
@@ -55,7 +55,7 @@ def test_the_images_of_a_trained_tower_are_balanced():
     """Two of four equally long samples have an image. Each rank gets one of them."""
     tower = (("visual.patch_embed.proj.weight", (8, 3, 1, 2, 2)), ("visual.blocks.0.norm1.weight", (8,)))
     seen = Vision("x", 9, 2, 0, (4, 2, 2), True, tower, num_whole=1, trained=True)
-    batch = replace(batch_of([30] * 4), patches=[(16, 8), (64,), (), ()])
+    batch = AnnotatedBatch.of(batch_of([30] * 4), patches=[(16, 8), (64,), (), ()])
     plans = {
         is_trained: plan_microbatches(
             batch,

@@ -25,7 +25,7 @@ from megatron_rl.data.row_images import SHOWN, bytes_of, take_images
 from megatron_rl.data.rows import BadRow, plain_row
 from megatron_rl.models import read_shape
 from megatron_rl.models.vision import positions
-from megatron_rl.types import Group, Picture, Prompt, Rollout, Tokens, Vision
+from megatron_rl.types import Episode, Group, Picture, Prompt, Rollout, Tokens, Vision
 
 VISION = Vision("qwen3_vl", image_token=9, merge=2, num_deep=1, sections=(4, 2, 2), interleaved=True)
 
@@ -256,7 +256,7 @@ def test_a_journal_keeps_the_names_of_images():
     tokens = Tokens(ids, ids == 8, np.zeros(6, np.float32), np.full(6, -1, np.int32), pictures=(picture,))
     group = Group(
         Prompt("uid", tuple(ids[:5]), "", pictures=(picture,)),
-        [Rollout(6, 5, 1, 0, "stop", patches=(16,))],
+        [Rollout(6, 5, 1, 0, "stop", episode=Episode(1, 5, patches=(16,)))],
         [tokens],
         0,
     )

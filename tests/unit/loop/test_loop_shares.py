@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from small_models import model
+from small_ports import config
 
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.loop.shares import deal
-from megatron_rl.types import Credit, Group, Minibatches, Prompt, Rollout, StepBatch, TokenRewards
+from megatron_rl.loop.shares import batch_of, deal
+from megatron_rl.types import (
+    Credit,
+    Episode,
+    Group,
+    Minibatches,
+    Picture,
+    Prompt,
+    Rollout,
+    Rollouts,
+    StepBatch,
+    TokenRewards,
+    Verdict,
+)
 
 SHAPE = model("qwen3", 1, 8, 2, 2, 4, 8, 32)
 
@@ -49,3 +64,15 @@ def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():
         if g != 1
         for i in range(3)
     }
+
+
+def test_a_step_knows_the_patches_of_its_samples():
+    """An answer of several turns has the images of its environment, too."""
+    shown, bare = Prompt("a", (1,), "", pictures=(Picture("x", 4, 4), Picture("y", 2, 6))), Prompt("b", (1,), "")
+    answer = Rollout(6, 1, 5, 0, "stop", verdict=Verdict(1.0, parts=(1.0,)))
+    seen = replace(answer, episode=Episode(2, 4, patches=(16,)))
+    groups = [Group(shown, [answer, answer], [None] * 2, 0), Group(bare, [answer, seen], [None] * 2, 0)]
+    batch = batch_of(config(), Rollouts(groups, None, {}), 0)
+    assert batch.patches == [(16, 12), (16, 12), (), (16,)]
+    without = replace(groups[1], rollouts=[answer] * 2)
+    assert type(batch_of(config(), Rollouts([without], None, {}), 0)) is StepBatch

@@ -94,6 +94,7 @@ def test_each_call_has_the_images_of_all_turns_before(folder):
     [(sample, tokens)] = samples
     assert [sizes(pictures) for pictures in seen] == [[(4, 4)], [(4, 4), (2, 6)], [(4, 4), (2, 6), (4, 6)]]
     assert tokens.pictures == seen[-1] and sample.episode.num_tool_calls == 2
+    assert sample.episode.patches == (16, 12, 24)
     assert int((tokens.ids == IMAGE_TOKEN).sum()) == 4 + 3 + 6
     content = tokens.conversation.turns[1]["content"]
     assert content == [{"type": "text", "text": "< |image_pad|>1"}, {"type": "image"}], "a text is no image"
