@@ -140,7 +140,8 @@ def _channels(data: bytes) -> np.ndarray:
 
 
 def _unreadable(data: bytes, error: Exception) -> BadRow:
-    return BadRow(f"an image of {len(data):,} bytes cannot be read: {error}")
+    why = "they have no known format" if isinstance(error, PIL.UnidentifiedImageError) else error
+    return BadRow(f"an image of {len(data):,} bytes cannot be read: {why}")
 
 
 @cache

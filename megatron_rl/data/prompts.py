@@ -76,14 +76,14 @@ class ImageRules:
         return pictures_of(self.model, self.folder)
 
 
-def _taken(question: Question, folder: Path) -> tuple[Question, list[bytes]]:
+def _taken(question: Question, folder: Path) -> tuple[Question, dict[str, bytes]]:
     if isinstance(question.messages, str):
         if named := [name for name in (*COLUMNS, *VIDEOS) if question.columns.get(name)]:
             raise BadRow(
                 f"the prompt is a plain text, in which no image has a place, but the column `{named[0]}` is filled; "
                 f"write the prompt as chat turns, with {MARK} where an image is"
             )
-        return question, []
+        return question, {}
     turns, images, columns = take_images(question.messages, question.columns, folder)
     return replace(question, messages=turns, columns=columns), images
 

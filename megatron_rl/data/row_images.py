@@ -36,8 +36,8 @@ SHOWN = {"type": "image"}
 """The part of a turn that a chat template writes a placeholder for."""
 
 
-def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, list[bytes], Row]:
-    """The turns with SHOWN for each image, the images' bytes in order, and the other columns.
+def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, dict[str, bytes], Row]:
+    """The turns with SHOWN for each image, the images' bytes in order by their places, and the other columns.
 
     Args:
         folder: of the file with the rows.
@@ -53,27 +53,30 @@ def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, lis
     named = filled[0] if filled else "images"
     if value := columns.get(named):
         given = value if isinstance(value, list) else [value]
-    found: list[Any] = []
-    turns = tuple(turn | {"content": _parts(turn["content"], found)} for turn in messages)
-    marks = sum(one is None for one in found)
+    found: dict[str, Any] = {}
+    turns = tuple(
+        turn | {"content": _parts(turn["content"], f"turn {number}", found)} for number, turn in enumerate(messages, 1)
+    )
+    marks = sum(one is None for one in found.values())
     if marks != len(given):
         raise BadRow(
             f"the turns have {marks} places for images ({MARK}, or a part of the type image), but the column `{named}` "
             f"has {len(given)} images; the two numbers must be equal"
         )
-    remaining = iter(given)
-    images = each(lambda one: bytes_of(next(remaining) if one is None else one, folder), found)
+    remaining = iter([(f"column `{named}`, image {number}", one) for number, one in enumerate(given, 1)])
+    placed = dict(next(remaining) if one is None else (place, one) for place, one in found.items())
+    images = dict(zip(placed, each(lambda one: bytes_of(one, folder), placed), strict=True))
     return turns, images, {name: value for name, value in columns.items() if name not in COLUMNS}
 
 
-def each(read: Callable[[Any], T], images: Sequence[Any]) -> list[T]:
-    """What `read` makes of each image. Its error says which of several images it is."""
+def each(read: Callable[[Any], T], images: Mapping[str, Any]) -> list[T]:
+    """What `read` makes of each image. Its error says where the row has the image."""
     made: list[T] = []
-    for number, image in enumerate(images, start=1):
+    for place, image in images.items():
         try:
             made.append(read(image))
         except BadRow as error:
-            raise BadRow(f"image {number} of {len(images)}: {error}" if len(images) > 1 else str(error)) from error
+            raise BadRow(f"{place}: {error}") from error
     return made
 
 
@@ -90,20 +93,20 @@ def require_no_places(row: Mapping[str, Any]) -> None:
         )
 
 
-def _parts(content: str | list[dict[str, Any]], found: list[Any]) -> str | list[dict[str, Any]]:
-    """The content of a turn, as text if it has no image. What its images are is appended to `found`, None for the next
-    one of the column."""
+def _parts(content: str | list[dict[str, Any]], turn: str, found: dict[str, Any]) -> str | list[dict[str, Any]]:
+    """The content of a turn, as text if it has no image. What its images are is added to `found` by their places, None
+    for the next one of the column."""
     if isinstance(content, str):
         if MARK not in content:
             return content
         texts = content.split(MARK)
         content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in _between(texts)]
     parts, has_image = [], False
-    for part in content:
+    for number, part in enumerate(content, 1):
         if "image" not in str(part.get("type")):
             parts.append({"type": "text", "text": part["text"]})
             continue
-        found.append(_own_image(part))
+        found[f"{turn}, part {number}"] = _own_image(part)
         parts.append(SHOWN)
         has_image = True
     return parts if has_image else "".join(part["text"] for part in parts)

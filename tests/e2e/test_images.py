@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from image_models import IMAGE_TOKEN, drawing, write_model
+from image_models import IMAGE_TOKEN, VIDEO, drawing, write_model
 from safetensors.torch import load_file
 from test_resume import lines
 
@@ -144,7 +144,8 @@ def test_adapters_of_the_text_model(recipe, asked, run_here, kind, settings):
 @pytest.mark.deep
 @pytest.mark.deadline(900)
 def test_an_environment_shows_pictures(recipe, asked, run_here):
-    """The row has the images of all turns, in order, and a replay computes the same."""
+    """The row has the images of all turns, in order. A replay computes the same, and so does a run that is killed and
+    resumed."""
     keys, model = asked("qwen3_vl")
     keys += [f"rollout.environment={{kind: class, path: '{model.parent}/reward.py:Pages'}}"]
     keys += ["rollout.max_response_tokens=300", "balance.max_tokens_per_microbatch=512", "run.steps=2"]
@@ -163,6 +164,13 @@ def test_an_environment_shows_pictures(recipe, asked, run_here):
     assert again.returncode == 0, again.stdout + again.stderr
     replayed = lines(recipe.folder / "runs" / "again")
     assert [one["loss"] for one in replayed[:2]] == [one["loss"] for one in metrics[:2]]
+    killed = recipe.start(*keys, "run.name=killed")
+    recipe.wait_until(killed, (recipe.folder / "runs" / "killed" / "checkpoints" / "step_000001").exists)
+    killed.kill()
+    killed.wait()
+    resumed = recipe.run(*keys, "run.name=killed", "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert lines(recipe.folder / "runs" / "killed") == metrics
     assert run_here("report", str(run)).returncode == 0
     assert '[2,"data:image/png' in (run / "report.html").read_text()
 
@@ -237,7 +245,8 @@ def open_whole(folder, dtype="float32"):
 
 @torch.no_grad()
 def log_probs(model, tokens, pictures, bright=1) -> list[float]:
-    """Of each token but the first, by transformers. Image tokens, and rows without a token, are never sampled.
+    """Of each token but the first, by transformers. Tokens of images and videos, and rows without a token, are never
+    sampled.
 
     Args:
         bright: what pixels are multiplied by.
@@ -249,6 +258,6 @@ def log_probs(model, tokens, pictures, bright=1) -> list[float]:
         images = dict(pixel_values=bright * torch.from_numpy(patches).to(model.dtype), image_grid_thw=grids)
         images["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
     logits = model(input_ids=ids, **images).logits[0, :-1].float()
-    logits[:, IMAGE_TOKEN] = -torch.inf
+    logits[:, [IMAGE_TOKEN, VIDEO]] = -torch.inf
     logits[:, model.config.text_config.vocab_size - 3 :] = -torch.inf
     return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy()

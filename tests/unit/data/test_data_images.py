@@ -110,18 +110,20 @@ def test_the_forms_of_images(tmp_path):
     texts = ({"role": "user", "content": "x<image>y<image>"},)
     shown = [{"type": "text", "text": "x"}, SHOWN, {"type": "text", "text": "y"}, SHOWN]
     turns, images, columns = take_images(texts, {"images": ["a.png", url], "ground_truth": "3"}, tmp_path)
-    assert (turns[0]["content"], images, columns) == (shown, [one, two], {"ground_truth": "3"})
+    assert (turns[0]["content"], columns) == (shown, {"ground_truth": "3"})
+    assert images == {"column `images`, image 1": one, "column `images`, image 2": two}
     parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "image"}, {"type": "text", "text": "y"}]
     turns, images, columns = take_images(({"role": "user", "content": parts},), {"image": "a.png"}, tmp_path)
-    assert (turns[0]["content"], images, columns) == ([SHOWN, SHOWN, parts[2]], [two, one], {})
+    assert (turns[0]["content"], columns) == ([SHOWN, SHOWN, parts[2]], {})
+    assert images == {"turn 1, part 1": two, "column `image`, image 1": one}
     made = plain_row({"images": [two, drawing(9, 9, 0)], "image": {"bytes": two, "path": None}})
     assert made == {"images": [url, url], "image": {"bytes": url, "path": None}}
-    assert take_images(texts[:1], {"images": made["images"]}, tmp_path)[1] == [two, two]
+    assert list(take_images(texts[:1], {"images": made["images"]}, tmp_path)[1].values()) == [two, two]
     coded = {"type": "image", "base64": url.partition(",")[2], "image": None}
     parts = [{"type": "image", "image": url, "text": ""}, {"type": "image", "path": "a.png"}, coded]
-    assert take_images(({"role": "user", "content": parts},), {}, tmp_path)[1] == [two, one, two]
+    assert list(take_images(({"role": "user", "content": parts},), {}, tmp_path)[1].values()) == [two, one, two]
     turns, images, _ = take_images(({"role": "user", "content": "none"},), {}, tmp_path)
-    assert (turns[0]["content"], images) == ("none", [])
+    assert (turns[0]["content"], images) == ("none", {})
 
 
 AT_HAND = "data:image/png;base64,iVBORw0KGgo="
@@ -139,7 +141,11 @@ AT_HAND = "data:image/png;base64,iVBORw0KGgo="
         ("<image>", {"image": "a\0b"}, "cannot be read: embedded null byte"),
         ("<image>", {"image": "a.png", "images": ["b.png"]}, "both columns `images` and `image` have images"),
         ("<video>", {"videos": ["a.mp4"]}, "the column `videos` has a video"),
-        ("<image><image>", {"images": [AT_HAND, "missing.png"]}, "^image 2 of 2: the image .* cannot be read"),
+        (
+            "<image><image>",
+            {"images": [AT_HAND, "missing.png"]},
+            "^column `images`, image 2: the image .* cannot be read",
+        ),
         (
             "<image>",
             {"image": "iVBORw0KGgo" * 500},
@@ -189,9 +195,9 @@ def test_prompts_have_all_tokens_of_their_images(model, tmp_path):
 @pytest.mark.parametrize(
     ("content", "data", "message"),
     [
-        ("<image>", b"\x89PNG broken", r"rows.jsonl:1: an image of 11 bytes cannot be read"),
-        ("<image>", png(8, 8)[:-150], r"rows.jsonl:1: an image of \d+ bytes cannot be read"),
-        ("<image>", png(1, 500), r"rows.jsonl:1: an image of .* absolute aspect ratio must be smaller than 200"),
+        ("<image>", b"\x89PNG broken", r"rows.jsonl:1: column `images`, image 1: an image of 11 bytes cannot be read"),
+        ("<image>", png(8, 8)[:-150], r"rows.jsonl:1: .*: an image of \d+ bytes cannot be read"),
+        ("<image>", png(1, 500), r"rows.jsonl:1: .*: an image of .* absolute aspect ratio must be smaller than 200"),
         ("<image> and <|image_pad|>", png(8, 8), "wrote 2 image tokens for 1 images; does a text contain"),
         ("<image> and <|video_pad|>", png(8, 8), "a text contains the model's own video token"),
         ([{"type": "video", "video": "a.mp4"}], png(8, 8), "messages.0..* are no text: .* parts are texts or images"),

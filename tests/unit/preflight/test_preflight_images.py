@@ -46,7 +46,7 @@ def test_images_are_beside_the_files_of_a_folder_and_nothing_is_kept(tmp_path):
     assert not (tmp_path / "runs").exists()
     (part / "a.png").unlink()
     [told] = faults_of_rows(run_of(tmp_path), files, lambda note: None)
-    assert "part/rows.jsonl:1: the image" in told and "cannot be read: No such file" in told
+    assert "part/rows.jsonl:1: column `images`, image 1: the image" in told and "cannot be read: No such file" in told
 
 
 @pytest.mark.parametrize(

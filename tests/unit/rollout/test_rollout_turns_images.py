@@ -117,7 +117,11 @@ def test_a_history_without_thoughts_has_all_images_again(folder):
 @pytest.mark.parametrize(
     ("at", "template", "told"),
     [
-        (-1, KEEPS, r"an observation: an image of [\d,]+ bytes cannot be read"),
+        (
+            -1,
+            KEEPS,
+            r"an observation: turn 1, part 2: an image of [\d,]+ bytes cannot be read: they have no known format",
+        ),
         (1, NO_IMAGES_OF_TOOLS, "an observation: the chat template wrote 0 image tokens for 1 images"),
     ],
 )
