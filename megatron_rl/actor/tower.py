@@ -92,7 +92,13 @@ def tower_of(spec: ActorSpec, stage: int, gpt: Any) -> Tower | None:
         module = gpt.visual
     else:
         module = build_tower(folder, dtype, recompute=False).requires_grad_(False)
-        module.load_state_dict(tower_weights(folder, dtype))
+        weights = tower_weights(folder, dtype)
+        if missing := module.state_dict().keys() - weights.keys():
+            raise ValueError(
+                f"model.path: {folder} lacks {len(missing)} tensors of its vision tower, which a checkpoint leaves out "
+                "if it is frozen; set model.path to the folder of the whole model"
+            )
+        module.load_state_dict(weights)
     return Tower(module, Pictures(folder, Path(spec.pictures)), dtype)
 
 

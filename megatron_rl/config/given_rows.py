@@ -83,7 +83,7 @@ IMAGES = re.compile(
 """The first bytes of the files of images, named by their formats."""
 
 
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 """Pillow's modes of images that a PNG file can hold."""
 
 
@@ -91,19 +91,21 @@ def image_text(value: Any) -> str | None:
     """The bytes of an image, or an image of Pillow, as `data:image/png;base64,...`; None for everything else."""
     if hasattr(value, "save") and hasattr(value, "getbands"):
         if value.mode not in PNG_MODES:
-            value = value.convert("RGB")
-        value.save(data := BytesIO(), "png")
+            value = value.convert("I;16" if value.mode == "I" else "RGB")
+        value.save(data := BytesIO(), "png", compress_level=1)
         value = data.getvalue()
-    if not isinstance(value, bytes):
+    if not isinstance(value, bytes | bytearray):
         return None
     head = IMAGES.match(value)
     return head and f"data:image/{head.lastgroup};base64,{base64.b64encode(value).decode()}"
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy's as one of Python's, and an image as a text."""
+    """A number of NumPy's as one of Python's, and a path or an image as a text."""
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if (text := image_text(value)) is not None:
         return text
     raise TypeError(f"{type(value).__name__} is no type of JSON's")

@@ -38,7 +38,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.slurm import SlurmConfig
 from megatron_rl.config.teachers import TeacherConfig
-from megatron_rl.types import Adapters, ModelShape
+from megatron_rl.types import Adapters, ModelShape, images_of_rollouts
 
 
 class OfflineConfig(Section):
@@ -296,9 +296,10 @@ class GrpoRunConfig(BaseConfig):
 
     @property
     def pictures_folder(self) -> Path:
-        """The folder of the run's images, if its model sees images. Replayed rollouts have theirs beside them."""
-        replayed = self.rollout.replay
-        return (self.data.cache or (replayed.parent if replayed else self.run_folder)) / "images"
+        """The folder of the run's images, if its model sees images."""
+        if self.rollout.replay and not self.data.cache:
+            return images_of_rollouts(self.rollout.replay)
+        return (self.data.cache or self.run_folder) / "images"
 
     @property
     def deciding_rewards(self) -> list[int]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from functools import cache, cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 import PIL.Image
@@ -27,6 +27,52 @@ from megatron_rl.types import Picture
 
 UNREADABLE = (OSError, ValueError, SyntaxError, RuntimeError, PIL.Image.DecompressionBombError)
 """What Pillow's readers of formats raise for broken files."""
+
+
+PROCESSOR = "preprocessor_config.json"
+
+
+class Cuts(NamedTuple):
+    """How the images of a model are cut, by its PROCESSOR file."""
+
+    patch: int = 14
+    merge: int = 2
+    temporal_patch: int = 2
+    least: int = 56 * 56
+    """The smallest number of pixels of an image, and the largest one."""
+    most: int = 28 * 28 * 1280
+
+
+def cuts_of(model: Path) -> Cuts:
+    """
+    Returns:
+        What transformers' processor reads; its defaults if there is no file.
+
+    Raises:
+        ValueError: the processor would refuse the file, or each image.
+    """
+    path = model / PROCESSOR
+    if not path.exists():
+        return Cuts()
+    try:
+        given = json.loads(path.read_text())
+        sizes = dict(given.get("size") or {"shortest_edge": Cuts().least, "longest_edge": Cuts().most})
+        for edge, pixels in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            sizes[edge] = given.get(pixels) if given.get(pixels) is not None else sizes.get(edge)
+        names = ("patch_size", "merge_size", "temporal_patch_size")
+        cuts = [given.get(name, default) for name, default in zip(names, Cuts(), strict=False)]
+        return Cuts(*(_positive(one) for one in (*cuts, sizes["shortest_edge"], sizes["longest_edge"])))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: {error}; patch_size, merge_size and temporal_patch_size, and size with shortest_edge and "
+            "longest_edge (or min_pixels and max_pixels) must be positive numbers; copy the model's own file"
+        ) from error
+
+
+def _positive(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
+        raise ValueError(f"{value!r} is no positive number")
+    return int(value)
 
 
 MOST_UNEQUAL = 200
@@ -82,7 +128,9 @@ class Pictures:
             BadRow: this is no whole image, or the processor refuses its extents.
         """
         own = self.processor
-        settings = repr((own.size, own.resample, own.patch_size, own.merge_size)).encode()
+        settings = repr(
+            (own.size, own.resample, own.patch_size, own.merge_size, own.image_mean, own.image_std)
+        ).encode()
         digest = hashlib.blake2b(data, digest_size=16, key=hashlib.sha256(settings).digest()).hexdigest()
         if not (path := self.path(digest)).exists():
             try:
@@ -90,7 +138,7 @@ class Pictures:
             except UNREADABLE as error:
                 raise _unreadable(data, error) from error
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary = path.with_suffix(f".{uuid4().hex}")  # engines of other nodes write the same image
             PIL.Image.fromarray(np.ascontiguousarray(resized.transpose(1, 2, 0))).save(temporary, "png")
             temporary.replace(path)
         with PIL.Image.open(path) as kept:
@@ -103,12 +151,7 @@ class Pictures:
         Raises:
             BadRow: see `add`.
         """
-        path = self._model / "preprocessor_config.json"
-        given = json.loads(path.read_text()) if path.exists() else {}  # `preflight.images` tells that it is missing
-        sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280} | (given.get("size") or {})
-        least = given.get("min_pixels") or sizes["shortest_edge"]
-        most = given.get("max_pixels") or sizes["longest_edge"]
-        patch, merge = given.get("patch_size", 14), given.get("merge_size", 2)
+        patch, merge, _, least, most = cuts_of(self._model)
         try:
             _, height, width = _channels(data).shape
             height, width = resized(height, width, patch * merge, least, most)

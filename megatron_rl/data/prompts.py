@@ -68,7 +68,7 @@ class ImageRules:
         Raises:
             BadRow: see `take`; or a part is neither text nor an image.
         """
-        [turn], images, _ = take_images(turns_of({"messages": [message]}, sees_images=True), {}, Path())
+        [turn], images, _ = take_images(turns_of({"messages": [message]}, sees_images=True), None, Path())
         return turn, tuple(each(self.pictures.add, images))
 
     @property

@@ -36,15 +36,17 @@ SHOWN = {"type": "image"}
 """The part of a turn that a chat template writes a placeholder for."""
 
 
-def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, dict[str, bytes], Row]:
+def take_images(messages: Turns, given_columns: Row | None, folder: Path) -> tuple[Turns, dict[str, bytes], Row]:
     """The turns with SHOWN for each image, the images' bytes in order by their places, and the other columns.
 
     Args:
+        given_columns: None: there are no columns, and each part has its own image.
         folder: of the file with the rows.
 
     Raises:
         BadRow: turns and images do not fit together, or an image cannot be read.
     """
+    columns = given_columns or {}
     given: Sequence[Any] = ()
     if filled := [name for name in VIDEOS if columns.get(name)]:
         raise BadRow(f"the column `{filled[0]}` has a video, and models read images alone here; leave the row out")
@@ -58,6 +60,8 @@ def take_images(messages: Turns, columns: Row, folder: Path) -> tuple[Turns, dic
         turn | {"content": _parts(turn["content"], f"turn {number}", found)} for number, turn in enumerate(messages, 1)
     )
     marks = sum(one is None for one in found.values())
+    if marks and given_columns is None:
+        raise BadRow("a part of the type image has no image; give one in the key image, or leave the part out")
     if marks != len(given):
         raise BadRow(
             f"the turns have {marks} places for images ({MARK}, or a part of the type image), but the column `{named}` "

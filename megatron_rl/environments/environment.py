@@ -6,6 +6,7 @@ Invariants (tests/unit/environments): an exception, a time-out or a result of th
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 from megatron_rl.config.environment import ClassEnvironment
 from megatron_rl.config.exception_text import place, printable, said
 from megatron_rl.config.function import load_function, short_path
-from megatron_rl.config.given_rows import image_text
 from megatron_rl.environments.calls import Calls, OutOfTime
+from megatron_rl.environments.observed import content_of
 from megatron_rl.types import LARGEST_SCORE
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class Step(NamedTuple):
     """What an environment answers to a turn of the model."""
 
     observation: str | list[dict[str, Any]]
-    """What the model reads next: a text, or content parts with images, as `parts_of` reads them. It has no effect if
+    """What the model reads next: a text, or content parts with images, as `content_of` reads them. It has no effect if
     the episode is done."""
     reward: float | None = None
     """The reward of the turn; None: it has none."""
@@ -72,7 +73,7 @@ class Reaction:
     """What follows a turn of the model."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
-    """The observations as turns of the chat template, `role` and `content`, which is a text or `parts_of` one."""
+    """The observations as turns of the chat template, `role` and `content`, which is a text or content parts."""
     reward: float | None = None
     done: bool = False
     errors: tuple[str, ...] = ()
@@ -197,7 +198,7 @@ class ClassSession:
     async def react(self, text: str) -> Reaction:
         given = await self._code.call("step", self._environment.step, text)
         try:
-            return self._reaction(given)
+            return await asyncio.to_thread(self._reaction, given)  # it may write large images
         except EnvironmentFault:
             raise
         except BaseException as error:  # a value's own methods may raise anything
@@ -208,7 +209,7 @@ class ClassSession:
         if not isinstance(given, tuple) or not 1 <= len(given) <= 3:
             raise fault("step", f"returned {given!r}, {wanted}")
         step = Step(*given)
-        content = step.observation if isinstance(step.observation, str) else parts_of(step.observation)
+        content = step.observation if isinstance(step.observation, str) else content_of(step.observation)
         if content is None:
             raise fault("step", f"returned the observation {step.observation!r}, {wanted}, the first as text")
         reward = step.reward
@@ -230,20 +231,6 @@ class ClassSession:
             await self._code.call("close", close)
         except EnvironmentFault as fault:  # the answer is complete
             log.warning("%s", fault)
-
-
-def parts_of(result: Any) -> list[dict[str, Any]] | None:
-    """The content parts of an observation with images, whose bytes and images of Pillow are texts; None if it is none.
-    A single image is the only part.
-
-    Example: `[{"type": "text", "text": "The page:"}, {"type": "image", "image": PIL.Image.open("page.png")}]`.
-    """
-    if alone := image_text(result):
-        return [{"type": "image", "image": alone}]
-    if not isinstance(result, list) or not all(isinstance(p, dict) and isinstance(p.get("type"), str) for p in result):
-        return None
-    plain = [{key: image_text(value) or value for key, value in part.items()} for part in result]
-    return plain if any("image" in part["type"] for part in plain) else None
 
 
 def fault_of_reward(given: Any) -> str | None:

@@ -21,8 +21,9 @@ from megatron_rl.config.exception_text import said
 from megatron_rl.environments.asked_calls import calls_of
 from megatron_rl.environments.call_formats import AskedCall, CallFormat
 from megatron_rl.environments.calls import Calls, OutOfTime
-from megatron_rl.environments.environment import Closing, Reaction, parts_of
+from megatron_rl.environments.environment import Closing, Reaction
 from megatron_rl.environments.objects import AnswerObject
+from megatron_rl.environments.observed import content_of
 from megatron_rl.environments.tools import Tool
 
 
@@ -90,7 +91,8 @@ class ToolSession:
         try:
             function = tool.function if self._own is None or name in self._functions else self._own.tool(name)
             given = await self._calls.call(function, **call.arguments)
-            return parts_of(given) or _as_text(given), ""
+            content = given if isinstance(given, str) else await asyncio.to_thread(content_of, given)
+            return _as_text(given) if content is None else content, ""
         except ValidationError as error:
             faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
             return f"Error: wrong arguments of {name}: {'; '.join(faults)}", "arguments"

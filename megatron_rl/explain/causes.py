@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from megatron_rl.explain.step import ExplainedAnswer, ExplainedStep
+from megatron_rl.types import Picture
 
 LARGE = 10.0
 """A number is unusual if it is this many times the median of the others."""
@@ -185,11 +186,11 @@ def _neighbours_without_score(step: ExplainedStep) -> Iterator[str]:
 
 
 def _equal_prompts(step: ExplainedStep) -> Iterator[str]:
-    names: dict[tuple[Sequence[int], str], list[str]] = {}
+    names: dict[tuple[Sequence[int], Sequence[Picture], str], list[str]] = {}
     for group in step.groups:
         prompt = group[0].prompt
         columns = str(prompt.columns) if group[0].rollout.episode else ""  # they make the task of an environment
-        names.setdefault((prompt.token_ids, columns), []).append(prompt.uid)
+        names.setdefault((prompt.token_ids, prompt.pictures, columns), []).append(prompt.uid)
     for uids in names.values():
         if len(uids) > 1:
             yield f"equal prompts: {' and '.join(uids[:3])} are the same tokens, so that their answers count double"

@@ -31,7 +31,7 @@ def check_mesh(family: Family, shape: ModelShape, mesh: Mesh) -> None:
     if first < num_deep:
         raise ValueError(
             f"the vision tower adds to the outputs of the first {num_deep} layers, but the first part of the pipeline "
-            f"has {first}; set policy.parallel.pipeline or virtual to a smaller number"
+            f"has {first}; give it more by policy.parallel.layers, or set pipeline or virtual to a smaller number"
         )
 
 

@@ -34,6 +34,7 @@ from megatron_rl.observe.records import (
 )
 from megatron_rl.observe.sample_choice import add_explained, shown_samples
 from megatron_rl.processes import open_text
+from megatron_rl.types import images_of_rollouts
 
 NO_VALUE = "\N{EN DASH}"
 
@@ -179,7 +180,7 @@ def _run_data(run_folder: Path, metrics: Records, made_of: Mapping[str, Any] | N
     config = (made_of or {}).get("config", {})
     rewards = config.get("rewards", [])
     cache, replayed = config.get("data", {}).get("cache"), config.get("rollout", {}).get("replay")
-    pictures = Path(cache or (Path(replayed).parent if replayed else run_folder)) / "images"
+    pictures = images_of_rollouts(Path(replayed)) if replayed and not cache else Path(cache or run_folder) / "images"
     for sample in samples:
         if shown := sample.get("images"):
             files = [(turn, pictures / f"{digest}.png") for turn, digest in shown]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from megatron_rl.data.mixture import whole_shares
 from megatron_rl.data.prompts import ImageRules, Rules
 from megatron_rl.environments import object_columns, schemas_of
 from megatron_rl.models.vision import vision_of
+from megatron_rl.planning.shapes import planned_model
 from megatron_rl.verifiers.columns import required_columns
 
 
@@ -82,6 +84,9 @@ def prompt_rules(config: GrpoRunConfig) -> Rules:
 def _images(config: GrpoRunConfig) -> ImageRules | None:
     """How the images of rows are read, if the model sees any."""
     vision = vision_of(config.model.path)
+    if vision is None and not config.model.path.exists():
+        with suppress(ValueError):  # it is told elsewhere
+            vision = planned_model(config).vision
     return None if vision is None else ImageRules(vision, config.model.path, config.pictures_folder)
 
 

@@ -60,7 +60,7 @@ def _length(model: GivenModel, row: Any, bound: int, args: Any, tools: Any) -> i
     if not isinstance(prompt, str | list) or not prompt:
         return 0
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False, default=str)
-    images = images_of(row)
+    images = images_of(row) + [part["image"] for part in _parts(prompt) if part.get("image") is not None]
     if len(text.encode(errors="replace")) + TEMPLATE_BYTES <= bound and not tools and not images:
         return 0
     try:
@@ -74,6 +74,12 @@ def _length(model: GivenModel, row: Any, bound: int, args: Any, tools: Any) -> i
             **{**(args.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})},
         )
         length = len(model.tokenizer(told, add_special_tokens=False)["input_ids"])
-        return length + sum(model.image_tokens(image) for image in images)
+        return length + sum(max(model.image_tokens(image) - 1, 0) for image in images)  # the text has one of each
     except (TemplateError, ValueError, TypeError, KeyError, AttributeError, OSError):
         return 0
+
+
+def _parts(prompt: str | list[Any]) -> list[Mapping[str, Any]]:
+    """The content parts of all turns."""
+    contents = [turn.get("content") for turn in prompt if isinstance(turn, Mapping)]
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, Mapping)]

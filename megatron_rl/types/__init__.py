@@ -57,7 +57,7 @@ from megatron_rl.types.step import (
     TokenSpan,
     TrainingRow,
 )
-from megatron_rl.types.vision import MOST_SEEN_BYTES, TOWER, Picture, Vision, text_of_turn
+from megatron_rl.types.vision import MOST_SEEN_BYTES, TOWER, Picture, Vision, images_of_rollouts, text_of_turn
 
 __all__ = [
     "Adapters",
@@ -116,5 +116,6 @@ __all__ = [
     "Verdict",
     "Vision",
     "YarnRope",
+    "images_of_rollouts",
     "text_of_turn",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
 from typing import Any
 
 MOST_SEEN_BYTES = 2**30
@@ -83,6 +84,13 @@ class Vision:
 
     def num_tokens(self, picture: Picture) -> int:
         return picture.num_patches // self.merge**2
+
+
+def images_of_rollouts(folder: Path) -> Path:
+    """The folder of the images of saved rollouts: inside, where `megatron-rl generate` writes them, or beside, in the
+    folder of a run."""
+    inside = folder / "images"
+    return inside if inside.is_dir() else folder.parent / "images"
 
 
 def text_of_turn(turn: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.program import Program
 from megatron_rl.rollout.programs.beams import BeamSearch
 from megatron_rl.rollout.programs.thinking import NativeBudget, OneCall, ThoughtAlone, TwoCallBudget
-from megatron_rl.rollout.vocabulary import load_tokenizer, native_fault, thinking_faults, token_ids
+from megatron_rl.rollout.vocabulary import image_tokens, load_tokenizer, native_fault, thinking_faults, token_ids
 from megatron_rl.types import Prompt
 
 MAX_BLANKS = 8
@@ -61,6 +61,8 @@ class Budgets:
                 )
             [self.opening] = opened
         faults = thinking_faults(self._tokenizer, rollout.delimiter, thinking.closing, opening)
+        if {*self.delimiter, *(self.closing or ())}.intersection(image_tokens(folder)):
+            faults.append("rollout.delimiter and rollout.thinking.closing may have no token that stands for images")
         if is_native and not on_gpu:
             assert self.closing is not None, "only mode truncate has none"
             faults += filter(None, [native_fault(self.delimiter, self.closing)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
+from threading import Barrier
 
 import numpy as np
 import PIL.Image
@@ -19,7 +21,7 @@ from megatron_rl.config.given_rows import GivenRows, image_text
 from megatron_rl.data.files import load_rows, read_rows
 from megatron_rl.data.forms import Reading
 from megatron_rl.data.journal import decode, encode
-from megatron_rl.data.pictures import Pictures
+from megatron_rl.data.pictures import Pictures, cuts_of
 from megatron_rl.data.prompts import ImageRules, Rules, load_prompts
 from megatron_rl.data.row_images import SHOWN, bytes_of, take_images
 from megatron_rl.data.rows import BadRow, plain_row
@@ -103,6 +105,43 @@ def test_the_extents_of_an_image_are_known_without_the_processor(model, tmp_path
             Pictures(tmp_path, tmp_path).extents(data)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"size": {"height": 448, "width": 448}},
+        {"size": {"shortest_edge": 64}},
+        {"size": {"min_pixels": 64, "max_pixels": 640}},
+        {"min_pixels": 0, "max_pixels": 640},
+        {"patch_size": {"height": 4}},
+        {"size": "default"},
+        [],
+    ],
+)
+def test_files_that_the_processor_refuses_are_refused(model, tmp_path, given):
+    config = json.loads((model[0] / "preprocessor_config.json").read_text())
+    own = {name: value for name, value in config.items() if name != "size"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(own | given if given else given))
+    with pytest.raises(Exception):  # noqa: B017 - transformers raises many kinds
+        Pictures(tmp_path, tmp_path / "images").add(png(40, 40))
+    with pytest.raises(ValueError, match="preprocessor_config.json: .*must be positive numbers; copy the model's own"):
+        cuts_of(tmp_path)
+
+
+def test_the_same_image_is_kept_by_many_at_once(model, tmp_path):
+    """Threads of an engine see the same first page."""
+    pictures, data, start = Pictures(model[0], tmp_path), png(40, 40), Barrier(8)
+
+    def add(_: int) -> Picture:
+        start.wait()
+        return pictures.add(data)
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            assert len(set(pool.map(add, range(8)))) == 1
+            (file,) = tmp_path.iterdir()
+            file.unlink()
+
+
 def test_the_forms_of_images(tmp_path):
     (tmp_path / "a.png").write_bytes(one := png(8, 8))
     two = png(9, 9)
@@ -117,8 +156,9 @@ def test_the_forms_of_images(tmp_path):
     assert (turns[0]["content"], columns) == ([SHOWN, SHOWN, parts[2]], {})
     assert images == {"turn 1, part 1": two, "column `image`, image 1": one}
     made = plain_row({"images": [two, drawing(9, 9, 0)], "image": {"bytes": two, "path": None}})
-    assert made == {"images": [url, url], "image": {"bytes": url, "path": None}}
-    assert list(take_images(texts[:1], {"images": made["images"]}, tmp_path)[1].values()) == [two, two]
+    assert (made["images"][0], made["image"]) == (url, {"bytes": url, "path": None})
+    kept = list(take_images(texts[:1], {"images": made["images"]}, tmp_path)[1].values())
+    assert kept[0] == two and np.array_equal(PIL.Image.open(BytesIO(kept[1])), drawing(9, 9, 0))
     coded = {"type": "image", "base64": url.partition(",")[2], "image": None}
     parts = [{"type": "image", "image": url, "text": ""}, {"type": "image", "path": "a.png"}, coded]
     assert list(take_images(({"role": "user", "content": parts},), {}, tmp_path)[1].values()) == [two, one, two]

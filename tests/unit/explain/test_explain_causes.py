@@ -9,7 +9,7 @@ import pytest
 
 from megatron_rl.explain.causes import asks_for_older_weights, causes
 from megatron_rl.explain.step import ExplainedAnswer, ExplainedStep
-from megatron_rl.types import Episode, Prompt, Rollout, Tokens, Verdict
+from megatron_rl.types import Episode, Picture, Prompt, Rollout, Tokens, Verdict
 
 NUM_PROMPT = 3
 PROMPTS = [Prompt(f"rows:{i}", (5, 6, 10 + i), "") for i in range(6)]
@@ -201,6 +201,13 @@ def test_rare_tokens_that_round_are_no_engine():
         logp[7] += 0.3 * (one.index % 3 == 0)
         answers.append(replace(one, tokens=replace(one.tokens, logp_rollout=logp)))
     assert causes(healthy(answers=answers)) == []
+
+
+def test_other_pictures_make_other_prompts():
+    step = equal_prompts()
+    shown = [replace(group[0].prompt, pictures=(Picture(str(i), 4, 4),)) for i, group in enumerate(step.groups)]
+    answers = [replace(one, prompt=shown[i]) for i, group in enumerate(step.groups) for one in group]
+    assert causes(step) and not causes(replace(step, answers=answers))
 
 
 def test_the_columns_of_an_environment_s_rows_tell_equal_prompts_apart():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from io import BytesIO
+from pathlib import Path
 
 import pytest
-from image_models import drawing, write_model
+from image_models import PROCESSOR, drawing, write_model
+from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
@@ -76,10 +78,35 @@ def test_the_file_that_says_how_images_are_cut_fits_the_tower(tmp_path):
     shape, path = read_shape(tmp_path / "model"), tmp_path / "model" / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"patch_size": 99}))
     [told] = faults_of_images(run_of(tmp_path), shape)
-    assert f"{path}: patch_size is 99, and the model's tower has patches of" in told
+    assert f"{path}: patch_size is 99, and the model's tower has 4; copy" in told
+    for name, value in (("merge_size", 4), ("temporal_patch_size", None)):
+        path.write_text(json.dumps(PROCESSOR | {name: value or 2}))
+        [told] = faults_of_images(run_of(tmp_path), shape)
+        assert f"{path}: {name} is {value or 2}, and the model's tower has" in told
+    path.write_text("not json")
+    [told] = faults_of_images(run_of(tmp_path), shape)
+    assert told.startswith(f"{path}: Expecting value")
     path.unlink()
     [told] = faults_of_images(run_of(tmp_path), shape)
     assert f"{path} is missing" in told
+
+
+def test_a_frozen_tower_has_its_weights_in_the_folder_of_the_model(tmp_path):
+    write_model(tmp_path / "model")
+    shape, files = read_shape(tmp_path / "model"), tmp_path / "model" / "model.safetensors"
+    text = {name: tensor for name, tensor in load_file(files).items() if ".visual." not in name}
+    save_file(text, files)
+    [told] = faults_of_images(run_of(tmp_path), shape)
+    assert "has no weights of its vision tower, which a checkpoint leaves out if it is frozen" in told
+
+
+def test_rows_of_a_model_whose_sizes_alone_are_known_may_have_images(tmp_path):
+    (tmp_path / "rows").mkdir()
+    drawing(64, 64, 0).save(tmp_path / "rows" / "a.png")
+    row = {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"], "ground_truth": "1"}
+    (tmp_path / "rows" / "rows.jsonl").write_text(json.dumps(row))
+    run = run_of(tmp_path, model__path=Path("models/Qwen2.5-VL-32B-Instruct"))
+    assert faults_of_rows(run, None, lambda note: None) == []
 
 
 def test_a_tower_is_not_trained_by_rows_without_images(tmp_path):
@@ -109,7 +136,7 @@ def test_what_images_cannot_do_is_named_by_key(tmp_path):
     assert "time, height and width" in (obstacle_to_fused_layers(shape, 1) or "")
     names = config_of(replace(shape, adapters=Adapters(4, 8.0)), "a")
     assert json.loads(names)["exclude_modules"] == ".*visual\\..*", "as PEFT matches whole names"
-    with pytest.raises(ValueError, match="adds to the outputs of the first 2 layers, .* has 1; set"):
+    with pytest.raises(ValueError, match="adds to the outputs of the first 2 layers, .* has 1; give it more"):
         FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=4))
     FAMILIES[shape.family].check_mesh(shape, Mesh(pipeline=2))
     odd = replace(shape, vision=replace(shape.vision, tower=(("visual.blocks.0.mlp.linear_fc2.weight", (4, 6)),)))
