@@ -1,9 +1,9 @@
 """Export a checkpoint of a run as a Hugging Face folder that transformers and vLLM load, on one machine without a GPU.
 
-This needs neither the ranks that wrote the checkpoint nor Megatron-Core nor the model that the run began with. Every
-byte that is exported is checked against its checksum. A checkpoint of adapters becomes a folder in PEFT's form;
-`megatron-rl merge` adds it to the base model. `megatron-rl convert to-hf` does the same for the
-folder of one checkpoint.
+This needs neither the ranks that wrote the checkpoint nor Megatron-Core nor, unless it sees images, the model that the
+run began with. Every byte that is exported is checked against its checksum. A checkpoint of adapters becomes a folder
+in PEFT's form; `megatron-rl merge` adds it to the base model. `megatron-rl convert to-hf` does the same for the folder
+of one checkpoint, without a vision tower.
 
     megatron-rl export runs/gsm8k_32b models/after_the_newest_step
     megatron-rl export runs/gsm8k_32b models/after_step_40 --step 40
@@ -50,11 +50,19 @@ def _export(arguments: Sequence[str] | None) -> None:
             "the folder critic_hf, which the run writes at its end, with the whole critic"
         )
     source = open_checkpoint(checkpoint, fields=fields, adapters=True)
+    base = Path(read_extra(checkpoint)["config"]["model"]["path"])
     if shape.adapters is not None:
-        base = read_extra(checkpoint)["config"]["model"]["path"]
-        num_bytes = write_adapters(source, getattr(torch, dtype), given.target, base)
+        num_bytes = write_adapters(source, getattr(torch, dtype), given.target, str(base))
     else:
-        num_bytes = carry_out(to_hub(source, Options(dtype)), given.target, num_cores(), lambda _: None).num_bytes
+        whole = base if shape.vision is not None else None
+        if whole and not (whole / "config.json").is_file():
+            raise ValueError(
+                f"{checkpoint} is of a model that sees images, and the names of its tensors, and a frozen tower, are "
+                f"taken from the run's model.path, {whole}, which is not there; put the folder back, or take the text "
+                "model alone with `megatron-rl convert to-hf`"
+            )
+        made = carry_out(to_hub(source, Options(dtype), whole), given.target, num_cores(), lambda _: None)
+        num_bytes = made.num_bytes
     print(f"{checkpoint}: {num_bytes:,} bytes written to {given.target}")
 
 

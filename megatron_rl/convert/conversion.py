@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -13,9 +14,11 @@ from megatron_rl.convert import forms, hub, manifest, torch_dist
 from megatron_rl.convert.head import head_tensors
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.target import TargetFile, TargetTensor, safetensors_file
+from megatron_rl.convert.tensor_files import read_safetensors
 from megatron_rl.models import FAMILIES
-from megatron_rl.models.hub import HEAD, INDEX
+from megatron_rl.models.hub import HEAD, INDEX, scan, weight_files
 from megatron_rl.models.shards import extents
+from megatron_rl.models.vision import PREFIXES
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -46,6 +49,8 @@ class Conversion:
     fused_norms: bool
     files: tuple[TargetFile, ...]
     options: Options
+    has_tower: bool = False
+    """Whether the folder is of a whole model that sees images."""
 
     @property
     def num_kept(self) -> int:
@@ -57,8 +62,8 @@ class Conversion:
     def left_out(self) -> dict[str, int]:
         """How many tensors of the source are in no file, by the reason."""
         counts = dict(Counter(self.source.ignored.values()))
-        if self.source.shape.tower:
-            counts["a vision tower is another part of the model than its text"] = len(self.source.shape.tower)
+        if (seen := self.source.shape.vision) and (seen.trained or self.source.form != manifest.HUB):
+            counts["a vision tower is another part of the model than its text"] = len(seen.tower)
         head = FAMILIES[self.shape.family].multi_token
         if head and self.num_kept:
             counts.pop(head.reason, None)
@@ -74,22 +79,43 @@ class Conversion:
     def shape(self) -> ModelShape:
         """The model, as the manifest describes it. A Hugging Face folder does not say whether its head was trained."""
         shape = _shape(self.source, self.options)
+        if self.has_tower and self.source.shape.vision:
+            shape = replace(shape, vision=replace(self.source.shape.vision, trained=False))
         return shape.served if self.form == manifest.HUB else shape
 
 
-def to_hub(source: Source, options: Options = Options()) -> Conversion:
-    """Convert to a Hugging Face folder as transformers writes it."""
-    shape = _shape(source, options)
-    tensors = [source.tensor(described, options.torch_dtype) for described in forms.hub_tensors(shape)]
+def to_hub(source: Source, options: Options = Options(), whole: Path | None = None) -> Conversion:
+    """Convert to a Hugging Face folder as transformers writes it.
+
+    Args:
+        whole: the folder of the whole model, if it sees images. The result has its names and extents, and its tower if
+            the source has none.
+
+    Raises:
+        ValueError: `whole` is no folder of this model; see `models.hub.scan`.
+    """
+    shape, family, named = _shape(source, options), FAMILIES[source.shape.family], dict[str, str]()
+    if whole is not None:
+        shape = replace(shape, vision=source.shape.vision)
+        index = scan(whole, shape)
+        family, named = index.family, index.whole_names
+    tensors = [source.tensor(described, options.torch_dtype) for described in forms.hub_tensors(shape, family)]
+    tensors = [replace(tensor, name=named.get(tensor.name, tensor.name)) for tensor in tensors]
     tensors += _head(source, options)
+    if whole is not None and not shape.tower:
+        stored = {name: one for path in weight_files(whole) for name, one in read_safetensors(path).items()}
+        tower = {name: one for name, one in stored.items() if name.startswith(PREFIXES)}
+        tensors += head_tensors(tower, family, None)
     groups = forms.split_into_files(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
     files = [safetensors_file(hub.file_name("model", i, len(groups)), group) for i, group in enumerate(groups)]
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
         names = [[tensor.name for tensor in group] for group in groups]
         files.append(TargetFile(INDEX, (hub.index_text(names, total).encode(),)))
-    files += _literal(hub.companions(source.hub_folder, options.dtype, multi_token=_keeps(source, options)))
-    return Conversion(source, manifest.HUB, None, True, tuple(files), options)
+    has_tower = whole is not None
+    folder, keeps = whole or source.hub_folder, _keeps(source, options)
+    files += _literal(hub.companions(folder, options.dtype, multi_token=keeps, has_tower=has_tower))
+    return Conversion(source, manifest.HUB, None, True, tuple(files), options, has_tower)
 
 
 def to_ranks(source: Source, mesh: Mesh, fused_norms: bool, options: Options = Options()) -> Conversion:

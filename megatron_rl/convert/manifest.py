@@ -185,6 +185,9 @@ def saved_shape(folder: Path, fields: dict[str, Any]) -> ModelShape:
     shape: ModelShape = TypeAdapter(ModelShape).validate_python(saved)
     if runs is None:
         return replace(shape, layers=read_shape(folder if fields["form"] == HUB else folder / "hf").layers)
+    if shape.vision and "window" not in saved["vision"]:  # as above
+        vision = read_shape(folder if fields["form"] == HUB else folder / "hf").vision
+        shape = replace(shape, vision=vision and replace(vision, trained=shape.vision.trained))
     equal = {layer: layer for layer in shape.layers}
     return replace(shape, layers=tuple(equal[layer] for layer in shape.layers))
 

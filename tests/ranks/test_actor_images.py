@@ -21,7 +21,10 @@ from test_actor_gradients import numbers_of
 from transformers_models import open_model
 
 from megatron_rl.config.policy import LoraConfig, ParallelConfig
+from megatron_rl.convert import Options, open_checkpoint, to_hub
+from megatron_rl.convert.work import carry_out
 from megatron_rl.data.pictures import Pictures
+from megatron_rl.models import read_shape
 from megatron_rl.models.peft import PREFIX, TENSORS
 from megatron_rl.tools.bench.compare_layouts import parse_layout, relative
 from megatron_rl.types import Mesh
@@ -168,6 +171,13 @@ def test_a_trained_tower_is_saved_and_exported_whole(trainers, worlds, tmp_path,
     trainers.run("export", 1, weights=tmp_path / "saved", checkpoint=tmp_path / "saved", **one, **trained)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "export"))
     assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    saved = open_checkpoint(tmp_path / "saved")
+    frozen = replace(saved, shape=replace(saved.shape, vision=replace(saved.shape.vision, trained=False)))
+    for name, source in (("offline", saved), ("with the tower of the model", frozen)):
+        carry_out(to_hub(source, Options("float32"), folder), tmp_path / name, 1, lambda _: None)
+        found = load_file(tmp_path / name / "model.safetensors")
+        assert found.keys() == before.keys() and all(torch.equal(found[key], before[key]) for key in before)
+        assert open_checkpoint(tmp_path / name).shape.vision == read_shape(folder).vision
     if kind in OF_HEADS:
         kept = one | dict(target=tmp_path / "kept", multi_token="keep")
         trainers.run("export", 1, weights=tmp_path / "saved", checkpoint=tmp_path / "saved", **kept, **trained)
