@@ -12,13 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_rl.config.environment import ObjectColumns
+from megatron_rl.config.machine import num_cores
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.thinking import ColumnBudget
 from megatron_rl.data.cache import Tell, keep, tokenizer_digests
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+U = TypeVar("U")
 BATCH_ROWS = 1024
 """The number of rows that are tokenized at a time."""
 AS_IT_IS = Reading()
@@ -158,15 +161,24 @@ def _prompts(
     images = rules.images
     reading = replace(reading, sees_images=images is not None)
 
+    def prepared(read: ReadRow) -> tuple[Question, tuple[Picture, ...]] | BadRow:
+        try:
+            question = question_of(good_row(read), rules.required_columns, reading)
+            check_columns(question.columns, rules.thought_column, rules.prefix_values, rules.objects)
+            return images.take(question, read.place) if images is not None else (question, ())
+        except BadRow as error:
+            return error
+
     def questions() -> Iterator[tuple[ReadRow, Question, str, tuple[Picture, ...]]]:
-        for read in read_rows(source):
+        rows = read_rows(source)
+        for read, found in (
+            _in_threads(prepared, rows) if images is not None else ((one, prepared(one)) for one in rows)
+        ):
             tally.num_rows += 1
             try:
-                question = question_of(good_row(read), rules.required_columns, reading)
-                check_columns(question.columns, rules.thought_column, rules.prefix_values, rules.objects)
-                pictures: tuple[Picture, ...] = ()
-                if images is not None:
-                    question, pictures = images.take(question, read.place)
+                if isinstance(found, BadRow):
+                    raise found
+                question, pictures = found
                 messages = question.messages
                 if not isinstance(messages, str):
                     messages = chat_text(tokenizer, messages, add_generation_prompt=True, arguments=question.template)
@@ -245,6 +257,14 @@ def _compared(columns: Row) -> Row:
 
 def _digest(value: Any) -> bytes:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _in_threads(function: Callable[[T], U], items: Iterator[T]) -> Iterator[tuple[T, U]]:
+    """Each item with what the function makes of it, in order. Pillow does most of its work without Python's lock."""
+    cores = num_cores()
+    with ThreadPoolExecutor(cores) as pool:
+        for some in _batches(items, 4 * cores):
+            yield from zip(some, pool.map(function, some), strict=True)
 
 
 def _batches(items: Iterator[T], size: int) -> Iterator[list[T]]:
