@@ -110,13 +110,14 @@ def _parts(content: str | list[dict[str, Any]], turn: str, found: dict[str, Any]
         if "image" not in str(part.get("type")):
             parts.append({"type": "text", "text": part["text"]})
             continue
-        found[f"{turn}, part {number}"] = _own_image(part)
+        place = f"{turn}, part {number}"
+        found[place] = _own_image(part, place)
         parts.append(SHOWN)
         has_image = True
     return parts if has_image else "".join(part["text"] for part in parts)
 
 
-def _own_image(part: Mapping[str, Any]) -> Any:
+def _own_image(part: Mapping[str, Any], place: str) -> Any:
     """The image that a part has itself, or None.
 
     Raises:
@@ -124,8 +125,8 @@ def _own_image(part: Mapping[str, Any]) -> Any:
     """
     if others := [name for name, value in part.items() if value and name not in PART]:
         raise BadRow(
-            f"the key `{others[0]}` of a part of the type {part['type']} is not read; {', '.join(PART[2:])} may have "
-            "the image, and a text is a part of its own"
+            f"{place}: the key `{others[0]}` of a part of the type {part['type']} is not read; one of "
+            f"{', '.join(PART[2:])} has the image, and a text is a part of its own"
         )
     url = part.get("image_url")
     coded = part.get("base64") and f"data:;base64,{part['base64']}"
