@@ -27,7 +27,7 @@ from megatron_rl.data.row_images import SHOWN, bytes_of, take_images
 from megatron_rl.data.rows import BadRow, plain_row
 from megatron_rl.models import read_shape
 from megatron_rl.models.vision import positions
-from megatron_rl.types import Episode, Group, Picture, Prompt, Rollout, Tokens, Vision
+from megatron_rl.types import Episode, Group, Picture, Prompt, Rollout, Tokens, Vision, images_of_rollouts
 
 VISION = Vision("qwen3_vl", image_token=9, merge=2, num_deep=1, sections=(4, 2, 2), interleaved=True)
 
@@ -140,6 +140,13 @@ def test_the_same_image_is_kept_by_many_at_once(model, tmp_path):
             assert len(set(pool.map(add, range(8)))) == 1
             (file,) = tmp_path.iterdir()
             file.unlink()
+
+
+def test_images_of_rollouts_are_inside_or_beside(tmp_path):
+    """`megatron-rl generate` writes them into its folder, and a run beside `rollouts`."""
+    assert images_of_rollouts(tmp_path / "rollouts") == tmp_path / "images"
+    (tmp_path / "rollouts" / "images").mkdir(parents=True)
+    assert images_of_rollouts(tmp_path / "rollouts") == tmp_path / "rollouts" / "images"
 
 
 def test_the_forms_of_images(tmp_path):

@@ -13,9 +13,11 @@ from image_models import IMAGE_TOKEN, LETTERS, TEMPLATE, drawing, write_model
 from test_rollout_turns_said import call, play_all
 from tiny_chat import HEAD
 
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.data.pictures import pictures_of
 from megatron_rl.data.row_images import expanded
 from megatron_rl.models.vision import positions, vision_of
+from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.types import Prompt
 
 TOOLS = {"kind": "tools", "paths": [f"{__file__}:look", f"{__file__}:glance"]}
@@ -128,6 +130,18 @@ def test_a_history_without_thoughts_has_all_images_again(folder):
 def test_an_image_that_cannot_be_shown_is_a_fault(folder, at, template, told):
     samples, _ = played(folder, call("look", at=at), "done", template=template)
     assert samples[0][0].episode.fault.startswith("an observation") and re.match(told, samples[0][0].episode.fault)
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "closing"), [(":", "<|image_pad|>:"), (":", "<|video_pad|>:"), ("<|image_pad|>", None)]
+)
+def test_no_text_that_ends_a_thought_stands_for_an_image(folder, delimiter, closing):
+    thinking = {"thought_tokens": 4, "response_tokens": 4, "closing": closing}
+    rollout = RolloutConfig.model_validate(
+        {"max_response_tokens": 64, "delimiter": delimiter, "thinking": {k: v for k, v in thinking.items() if v}}
+    )
+    with pytest.raises(ValueError, match="may have no token that stands for images"):
+        Budgets(folder, rollout, on_gpu=False)
 
 
 def test_texts_share_the_limit_of_an_observation(folder):
