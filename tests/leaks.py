@@ -30,6 +30,8 @@ LISTEN = "0A"
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 GRACE_S = 5.0
 """How long what is being taken down may take to disappear: a process that was killed, a name that is removed next."""
+RAY_S = 30.0
+"""The same of Ray's own processes, which look from time to time whether the one that began them is still there."""
 
 _allowed: dict[str, set] = {"module": set(), "session": set()}
 """What may live until the end of a module or of the session: (kind, which one)."""
@@ -184,11 +186,12 @@ def lasting(until: str = "session") -> Iterator[None]:
 
 def _left(before: set, look) -> set:
     """What is new, as soon as it does not go away any more."""
-    end = time.monotonic() + GRACE_S
+    start = time.monotonic()
     while True:
         new = look() - before - _allowed["module"] - _allowed["session"]
         new = {one for one in new if not _is_of_the_module(one)}
-        if not new or time.monotonic() > end:
+        is_rays = all(one[0] == "process" and _command(one[1]).startswith("ray::") for one in new)
+        if not new or time.monotonic() - start > (RAY_S if is_rays else GRACE_S):
             return new
         gc.collect()
         time.sleep(0.05)
@@ -210,14 +213,17 @@ def _is_of_the_module(one: tuple) -> bool:
     return False
 
 
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return "ended meanwhile"
+
+
 def described(left: set) -> str:
     def words(one: tuple) -> str:
         if one[0] == "process":
-            try:
-                command = Path(f"/proc/{one[1]}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                command = "ended meanwhile"
-            return f"process {one[1]} ({command.strip()[:100]})"
+            return f"process {one[1]} ({_command(one[1])[:100]})"
         return f"{one[0]} {one[1]}" + (f"={one[2]}" if one[0] == "variable" else "")
 
     return ", ".join(sorted(map(words, left)))

@@ -121,14 +121,15 @@ def test_merges_around_the_end_of_a_turn_change_no_turn(folder):
     def render(turns, add_generation_prompt):
         return tokenizer.apply_chat_template(list(turns), add_generation_prompt=add_generation_prompt, tokenize=False)
 
-    observations = Observations(Continuation(render, ["<|im_end|>"], "user", ""), tokenizer.backend_tokenizer, 32)
+    between = Continuation(render, ["<|im_end|>"], "user", "")
+    observations = Observations(["<|im_end|>"], tokenizer.backend_tokenizer, 32)
     turns = [{"role": "user", "content": "question"}]
     prompt = tokenizer.encode(render(turns, True))
     for answer in (f"{text}7{text}" for text in TEXTS[1:]):
         for observed in TEXTS[1:]:
             sampled = [*tokenizer.encode(answer), 2]
             message = {"role": "user", "content": observed}
-            transcript = [*prompt, *sampled, *observations.ids([message])]
+            transcript = [*prompt, *sampled, *observations.ids(between.text([message]))]
             whole = render([*turns, {"role": "assistant", "content": answer}, message], True)
             assert tokenizer.decode(transcript) == whole
 
