@@ -30,8 +30,8 @@ LISTEN = "0A"
 CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 GRACE_S = 5.0
 """How long what is being taken down may take to disappear: a process that was killed, a name that is removed next."""
-RAY_S = 30.0
-"""The same of Ray's own processes, which look from time to time whether the one that began them is still there."""
+RAY_S = 70.0
+"""The same of Ray's own processes, which look once a minute whether the one that began them is still there."""
 
 _allowed: dict[str, set] = {"module": set(), "session": set()}
 """What may live until the end of a module or of the session: (kind, which one)."""

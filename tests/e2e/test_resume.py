@@ -39,7 +39,7 @@ ALGORITHM = [
 ]
 """State of its own (coefficients), a reference policy, statistics of the mini-batch."""
 NOT_COMPARED = re.compile(
-    r"time/.*|perf/.*|memory/.*|rollout/tokens_per_s|rollout/idle|reward/.*/seconds|verifier/restarts|slowest_rank/.*|sync/re.*|mirror/.*|machine/.*|sync/transfer_s|eval/.*|stream/asked_again"
+    r"time/.*|perf/.*|memory/.*|rollout/tokens_per_s|rollout/idle|reward/.*/seconds|verifier/restarts|slowest_rank/.*|sync/re.*|mirror/.*|machine/.*|sync/transfer_s|eval/.*|stream/asked_again|environment/step_s"
 )
 """What depends on the machine or on what happened to the run; the broken runs make no evaluation."""
 

@@ -101,7 +101,7 @@ class Group:
         actor = ray.remote(Rank).options(num_cpus=0).remote(self._dies_in)
         return Process(self._name, self._logs / f"{self._name}.log", actor)
 
-    def before(self, phase: str) -> None:
+    def before(self, phase: str = "generating") -> None:
         """A rank of the trainer dies when the engines take its memory."""
         if phase == "generating":
             raise PolicyLost("trainer rank 0 died")
