@@ -84,7 +84,7 @@ class PackedSequences(PackedSeqParams):
 
     full: AttentionPlan | None = None
     """The plan of the layers that see all earlier tokens. Transformer Engine's layers need it for the angles of latent
-    attention alone."""
+    attention, and of models that see images."""
     sliding: AttentionPlan | None = None
     """The plan of the layers with a sliding window, if the model has any."""
     routed: RoutedRow | None = None
@@ -126,10 +126,10 @@ def packed_sequences(
         context: the rank's place in its context group; None: it has all tokens of the row.
         shared: the prompts that sequences share; only for layers that `can_share_prompts`.
         varlen: whether attention is one kernel call for the whole row (varlen.py), without a context group.
-        position_3T: the positions of a row with images, of layers that are not Transformer Engine's.
+        position_3T: the positions of a row with images.
     """
+    turns = None if position_3T is None or shape.vision is None else AxialPositions(position_3T, shape.vision.axes)
     if not fused:
-        turns = None if position_3T is None or shape.vision is None else AxialPositions(position_3T, shape.vision.axes)
 
         def plan(block: SoftmaxAttention | LatentAttention) -> AttentionPlan:
             turned, scaling, window = (lengths_S, block.rotary_dim, block.rope.theta), block.rope.scaling, block.window
@@ -154,9 +154,9 @@ def packed_sequences(
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
     own = None
-    if not (attention := shape.attention).is_rotated_by_megatron:
-        rope = attention.rope
-        own = AttentionPlan(*_rotation_of(lengths_S, attention.rotary_dim, rope.theta, rope.scaling, context))
+    if not (attention := shape.attention).is_rotated_by_megatron or shape.vision is not None:
+        turned, rope = (lengths_S, attention.rotary_dim), attention.rope
+        own = AttentionPlan(*_rotation_of(*turned, rope.theta, rope.scaling, context, turns=turns))
     return PackedSequences(
         qkv_format="thd",
         full=own,

@@ -34,6 +34,7 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.adapters import Adapting
 from megatron_rl.actor.block_settings import fit, settings_of
 from megatron_rl.actor.fp8_weights import linear_layers_in_fp8
+from megatron_rl.actor.fused_attention import rotating
 from megatron_rl.actor.latent import LatentSelfAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.megatron_settings import build
@@ -44,7 +45,7 @@ from megatron_rl.actor.tower import add_deep, build_tower
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.models import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
-from megatron_rl.types import LatentAttention, Layer, Mesh, ModelShape, SoftmaxAttention
+from megatron_rl.types import Layer, Mesh, ModelShape
 
 
 def uses_fused_layers(model: ModelConfig, shape: ModelShape, context: int) -> bool:
@@ -207,7 +208,7 @@ def _build_chunk(
     for layer in block.layer_specs:
         _count_load(layer)
     rope = shape.attention.rope
-    megatron_rotates = fused and shape.attention.is_rotated_by_megatron
+    megatron_rotates = fused and shape.attention.is_rotated_by_megatron and shape.vision is None
     scaling = rope.scaling if megatron_rotates else None
     with (
         _without_apex() if fused else nullcontext(),
@@ -266,13 +267,16 @@ def _fused_block(config: TransformerConfig, shape: ModelShape, number: int | Non
     """The spec of the layers of a stage, or of the virtual stage with this number: Transformer Engine's."""
     block = get_gpt_decoder_block_spec(config, True, vp_stage=number)
     for spec in block.layer_specs:
-        _fit_fused(spec, shape.attention)
+        _fit_fused(spec, shape)
     return block
 
 
-def _fit_fused(spec: ModuleSpec, attention: SoftmaxAttention | LatentAttention) -> None:
-    if not attention.is_rotated_by_megatron:
+def _fit_fused(spec: ModuleSpec, shape: ModelShape) -> None:
+    if not shape.attention.is_rotated_by_megatron:
         spec.submodules.self_attention.module = LatentSelfAttention
+    elif shape.vision is not None:
+        own = spec.submodules.self_attention.submodules
+        own.core_attention = rotating(own.core_attention)
 
 
 def _count_load(layer: ModuleSpec) -> None:
@@ -286,7 +290,7 @@ def _head_layer(config: TransformerConfig, shape: ModelShape) -> ModuleSpec:
     fused = config.transformer_impl == "transformer_engine"
     spec: ModuleSpec = get_gpt_decoder_layer_specs(config, fused, "RMSNorm")[-1]
     if fused:
-        _fit_fused(spec, shape.attention)
+        _fit_fused(spec, shape)
     else:
         _fit_local(spec, shape.head_layers[0])
     _count_load(spec)

@@ -11,8 +11,6 @@ def obstacle_to_fused_layers(shape: ModelShape, context: int) -> str | None:
     Args:
         context: the context-parallel size.
     """
-    if shape.vision is not None:
-        return "they turn tokens in one direction, and tokens of images turn in time, height and width"
     for layer in dict.fromkeys(shape.layers):
         if layer.post_norm:
             return f"{shape.family} has norms after its blocks, and its layers have none"

@@ -28,6 +28,7 @@ for room in ("", "ranks"):
 from sizes import VOCAB_SIZE  # noqa: E402
 
 from megatron_rl.config.policy import LoraConfig, MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig  # noqa: E402
+from megatron_rl.data.pictures import Pictures  # noqa: E402
 from megatron_rl.models import slices  # noqa: E402
 from megatron_rl.models.adapters import A, B  # noqa: E402
 from megatron_rl.models.peft import PREFIX, TENSORS  # noqa: E402
@@ -42,6 +43,7 @@ from megatron_rl.tools.bench.compare_layouts import (  # noqa: E402
     too_far,
     train_once,
 )
+from megatron_rl.types import Tokens  # noqa: E402
 
 WITHOUT_KERNELS = MegatronConfig(transformer={"moe_permute_fusion": False})
 """This one is not a module's, but a function that Megatron calls."""
@@ -75,6 +77,21 @@ def models() -> dict[str, Any]:
         "glm4_moe_lite": ("Glm4MoeLite", narrow),
         "glm4_moe": ("Glm4Moe", dict(**GLM, attention_bias=True, use_qk_norm=True, rope_parameters=PLAIN)),
     }
+
+
+SEES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Models that see images (`image_models.write_model`). Their towers are trained."""
+
+
+def rows_of(folder: Path, base: str) -> list[Tokens]:
+    """Random rows, some of which have images if the model sees them."""
+    if base not in SEES:
+        return random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=3)
+    from image_models import drawing, row
+
+    one, two, pictures = drawing(20, 31, 0), drawing(9, 40, 1), Pictures(folder / base, folder / base / "images")
+    parts = [[3, one, 9], [5, 7], [2, one, 4, two, 20], [1, two, two, 6], [30, 12], [9, one, 5]]
+    return [row(pictures, part, seed) for seed, part in enumerate(parts)]
 
 
 def layout_of(text: str) -> ParallelConfig:
@@ -136,7 +153,6 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
 
     torch.set_num_threads(1)
     stand_ins.install()
-    rows = random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=3)
     for number, (name, layout) in enumerate(cases):
         is_one = layout in ("float32", "float64")
         parallel = ParallelConfig() if is_one else layout_of(layout)
@@ -155,8 +171,9 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
             base, lora = f"{base} rounded", lora.model_copy(update={"base": "unquantised"})
         model = ModelConfig(path=folder / base, dtype="float32", layers=layers, recompute=recompute)
         megatron = MegatronConfig() if is_one else WITHOUT_KERNELS
-        policy = PolicyConfig(parallel=parallel, megatron=megatron, lora=lora)
-        shares = deal_rows(folder / base, parallel, rows, 1 if is_one else NUM_MICROBATCHES)
+        tower = "trained" if base in SEES else "frozen"
+        policy = PolicyConfig(parallel=parallel, megatron=megatron, lora=lora, vision_tower=tower)
+        shares = deal_rows(folder / base, parallel, rows_of(folder, base), 1 if is_one else NUM_MICROBATCHES)
         found = None
         if layout.endswith("unchanged"):
             check_base(rank, stores, folder / base, model, policy, shares)
@@ -168,6 +185,7 @@ def serve(rank: int, folder: Path, cases: list[tuple[str, str]], results: Any) -
 
 def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
     """What is too far from float64, of each family."""
+    from image_models import write_model
     from random_adapters import in_fp8, write_adapters
     from test_actor_families import write_models
 
@@ -179,6 +197,8 @@ def main(layouts: dict[str, list[str]]) -> dict[str, list[str]]:
         folder = Path(temporary)
         bases = {base_of(name)[0] for name in layouts}
         write_models(folder, {name: kind for name, kind in models().items() if name in bases})
+        for base in bases.intersection(SEES):
+            write_model(folder / base, base)
         for base, name, lora in ((base_of(name)[0], name, base_of(name)[1]) for name in layouts):
             if lora:
                 write_adapters(folder / name, folder / base, lora)

@@ -133,7 +133,7 @@ def test_what_images_cannot_do_is_named_by_key(tmp_path):
     assert told.startswith("policy.lora and a model that sees images (qwen3_vl)") and "policy.vision_tower" in told
     [told] = faults_of_images(run_of(tmp_path, policy__multi_token="train"), shape)
     assert told.startswith("policy.multi_token train and") and "set it to keep or drop" in told
-    assert "time, height and width" in (obstacle_to_fused_layers(shape, 1) or "")
+    assert obstacle_to_fused_layers(shape, 2) is None
     names = config_of(replace(shape, adapters=Adapters(4, 8.0)), "a")
     assert json.loads(names)["exclude_modules"] == ".*visual\\..*", "as PEFT matches whole names"
     with pytest.raises(ValueError, match="adds to the outputs of the first 2 layers, .* has 1; give it more"):
