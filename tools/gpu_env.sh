@@ -36,12 +36,13 @@ extension() {
         install --no-deps --no-build-isolation --no-binary transformer_engine_torch "$source_package"
 }
 project() { install --no-deps --no-build-isolation -e .; }
-# A missing package, or an API that has changed, ends an import. slurm.launch needs NeMo-Run, which is not installed here.
+# A missing package, or an API that has changed, ends an import. slurm.launch needs NeMo-Run, and tools.docs what builds
+# the site; neither is installed here.
 check() {
     "$folder/bin/python" -m pip check && "$folder/bin/python" - <<'END'
 import importlib, pkgutil, megatron_rl
 for module in pkgutil.walk_packages(megatron_rl.__path__, "megatron_rl."):
-    if not module.name.endswith((".__main__", ".slurm.launch")):
+    if not module.name.endswith((".__main__", ".slurm.launch")) and ".tools.docs" not in module.name:
         importlib.import_module(module.name)
 END
 }
