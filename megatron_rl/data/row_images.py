@@ -31,7 +31,7 @@ MARK = "<image>"
 PART = ("type", "detail", "image", "path", "url", "base64", "image_url")
 """The keys of a part with an image."""
 LONGEST_PATH = 4096
-"""In characters, on Linux."""
+"""The length of the longest path on Linux, in characters."""
 SHOWN = {"type": "image"}
 """The part of a turn that a chat template writes a placeholder for."""
 
