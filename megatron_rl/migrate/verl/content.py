@@ -73,7 +73,7 @@ def model_path(settings: Settings, key: str, value: Any) -> Meaning:
 def image_key(settings: Settings, key: str, value: Any) -> Meaning:
     if not sees_images(settings):
         if SEES_MORE.search(PurePosixPath(str(settings["actor_rollout_ref.model.path"])).name):
-            return Meaning("left out", {}, "this model is trained as its model of text, and rows with images are refused")
+            return Meaning("left out", {}, "it is trained as its model of text, and rows with images are refused")
         return implied(TEXT)
     if value in ("images", "image"):
         return implied("the column is found by its name")
